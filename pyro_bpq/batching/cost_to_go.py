@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import CrossedCosts, Relation
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.rollout.precision import in_single
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord, sum_to_plates
 
 # Least log-probability of a component's value in crossed costs, in nats.
@@ -25,9 +26,13 @@ _LARGE = 1 << 14
 
 
 def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
-    """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, in nats, detached."""
+    """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, detached.
+
+    They are in nats, and in single precision at least: their squares overflow in half precision.
+    """
     return [
-        rollout.stack(lambda run, name: _wide(run.costs[name]), cls.names, cls.plates) for cls in layout.cost_classes
+        rollout.stack(lambda run, name: in_single(run.costs[name].detach()), cls.names, cls.plates)
+        for cls in layout.cost_classes
     ]
 
 
@@ -116,8 +121,3 @@ def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Te
     weights = stack(weight, 0).unsqueeze(2)
     # Masked log-probabilities may be infinite or NaN.
     return torch.where(weights == 0.0, 0.0, weights * log_prob)
-
-
-def _wide(cost: Tensor) -> Tensor:
-    """A detached cost in single precision at least: squares of costs overflow in half precision."""
-    return cost.detach().to(torch.promote_types(cost.dtype, torch.float32))

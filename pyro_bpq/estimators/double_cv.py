@@ -12,6 +12,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.baselines import leave_one_out
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
 from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
+from pyro_bpq.rollout.precision import in_single
 
 
 class _OnSlopes(Estimator):
@@ -167,8 +168,7 @@ def _products(plain: Tensor, variates: list[Tensor]) -> Tensor:
 
 def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
     """Scales of least second moment, with a ridge towards zero."""
-    # Half precision has no solve.
-    wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
+    wide = in_single(gram)
     square = wide.reshape(-1, count, count + 1)
     left, right = square[..., :-1], square[..., -1:]
     diagonal = torch.diagonal(left, dim1=1, dim2=2)

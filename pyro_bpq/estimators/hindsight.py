@@ -2,7 +2,6 @@ r"""Hindsight: the law of a site's value given what was drawn after it, in place
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -13,6 +12,7 @@ from pyro_bpq.errors import UnsupportedProgramError, check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, site_mean, unit_scale
 from pyro_bpq.estimators.baselines import LeaveOneOut
 from pyro_bpq.estimators.requirements import needs_finite
+from pyro_bpq.rollout.precision import common_type, in_single
 
 # Weight of the past in the moments of crossed costs.
 _DECAY = 0.99
@@ -235,9 +235,8 @@ def _softmax(logits: Tensor) -> Tensor:
 def _coefficients(means: Means, level: Tensor, kept: Tensor, has_bits: bool) -> Tensor:
     """What multiplies the gradients of the log-probabilities or, of bits, of the log-odds of the other value."""
     kept = kept if has_bits else kept.unsqueeze(-1)
-    # Data may have another dtype than parameters.
     own = (means.immediate, means.held, kept, means.later, level)
-    dtype = functools.reduce(torch.promote_types, (each.dtype for each in own))
+    dtype = common_type(*own)
     immediate, held, kept, later, level = (each.to(dtype) for each in own)
     costs = torch.lerp(immediate, held, kept).add_(later)
     if not has_bits:
@@ -264,8 +263,7 @@ def _moments(centred: Tensor, immediate: Tensor, crossed: Tensor | None, context
 def _scales(moments: Tensor) -> tuple[Tensor, Tensor]:
     r"""The part of immediate costs and the scale of crossed ones that leave the least of ``T + λ A - κ c``."""
     # Half precision has no number as small as the bounds below.
-    wide = moments.to(torch.promote_types(moments.dtype, torch.float32))
-    mean, own, mixed, square, of_own, of_crossed = wide.unbind(1)
+    mean, own, mixed, square, of_own, of_crossed = in_single(moments).unbind(1)
     spread = (square - mean.square()).clamp(min=1e-12)
     left = (own - mixed.square() / spread).clamp(min=1e-3 * own + 1e-12)
     kept = ((mixed * of_crossed / spread - of_own) / left).clamp(0.0, 1.0)

@@ -247,23 +247,20 @@ class BoundRunner(Runner):
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
-        programs: Sequence[Program] = (program,) if particles.is_hidden else programs_of(program, particles)
         if particles.is_hidden:
+            programs, single = [program], replace(particles, number=1, is_hidden=False)
             runs = tuple(trace_particles(*program, self._options(particles), is_checked=mode.is_checked))
         else:
+            programs, single = [*programs_of(program, particles)], particles
             runs = tuple(self.trace(each, particles, mode.num_steps) for each in programs)
         is_new = len(self._layouts) < _JUDGED and runs[0].key not in self._layouts
         if self.plate is not None and is_new and not mode.is_recorded:
-            single = replace(particles, number=1, is_hidden=False) if particles.is_hidden else particles
             self._warn_of_rows(self.plate, runs[0], programs[0], single, mode.num_steps)
         return Observation(runs)
 
     def _warn_of_rows(self, plate: str, run: TracedRun, program: Program, particles: Particles, num_steps: int) -> None:
         """Warns if a row of the plate reads values of other rows, which runs at other values show."""
-
-        def trace(part: Program, put: Callable[[Any], Any]) -> TracedRun:
-            return self.trace(part, particles, num_steps, warns=False, put=put)
-
+        trace = self.trace_with(particles, num_steps)
         _row_plate(run, plate)  # an error where a site is not in it
         judged = replace(run, unfollowed=dict.fromkeys(run.run.costs, (plate,)))
         met = rows_that_meet(trace, program, judged, True, num_steps, is_first=True)

@@ -99,7 +99,7 @@ def compared_alone(
     """What a comparison of vectorised particles, which ran as ``many``, with particles on their own needs."""
     (together,) = programs_of(program, particles)
     return Comparison(
-        lambda part, put: runner.trace(part, particles, num_steps, warns=False, put=put),
+        runner.trace_with(particles, num_steps),
         *(program, together, many, particles.number, int(particles.nesting)),
         *(runner.has_buffers, particles.is_compact),
     )

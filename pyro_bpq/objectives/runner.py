@@ -181,7 +181,7 @@ class StepRunner(Runner):
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
             check_gradients(traced)
-            return self._with_rows_that_meet(traced, program, particles, num_steps) if traced.unfollowed else traced
+            return self._with_rows_that_meet(traced, program, particles, num_steps)
         nesting = int(particles.nesting)
         with enumerated_programs(model, guide, nesting) as (summed, sampled):
             # Values that are put in stand outside of enumeration, which follows the sites that it passes.
@@ -192,18 +192,15 @@ class StepRunner(Runner):
         if track and self.structure.follows_rows:
             # Rows are not followed beside the values of enumerated sites.
             traced = replace(traced, unfollowed=plated_costs(traced))
-        return self._with_rows_that_meet(traced, program, particles, num_steps) if traced.unfollowed else traced
+        return self._with_rows_that_meet(traced, program, particles, num_steps)
 
     def _with_rows_that_meet(
         self, traced: TracedRun, program: Program, particles: Particles, num_steps: int
     ) -> TracedRun:
         """The run with the rows that meet by values, where they could not be followed."""
-        if self.structure.crosses or traced.crosses:
+        if not traced.unfollowed or self.structure.crosses or traced.crosses:
             return traced
-
-        def trace(part: Program, put: Callable[[Any], Any]) -> TracedRun:
-            return self.trace(part, particles, num_steps, warns=False, put=put)
-
+        trace = self.trace_with(particles, num_steps)
         is_first = self.structure.tracked_runs == 0
         met = rows_that_meet(trace, program, traced, self.has_buffers, num_steps, is_first)
         return replace(traced, met=met, crosses=bool(met))

@@ -115,7 +115,7 @@ class Summing:
         particles = replace(self.particles, number=num_joint_values(rows, largest_value(traced)))
         (together,) = programs_of(self.program, particles)
         compared = Comparison(
-            lambda part, put: self.runner.trace(part, particles, step, warns=False, put=put),
+            self.runner.trace_with(particles, step),
             *(self.program, together, traced, particles.number, self._nesting, self.runner.has_buffers),
         )
         return tables_hold(compared, plan, step)

@@ -21,6 +21,7 @@ from torch import Tensor
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import SumPlan
+from pyro_bpq.rollout.precision import common_type, in_single
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.traced_run import TracedRun, full_mask
 
@@ -70,7 +71,7 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool)
     loss = sum(found[1:], found[0])
     if is_recorded:
         return ExactSum(loss, tuple(plan.components))
-    number = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    number = in_single(loss.detach())
     # One read on the host.
     value, num_zeros = torch.stack([number, sum(zeros, number.new_zeros(()))]).tolist()
     return ExactSum(loss, tuple(plan.components), math.isfinite(value), int(num_zeros))
@@ -201,7 +202,7 @@ def _averages(pairs: Sequence[tuple[Tensor, Tensor]], counts: bool) -> tuple[lis
     """The expectations of tables under their laws, and numbers of zeros; small tables of a shape share a call."""
     found, alike = list[tuple[Tensor, Tensor]](), dict[Any, list[tuple[Tensor, Tensor]]]()
     for law, table in pairs:
-        dtype = torch.promote_types(law.dtype, table.dtype)
+        dtype = common_type(law, table)
         law, table = torch.broadcast_tensors(law.to(dtype), table.to(dtype))
         if law.numel() > SMALL:
             found.append((law, table))

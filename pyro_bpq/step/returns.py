@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.rollout.precision import common_type
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import Rules, check_discount, lambda_return, network_rules, solve_rules
 
@@ -86,9 +86,8 @@ def _solve(
     gamma: float,
 ) -> dict[int, Tensor]:
     order = layout.rule_order
-    # Data may have another dtype than parameters, and half precision has no solve.
-    dtype = functools.reduce(torch.promote_types, (each.dtype for each in (*values.values(), *ahead.values())))
-    costs = costs.to(torch.promote_types(torch.promote_types(dtype, costs.dtype), torch.float32))
+    # Costs are in single precision at least, as a solve needs.
+    costs = costs.to(common_type(costs, *values.values(), *ahead.values()))
     size = (len(order), *costs.shape[1:])
     learned, mean = costs.new_zeros(size), costs.new_zeros(size)
     weight = costs.new_ones(len(order))
