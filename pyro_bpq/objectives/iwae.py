@@ -22,7 +22,7 @@ from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_pla
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.options import check_options
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.programs import programs_of, traced_with
 from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
@@ -260,7 +260,7 @@ class BoundRunner(Runner):
 
     def _warn_of_rows(self, plate: str, run: TracedRun, program: Program, particles: Particles, num_steps: int) -> None:
         """Warns if a row of the plate reads values of other rows, which runs at other values show."""
-        trace = self.trace_with(particles, num_steps)
+        trace = traced_with(self, particles, num_steps)
         _row_plate(run, plate)  # an error where a site is not in it
         judged = replace(run, unfollowed=dict.fromkeys(run.run.costs, (plate,)))
         met = rows_that_meet(trace, program, judged, True, num_steps, is_first=True)

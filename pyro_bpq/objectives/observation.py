@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.objectives.staged import Mode, Staged
-from pyro_bpq.reruns.runs_at import Trace
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import ExactSum
 from pyro_bpq.step.program_order import RunInOrder
@@ -118,10 +117,6 @@ class Runner(ABC):
         put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
         """Runs a program once; ``put`` wraps model and guide, ``warns`` says whether likely mistakes are told."""
-
-    def trace_with(self, particles: Particles, num_steps: int) -> Trace:
-        """How comparisons run programs: with model and guide wrapped by a function, and without warnings."""
-        return lambda part, put: self.trace(part, particles, num_steps, warns=False, put=put)
 
     @abstractmethod
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:

@@ -12,6 +12,7 @@ from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.objectives.observation import Runner
 from pyro_bpq.reruns.apart import Comparison
+from pyro_bpq.reruns.runs_at import Trace
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -93,13 +94,18 @@ def make_parameters(runner: Runner, program: Program, one: Particles, num_steps:
     draws.again()
 
 
+def traced_with(runner: Runner, particles: Particles, num_steps: int) -> Trace:
+    """How comparisons run programs: with model and guide wrapped by a function, and without warnings."""
+    return lambda part, put: runner.trace(part, particles, num_steps, warns=False, put=put)
+
+
 def compared_alone(
     runner: Runner, program: Program, particles: Particles, many: TracedRun, num_steps: int
 ) -> Comparison:
     """What a comparison of vectorised particles, which ran as ``many``, with particles on their own needs."""
     (together,) = programs_of(program, particles)
     return Comparison(
-        runner.trace_with(particles, num_steps),
+        traced_with(runner, particles, num_steps),
         *(program, together, many, particles.number, int(particles.nesting)),
         *(runner.has_buffers, particles.is_compact),
     )

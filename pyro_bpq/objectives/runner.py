@@ -16,7 +16,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.ordered import ordered_by_option, ordered_by_rules, ordered_runs
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.programs import programs_of, traced_with
 from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.objectives.summing import Summing
@@ -200,7 +200,7 @@ class StepRunner(Runner):
         """The run with the rows that meet by values, where they could not be followed."""
         if not traced.unfollowed or self.structure.crosses or traced.crosses:
             return traced
-        trace = self.trace_with(particles, num_steps)
+        trace = traced_with(self, particles, num_steps)
         is_first = self.structure.tracked_runs == 0
         met = rows_that_meet(trace, program, traced, self.has_buffers, num_steps, is_first)
         return replace(traced, met=met, crosses=bool(met))

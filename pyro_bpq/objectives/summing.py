@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Observation
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.programs import programs_of, traced_with
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.plan.particles import largest_value
 from pyro_bpq.plan.plan import SumPlan
@@ -115,7 +115,7 @@ class Summing:
         particles = replace(self.particles, number=num_joint_values(rows, largest_value(traced)))
         (together,) = programs_of(self.program, particles)
         compared = Comparison(
-            self.runner.trace_with(particles, step),
+            traced_with(self.runner, particles, step),
             *(self.program, together, traced, particles.number, self._nesting, self.runner.has_buffers),
         )
         return tables_hold(compared, plan, step)
