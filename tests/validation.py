@@ -6,8 +6,7 @@ For networks that are written by hand, and for tests: what the builder returns s
 from __future__ import annotations
 
 from pyro_bpq.errors import GraphError
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import Average, QNode
+from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
 __all__ = ["validate_network"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums

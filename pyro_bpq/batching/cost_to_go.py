@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import CrossedCosts, Relation
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.rollout.precision import in_single
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord, sum_to_plates
+from pyro_bpq.rollout.sums import in_single
 
 # Least log-probability of a component's value in crossed costs, in nats.
 _LEAST = -100.0

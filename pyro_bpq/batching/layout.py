@@ -16,8 +16,7 @@ from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.critics.joint import reads_value
 from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.graph.bitsets import highest, ones
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.relations import Crossings, Relations, after
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyro_bpq.errors import BPQError
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 # Okabe and Ito's colours, which remain distinct for the colour-blind.

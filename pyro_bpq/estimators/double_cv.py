@@ -12,7 +12,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.baselines import leave_one_out
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
 from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
-from pyro_bpq.rollout.precision import in_single
+from pyro_bpq.rollout.sums import in_single
 
 
 class _OnSlopes(Estimator):

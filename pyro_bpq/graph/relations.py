@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pyro_bpq.graph.bitsets import closure, ones, transposed, union
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 

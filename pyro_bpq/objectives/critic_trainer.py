@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
+from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.objectives.replayer import Replayer, gradients_of
-from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss

@@ -22,11 +22,11 @@ from pyro_bpq.graph.scg import Form
 from pyro_bpq.objectives.analytic import analytic_paths
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
+from pyro_bpq.objectives.observation import Mode
 from pyro_bpq.objectives.options import check_counts, planner_of
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner
-from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.work import COMPILED, EAGER, Work

@@ -37,9 +37,6 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def __deepcopy__(self, memo: Any) -> Turn:
-        return Turn()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, ()
 

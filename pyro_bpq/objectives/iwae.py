@@ -20,10 +20,9 @@ from pyro_bpq.errors import BPQWarning, OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
+from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of, traced_with
-from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound

@@ -19,8 +19,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise, QProp, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import Average, QNode
+from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord

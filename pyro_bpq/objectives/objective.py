@@ -18,9 +18,8 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import LossModule, Turn
-from pyro_bpq.objectives.observation import Runner
+from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.staged import Mode, Staged, Transient
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import Schedule, at

@@ -24,9 +24,8 @@ from typing import Any
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.observation import Observation, Runner
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.objectives.programs import compared_alone, is_same_program, make_parameters
-from pyro_bpq.objectives.staged import Mode, Transient
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.reruns.apart import TrackedRuns, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due

@@ -16,10 +16,9 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Observation
+from pyro_bpq.objectives.observation import Mode, Observation, Staged
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner, stacked
-from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated

@@ -15,7 +15,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import CriticLearner, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
-from pyro_bpq.objectives.staged import Staged
+from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.reruns.redraw import (
     Hold,
     assignments,
@@ -47,9 +47,6 @@ def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
 
 class _Leaves(dict[str, Tensor]):
     """Parameters of the guide by name: they belong to the process, copies are empty."""
-
-    def __deepcopy__(self, memo: Any) -> _Leaves:
-        return _Leaves()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Leaves, ()

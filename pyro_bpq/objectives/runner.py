@@ -14,10 +14,9 @@ from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
+from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.ordered import ordered_by_option, ordered_by_rules, ordered_runs
 from pyro_bpq.objectives.programs import programs_of, traced_with
-from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.staged import Mode, Staged
+from pyro_bpq.objectives.observation import Mode, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged

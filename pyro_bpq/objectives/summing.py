@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.objectives.observation import Observation
+from pyro_bpq.objectives.observation import Mode, Observation
 from pyro_bpq.objectives.programs import programs_of, traced_with
-from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.plan.particles import largest_value
 from pyro_bpq.plan.plan import SumPlan
 from pyro_bpq.reruns.apart import Comparison

@@ -8,10 +8,13 @@ stacked costs. In a chain, each site has all the costs of a later site and a few
 ``D`` holds the few new ones of each row, ``S`` takes cumulative sums along the runs, and ``P`` orders the rows. If
 rows have few ones, the positions of the ones of ``M`` are stored instead. Both take memory and time linear in the
 number of sites. A small matrix is stored dense.
+
+Costs are summed in single precision at least (:func:`in_single`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -160,3 +163,13 @@ def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
     data = b"".join(bits.to_bytes(length, "little") for bits in rows)
     bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8).reshape(len(rows), length), axis=1, bitorder="little")
     return bits[:, list(columns)].astype(np.float32)
+
+
+def in_single(value: Tensor) -> Tensor:
+    """A value in single precision at least: in half precision squares overflow, and torch solves no systems."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def common_type(*values: Tensor) -> torch.dtype:
+    """The type that numbers of all values can have."""
+    return functools.reduce(torch.promote_types, (value.dtype for value in values))

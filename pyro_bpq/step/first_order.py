@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators.base import site_mean
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.step.critic_step import CriticBatch
 from pyro_bpq.step.signals import Signals
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.rollout.precision import common_type
 from pyro_bpq.rollout.runs import sum_to_plates
+from pyro_bpq.rollout.sums import common_type
 from pyro_bpq.targets.lambda_return import Rules, check_discount, lambda_return, network_rules, solve_rules
 
 

@@ -59,7 +59,7 @@ def step(
         if build:
             add_time(info, context.names, start)
     taught = None
-    if build and learning.sweep is None:
+    if build and learning.sweep is None and any(one.critics for one in signals):
         taught = critic_loss(signals, bank, learning, writes=writes, info=info)
     for site, own in swept.items():
         info.setdefault(site, {}).update(own)

@@ -15,7 +15,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import site_mean
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import Ranks, writes_of_ranks
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.returns import costs_by_name

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError, PlateError
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import lambda_return

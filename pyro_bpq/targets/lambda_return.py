@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import GraphError
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
 

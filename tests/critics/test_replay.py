@@ -23,7 +23,7 @@ from pyro_bpq import AllAction, CriticLearner, MLPCritic, Replay, TabularCritic,
 from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.staged import Staged
+from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.reruns.redraw import coparents, held_sites, trainable
 from pyro_bpq.step.values import Learning
 

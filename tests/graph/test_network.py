@@ -19,8 +19,7 @@ from validation import validate_network
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics.render import render_network, render_scg
 from pyro_bpq.errors import BPQError, GraphError, OptionError, SiteNotFoundError
-from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.graph.q_node import Average, QNode
+from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode, Reduction
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 REDUCTIONS = get_args(Reduction)

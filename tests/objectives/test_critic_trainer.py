@@ -11,8 +11,8 @@ from test_runner import PROGRAM, WAYS
 
 from pyro_bpq import CriticLearner, MLPCritic
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
+from pyro_bpq.objectives.observation import Mode
 from pyro_bpq.objectives.runner import StepRunner
-from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Learning, Step

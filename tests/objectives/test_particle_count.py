@@ -12,9 +12,8 @@ import torch
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives import open_number as module
-from pyro_bpq.objectives.observation import Observation
+from pyro_bpq.objectives.observation import Mode, Observation
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.rollout.runs import Particles, Program
 
 

@@ -39,7 +39,7 @@ from pyro_bpq import (
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.measure_valued import MeasureValued
 from pyro_bpq.objectives.local_objective import LocalObjective
-from pyro_bpq.objectives.staged import Staged
+from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import expected_gradient

@@ -11,9 +11,8 @@ import torch
 
 from pyro_bpq import MLPCritic
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.objectives.observation import NoiseSource
+from pyro_bpq.objectives.observation import Mode, NoiseSource
 from pyro_bpq.objectives.runner import StepRunner
-from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.rollout.runs import Particles, Program

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout import sums
-from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
+from pyro_bpq.rollout.sums import Sums, common_type, in_single, subset_sums, weighted_sums
 from pyro_bpq.targets.lambda_return import lambda_return_solve, network_rules, solve_rules
 
 LIKE = torch.zeros((), dtype=torch.float64)
@@ -126,3 +126,25 @@ def test_rules_in_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         rules = network_rules(network, order, LIKE)
         assert len(rules.blocks) == -(-size // block)
         torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_values_have_single_precision_at_least(given: torch.dtype, wanted: torch.dtype) -> None:
+    value = torch.tensor([300.0], dtype=given)
+    assert in_single(value).dtype == wanted and in_single(value).square().item() == 90_000.0
+    assert (in_single(value) is value) == (given == wanted)
+
+
+def test_the_common_type_holds_all_values() -> None:
+    half, brain, double = (torch.ones((), dtype=t) for t in (torch.float16, torch.bfloat16, torch.float64))
+    assert common_type(half) == torch.float16 and common_type(half, brain) == torch.float32
+    assert common_type(half, double, brain) == torch.float64

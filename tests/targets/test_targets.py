@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.q_node import Average
+from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.targets.lambda_return import lambda_return, lambda_return_solve, monte_carlo_return, td_target
 
