@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
-from pyro_bpq.diagnostics.critic_checks import check_critics, check_gradient_by_critic, check_scales
 from pyro_bpq.diagnostics.critic_fit import critic_fit
-from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis
+from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look
 from pyro_bpq.diagnostics.gradient_checks import (
     check_bias,
+    check_critics,
     check_finite,
+    check_gradient_by_critic,
     check_parameters,
     check_particles,
+    check_scales,
     check_steps,
     check_time,
     check_variance,
 )
-from pyro_bpq.diagnostics.look import Look
 from pyro_bpq.diagnostics.program_checks import (
     check_baseline_options,
     check_extra_run,

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pyro_bpq.diagnostics.findings import Finding
-from pyro_bpq.diagnostics.look import Look, listed
+from pyro_bpq.diagnostics.findings import Finding, Look, listed
 from pyro_bpq.estimators import Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.plan.particles import num_particles_for
 from pyro_bpq.plan.plan import Plan
@@ -18,9 +17,8 @@ from pyro_bpq.tracing.traced_run import TracedRun
 def check_supports(look: Look) -> Iterator[Finding]:
     """Sites with too many values to sum over."""
     limit = look.elbo.planner.max_support
-    infos = {name: info for run in look.tracked for name, info in run.infos.items()}
     for name, spec in look.specs.items():
-        components, estimator = infos[name].components if name in infos else None, spec.estimator
+        components, estimator = look.infos[name].components if name in look.infos else None, spec.estimator
         if components is None or components.cardinality <= limit or not estimator.takes_baseline:
             continue
         yield Finding(

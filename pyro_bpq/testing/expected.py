@@ -209,16 +209,23 @@ def assert_unbiased(
             )
     limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
     exact = exact_gradient(model, guide, *args, **limits, **kwargs)
-    if all(float(g.abs().max()) <= atol for g in exact.values() if g.numel()):
-        raise AssertionError(
-            f"The exact gradient is zero for all of {sorted(exact)}: this program tests nothing. Give its "
-            "parameters asymmetric values."
-        )
+    _largest(exact, atol)
     limits.update(use_differentiable_loss=use_differentiable_loss, noise=noise)
     expected = expected_gradient(elbo, model, guide, *args, **limits, **kwargs)
     report = _differences(exact, expected, atol)
     if report:
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
+
+
+def _largest(exact: Mapping[str, Tensor], zero: float = 0.0) -> float:
+    """Largest component of a gradient, which must be above ``zero``."""
+    scale = max((float(g.abs().max()) for g in exact.values() if g.numel()), default=0.0)
+    if scale <= zero:
+        raise AssertionError(
+            f"The exact gradient is zero for all of {sorted(exact)}: this program tests nothing. Give its "
+            "parameters asymmetric values."
+        )
+    return scale
 
 
 def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> list[str]:
@@ -294,12 +301,7 @@ def z_scores(
     Raises:
         AssertionError: If the power gate is not passed, or a sample is not finite.
     """
-    scale = max((float(g.abs().max()) for g in exact.values() if g.numel()), default=0.0)
-    if scale == 0.0:
-        raise AssertionError(
-            f"The exact gradient is zero for all of {sorted(exact)}: nothing is tested. Give the parameters asymmetric "
-            "values."
-        )
+    scale = _largest(exact)
     return {name: _z_score(name, samples[name], exact[name], scale, max_relative_error) for name in exact}
 
 

@@ -18,15 +18,16 @@ from steps import CHAIN, assert_equal, settled, state_of, trained
 import pyro_bpq
 from pyro_bpq import AllAction, CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
+from pyro_bpq.diagnostics.compare import GraphELBO, default_rivals
 from pyro_bpq.diagnostics.comparison import Row, recommend
 from pyro_bpq.diagnostics.moments import COSTS
-from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals
 from pyro_bpq.diagnostics.sampling import num_outcomes_of
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.plan import revisions
 from pyro_bpq.plan.rules import MOST_PARTICLES
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 
@@ -506,11 +507,12 @@ def test_gradient_without_a_signal_is_found() -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.name != "dynamic_sites"], ids=lambda case: case.name)
 def test_outcomes_are_counted(case: Case) -> None:
     case.params()
-    count = num_outcomes_of(case.guide, case.args, {}, 1)
+    program = Program(case.model, case.guide, case.args, {})
+    count = num_outcomes_of(program, 1)
     # What the model alone draws, and branches that one run does not take, it cannot see.
     unseen = {"model_subsample": 2, "python_branch": 2}
     assert count == unseen.get(case.name, case.num_states)
-    assert num_outcomes_of(case.guide, case.args, {}, 2) == count**2
+    assert num_outcomes_of(program, 2) == count**2
 
 
 def test_diagnose_refuses_other_elbos() -> None:
