@@ -5,6 +5,7 @@ The check calls an estimator on small problems without Pyro, whose gradients are
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -38,8 +39,10 @@ class FakeProgram:
 
     rows_meet = False
 
-    def __init__(self, problem: Problem, value: Tensor, later: float = 0.0, seed: int = 0) -> None:
-        self.problem, self.value, self.later = problem, value, later
+    def __init__(
+        self, problem: Problem, value: Tensor, generator: torch.Generator, later: float = 0.0, seed: int = 0
+    ) -> None:
+        self.problem, self.value, self.generator, self.later = problem, value, generator, later
         self._source = torch.Generator().manual_seed(seed)
         self._held: Tensor | None = None
 
@@ -71,7 +74,7 @@ class FakeProgram:
 
     def held(self, value: Tensor) -> FakeProgram:
         """The same program, in which the noise of sites downstream stays the same in all runs."""
-        held = FakeProgram(self.problem, self.value, self.later)
+        held = FakeProgram(self.problem, self.value, self.generator, self.later)
         held._held = self._noise(self.problem.cost(value).detach())
         return held
 
@@ -122,11 +125,6 @@ class Problem:
         """The facts about a site that an estimator gets."""
         return SiteInfo("a", _NAMES[self.kind], False, self.components, self.particles)
 
-    @property
-    def width(self) -> int:
-        """Number of entries of the encoded value that the cost reads."""
-        return self.size if self.kind == "bernoulli" else self.size * self.cardinality
-
     def logits(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Irregular logits ``(G, D, K)``; the logit of a Bernoulli's first value is zero."""
         count = self.sites * self.size * self.cardinality
@@ -138,10 +136,11 @@ class Problem:
         lead = value.shape[: value.dim() - self.components.value_ndim]
         if self.kind == "categorical":
             value = one_hot(value.long(), self.cardinality).to(value.dtype)
-        flat = value.reshape(*lead, self.width)
-        weights = _irregular(self.width * (self.width + 2), 1.3).to(flat.dtype).to(flat.device)
-        a, c, b = weights[: self.width], weights[self.width : 2 * self.width], weights[2 * self.width :]
-        product = flat @ b.reshape(self.width, self.width)
+        width = self.size if self.kind == "bernoulli" else self.size * self.cardinality
+        flat = value.reshape(*lead, width)
+        weights = _irregular(width * (width + 2), 1.3).to(flat.dtype).to(flat.device)
+        a, c, b = weights[:width], weights[width : 2 * width], weights[2 * width :]
+        product = flat @ b.reshape(width, width)
         return 1.5 + 2.0 * (flat @ a) + 0.5 * (product * flat).sum(-1) + 0.7 * torch.tanh(1.5 * (flat @ c))
 
     def context(
@@ -167,7 +166,7 @@ class Problem:
             probs = log_probs.detach().double().exp().reshape(-1, self.cardinality)
             index = torch.multinomial(probs, 1, generator=generator).reshape(*batch, self.size)
         value = self.components.value(index).to(dtype)
-        program = FakeProgram(self, value, later, seed + 1)
+        program = FakeProgram(self, value, generator, later, seed + 1)
 
         def nonsense(*shape: int) -> Tensor:
             table = torch.randn(self.sites, *shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -344,11 +343,9 @@ def _check_value(estimator: Any) -> None:
     again = copy.deepcopy(estimator)
     assert again == estimator and hash(again) == hash(estimator), f"{estimator!r} is no value: its copy differs."
     thing: Any = estimator
-    try:
+    with contextlib.suppress(AttributeError):
         thing.is_unbiased = not thing.is_unbiased
-    except AttributeError:
-        return
-    raise AssertionError(f"{type(estimator).__name__} is not immutable; write @dataclass(frozen=True).")
+        raise AssertionError(f"{type(estimator).__name__} is not immutable; write @dataclass(frozen=True).")
 
 
 def _check_unsupported(estimator: Estimator, problems: Sequence[Problem]) -> None:
