@@ -8,7 +8,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -98,7 +98,7 @@ def compare_estimators(
         OptionError: If ``estimators`` is empty or holds another kind of object.
     """
     rivals = default_rivals(num_particles) if estimators is None else {}
-    elbos = {name: rival.build() for name, rival in rivals.items()}
+    elbos = {name: rival() for name, rival in rivals.items()}
     if estimators is not None:
         elbos = _elbos(estimators, num_particles)
     if num_rounds < 1:
@@ -194,10 +194,10 @@ def _reference(
     return found.mean, found.total_variance / found.num_samples, text
 
 
-def _ready(elbo: Any, rival: Rival | None, program: Program, steps: int) -> tuple[Any, str, int, float]:
+def _ready(elbo: Any, rival: partial[Any] | None, program: Program, steps: int) -> tuple[Any, str, int, float]:
     """An ELBO that has learned, what to write for it, the number of steps and the seconds that took."""
-    text = "" if rival is None else rival.written
-    alone = None if rival is None else rival.in_turn
+    text = "" if rival is None else written(rival)
+    alone = None if rival is None else in_turn(rival)
     if alone is None:
         return elbo, text, *_warm_up(elbo, program, steps)
     try:
@@ -206,8 +206,8 @@ def _ready(elbo: Any, rival: Rival | None, program: Program, steps: int) -> tupl
             warnings.simplefilter("ignore", BPQWarning)
             return elbo, text, *_warm_up(elbo, program, steps)
     except _DOES_NOT_RUN:
-        elbo = alone.build()
-        return elbo, alone.written, *_warm_up(elbo, program, steps)
+        elbo = alone()
+        return elbo, written(alone), *_warm_up(elbo, program, steps)
 
 
 def _warm_up(elbo: Any, program: Program, steps: int) -> tuple[int, float]:
@@ -309,9 +309,6 @@ class GraphELBO(TraceGraph_ELBO):
         self.has_baselines, self.is_learning = has_baselines, True
         self._averages: dict[str, Any] = {}
 
-    def __repr__(self) -> str:
-        return f"GraphELBO(has_baselines={self.has_baselines})"
-
     def train(self, mode: bool = True) -> None:
         """Lets averages move, or keeps them."""
         self.is_learning = mode
@@ -347,42 +344,29 @@ def _put(old: dict[str, Any], new: dict[str, Any]) -> None:
         store[name] = value
 
 
-@dataclass(frozen=True)
-class Rival:
-    """An ELBO to be built."""
-
-    kind: Callable[..., Any]  # its class
-    options: Mapping[str, Any] = field(default_factory=dict)  # what the class is called with
-
-    def build(self) -> Any:
-        """The ELBO."""
-        return self.kind(**self.options)
-
-    @property
-    def in_turn(self) -> Rival | None:
-        """The same with its particles one after the other; ``None`` if it does not ask for a plate of particles."""
-        if "vectorize_particles" not in self.options:
-            return None
-        return Rival(self.kind, {name: v for name, v in self.options.items() if name != "vectorize_particles"})
-
-    @property
-    def written(self) -> str:
-        """What to write for it; empty for a class of this module, which is not to be imported."""
-        if self.kind is GraphELBO:
-            return ""
-        return f"{self.kind.__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
-
-
-def default_rivals(num_particles: int) -> dict[str, Rival]:
-    """The ELBOs, by name."""
-    several = {"num_particles": max(2, num_particles), "vectorize_particles": True}
+def default_rivals(num_particles: int) -> dict[str, partial[Any]]:
+    """The ELBOs, by name; a call makes one."""
+    several: dict[str, Any] = {"num_particles": max(2, num_particles), "vectorize_particles": True}
     return {
-        DEFAULT: Rival(TraceBackpropQ_ELBO),
-        f"{DEFAULT}, {several['num_particles']} particles": Rival(TraceBackpropQ_ELBO, several),
-        f"{DEFAULT}, no critic": Rival(TraceBackpropQ_ELBO, {"critic": None}),
-        "leave-one-out": Rival(TraceBackpropQ_ELBO, {**several, "estimator": ScoreFunction(LeaveOneOut())}),
-        "Trace_ELBO": Rival(Trace_ELBO),
-        f"Trace_ELBO, {several['num_particles']} particles": Rival(Trace_ELBO, several),
-        "TraceGraph_ELBO": Rival(GraphELBO, {"has_baselines": False}),
-        "TraceGraph_ELBO, baselines": Rival(GraphELBO, {"has_baselines": True}),
+        DEFAULT: partial(TraceBackpropQ_ELBO),
+        f"{DEFAULT}, {several['num_particles']} particles": partial(TraceBackpropQ_ELBO, **several),
+        f"{DEFAULT}, no critic": partial(TraceBackpropQ_ELBO, critic=None),
+        "leave-one-out": partial(TraceBackpropQ_ELBO, **several, estimator=ScoreFunction(LeaveOneOut())),
+        "Trace_ELBO": partial(Trace_ELBO),
+        f"Trace_ELBO, {several['num_particles']} particles": partial(Trace_ELBO, **several),
+        "TraceGraph_ELBO": partial(GraphELBO, has_baselines=False),
+        "TraceGraph_ELBO, baselines": partial(GraphELBO, has_baselines=True),
     }
+
+
+def in_turn(rival: partial[Any]) -> partial[Any] | None:
+    """The same with its particles one after the other; ``None`` if it does not ask for a plate of particles."""
+    options = {name: value for name, value in rival.keywords.items() if name != "vectorize_particles"}
+    return partial(rival.func, **options) if options != rival.keywords else None
+
+
+def written(rival: partial[Any]) -> str:
+    """What to write for it; empty for a class of this module, which is not to be imported."""
+    if rival.func is GraphELBO:
+        return ""
+    return f"{rival.func.__name__}({', '.join(f'{name}={value!r}' for name, value in rival.keywords.items())})"

@@ -138,9 +138,9 @@ def _without_baselines(look: Look, run: TracedRun) -> tuple[Plan, int]:
     plans = elbo.runner.plans
     can_flip, has_slopes = plans.works("flips", run.key), plans.works("slopes", run.key)
     plan = elbo.planner.plan(plain, planned.graph, planned.facts, can_flip, has_slopes)
-    is_open = elbo.particles.is_open and not planned.facts.is_dynamic
-    work = planned.facts.work
-    number = num_particles_for(plan, plain, elbo.num_particles, work) if is_open else elbo.num_particles
+    number = elbo.num_particles
+    if elbo.particles.is_open and not planned.facts.is_dynamic:
+        number = num_particles_for(plan, plain, number, planned.facts.work)
     if number > elbo.num_particles and look.against_one_call:
         number = elbo.num_particles
     return plan, number
