@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.diagnostics.moments import GradientMoments, named_moments, site_gradients
-from pyro_bpq.diagnostics.sampling import accumulate, untouched
+from pyro_bpq.diagnostics.moments import GradientMoments, measured
+from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number, table
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import Moments
-from pyro_bpq.testing.parameters import GradientReader
 
 _LEARNED, _EXACT = "learned", "exact"
 _LEGEND = (
@@ -122,25 +121,18 @@ def critic_fit(
     with untouched(elbo, seed), torch.enable_grad():
         with torch.no_grad():
             is_subsampled = any(run.subsamples for run in elbo.observe(program).runs)
-        with GradientReader(model, guide, None) as reader:
 
-            def more(signals: Sequence[Signals]) -> dict[Any, Tensor]:
-                _note_targets(signals, pairs)
-                return _all_action(signals)
+        def more(signals: Sequence[Signals]) -> dict[Any, Tensor]:
+            _note_targets(signals, pairs)
+            return _all_action(signals)
 
-            def run() -> dict[Any, Tensor]:
-                reader.clear()
-                return site_gradients(elbo, reader, program, more)
-
-            found = accumulate(run, elbo, program, num_samples=num_samples, num_outcomes=num_outcomes, exact=exact)
-            if found.is_exact:
-                # Fits need samples: enumeration would give every outcome the same weight.
-                pairs.clear()
-                for _ in range(num_samples):
-                    reader.clear()
-                    items = elbo.observe(program).items
-                    _note_targets([item.signals for item in items], pairs)
-        moments, parts = named_moments(found, reader)
+        limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "exact": exact}
+        moments, parts = measured(elbo, program, more, **limits)
+        if moments.is_exact:
+            # Fits need samples: enumeration would give every outcome the same weight.
+            pairs.clear()
+            for _ in range(num_samples):
+                _note_targets([item.signals for item in elbo.observe(program).items], pairs)
     fits = {}
     for site in dict.fromkeys([*pairs, *(name for part, name in parts if part == _LEARNED)]):
         explained = _explained(pairs[site], is_subsampled) if site in pairs else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, untouched
+from pyro_bpq.diagnostics.sampling import accumulate, untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.rollout.runs import Program
@@ -22,6 +22,8 @@ from pyro_bpq.testing.parameters import GradientReader
 
 # Name of the gradient without the sites' terms, i.e. the gradient through values and parameters of the costs.
 COSTS = "(differentiable costs)"
+# Makes scalars of the signals of a step, by keys that are no strings.
+More = Callable[[Sequence[Signals]], Mapping[Any, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -140,25 +142,30 @@ def gradient_moments(
         raise OptionError(
             f"gradient_moments({elbo!r}): write an ELBO such as TraceBackpropQ_ELBO(); an estimator is an option of it."
         )
-    program, split = Program(model, guide, args, kwargs), by_site and isinstance(elbo, PlannedObjective)
-    with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
+    program = Program(model, guide, args, kwargs)
+    more: More | None = (lambda signals: {}) if by_site and isinstance(elbo, PlannedObjective) else None
+    limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "exact": exact}
+    with untouched(elbo, seed):
+        return measured(elbo, program, more, parameters, **limits)[0]
+
+
+def measured(
+    elbo: Any, program: Program, more: More | None, parameters: Mapping[str, Tensor] | None = None, **limits: Any
+) -> tuple[GradientMoments, dict[Any, Moments]]:
+    """Moments of the gradient of a step, and those of the gradients of further scalars by their keys.
+
+    ``more`` makes these scalars of the signals of the sites; without it the summands of sites are not separated.
+    """
+    with torch.enable_grad(), GradientReader(*program[:2], parameters) as reader:
 
         def run() -> dict[Any, Tensor]:
             reader.clear()
-            if split:
-                return site_gradients(elbo, reader, program)
+            if more is not None:
+                return site_gradients(elbo, reader, program, more)
             backward(elbo, program, False)
             return {(None, key): g for key, g in reader.read().items()}
 
-        found = accumulate(run, elbo, program, num_samples=num_samples, num_outcomes=num_outcomes, exact=exact)
-    return named_moments(found, reader)[0]
-
-
-def named_moments(found: Accumulated, reader: GradientReader) -> tuple[GradientMoments, dict[Any, Moments]]:
-    """Splits moments by ``(key, id of the parameter)``: those of gradient and sites, and those of all other keys.
-
-    The key is ``None`` for the gradient, and the name of the site for its summand.
-    """
+        found = accumulate(run, elbo, program, **limits)
 
     def pick(values: Mapping[Any, Tensor], key: Any) -> dict[str, Tensor]:
         return reader.named({leaf: value for (own, leaf), value in values.items() if own == key})
@@ -177,16 +184,8 @@ def named_moments(found: Accumulated, reader: GradientReader) -> tuple[GradientM
     return moments, {key: part for key, part in parts.items() if not isinstance(key, str)}
 
 
-def site_gradients(
-    elbo: PlannedObjective,
-    reader: GradientReader,
-    program: Program,
-    more: Callable[[Sequence[Signals]], Mapping[Any, Tensor]] = lambda signals: {},
-) -> dict[Any, Tensor]:
-    """The gradient of one step and its summands, by ``(site or None, id of the parameter)``.
-
-    ``more`` makes further scalars of the signals, whose gradients stand under keys of their own.
-    """
+def site_gradients(elbo: PlannedObjective, reader: GradientReader, program: Program, more: More) -> dict[Any, Tensor]:
+    """The gradients of one step: by ``(None, id of the parameter)`` the whole, else that of a site or of ``more``."""
     seen = elbo.observe(program, shows=False)
     result = elbo.step_on(seen, torch.zeros(()))
     summands: dict[Any, Tensor] = {COSTS: result.paths}
