@@ -22,7 +22,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.diagnostics.rivals import GraphELBO
+from pyro_bpq.diagnostics.compare import GraphELBO
 
 GALLERY = Path(__file__).parent.parent / "gallery"
 METHODS: dict[str, Callable[[], Any]] = {

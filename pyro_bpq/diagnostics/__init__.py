@@ -8,12 +8,11 @@ parameters.
 
 from pyro_bpq.diagnostics.compare import compare_estimators
 from pyro_bpq.diagnostics.comparison import Comparison, Row
-from pyro_bpq.diagnostics.critic_fit import critic_fit
+from pyro_bpq.diagnostics.critic_fit import CriticFit, Fit, critic_fit
 from pyro_bpq.diagnostics.diagnose import diagnose
-from pyro_bpq.diagnostics.figures import CriticFit, Fit, GradientMoments
 from pyro_bpq.diagnostics.findings import Diagnosis, Finding
 from pyro_bpq.diagnostics.history import History, LogCallback
-from pyro_bpq.diagnostics.moments import gradient_moments
+from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
 from pyro_bpq.diagnostics.plot import plot_comparison, plot_diagnostics
 
 __all__ = [

@@ -146,24 +146,25 @@ class Comparison:
             f"{name!r} is the same as {twin!r} on this program, and left out." for name, twin in self.same.items()
         ]
         lines += [f"{row.name!r} took {text}." for row in self.rows if row.name == DEFAULT for text in _took(row)]
-        lines += self._breakdown("parameter", "parameters")
-        lines += self._breakdown("site", "sites")
+        lines += _breakdown("parameter", {row.name: row.parameters for row in self.rows})
+        lines += _breakdown("site", {row.name: row.sites for row in self.rows})
         lines += [f"{row.name}: {row.note}" for row in self.rows if row.note]
         return "\n".join([*lines, "", self.reason])
 
-    def _breakdown(self, what: str, attribute: str) -> list[str]:
-        """Table of the variances of the twenty largest parts, one column per estimator."""
-        found = {row.name: getattr(row, attribute) for row in self.rows if row.ran and getattr(row, attribute)}
-        parts: dict[str, float] = {}
-        for variances in found.values():
-            for name, variance in variances.items():
-                parts[name] = max(parts.get(name, 0.0), variance)
-        shown = sorted(parts, key=lambda name: -parts[name])[:20]
-        if not shown:
-            return []
-        cells = [[name, *(number(variances.get(name)) for variances in found.values())] for name in shown]
-        left = [f"... and {len(parts) - len(shown)} more"] if len(parts) > len(shown) else []
-        return ["", *table([f"variance by {what}", *found], cells), *left]
+
+def _breakdown(what: str, variances: dict[str, dict[str, float]]) -> list[str]:
+    """Table of the variances of the twenty largest parts, one column per estimator that has any."""
+    found = {name: own for name, own in variances.items() if own}
+    largest: dict[str, float] = {}
+    for own in found.values():
+        for part, variance in own.items():
+            largest[part] = max(largest.get(part, 0.0), variance)
+    shown = sorted(largest, key=lambda part: -largest[part])[:20]
+    if not shown:
+        return []
+    cells = [[part, *(number(own.get(part)) for own in found.values())] for part in shown]
+    left = [f"... and {len(largest) - len(shown)} more"] if len(largest) > len(shown) else []
+    return ["", *table([f"variance by {what}", *found], cells), *left]
 
 
 def _cells(row: Row) -> list[str]:

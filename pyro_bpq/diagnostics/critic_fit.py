@@ -4,22 +4,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.diagnostics.figures import CriticFit, Fit, GradientMoments
-from pyro_bpq.diagnostics.moments import named_moments, site_gradients
-from pyro_bpq.diagnostics.sampling import accumulate, untouched
+from pyro_bpq.diagnostics.moments import GradientMoments, measured
+from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.short import number, table
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import Moments
-from pyro_bpq.testing.parameters import GradientReader
 
 _LEARNED, _EXACT = "learned", "exact"
+_LEGEND = (
+    "explained variance compares the critic's predictions with the costs that then came, between samples of the same",
+    "    data point: 1 if it predicts all of their differences, 0 if no more than a constant does.",
+    "cosine and difference compare the gradient that the critic alone would give with the site's true gradient:",
+    "    1 and 0 if they are the same; a constant critic has difference 1.",
+    "Costs that are known exactly at every value are left out of both.",
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    r"""Quality of the critic of a site.
+
+    Args:
+        explained: Explained variance within a data point, ``1 - Var(target - q) / Var(target)``: it compares the
+            critic's predictions with the costs that then came, between samples of the same data point. These costs
+            are the target, the return with graph-wise corrections (lambda = 1) and without the costs that are known
+            exactly. A constant critic has 0.
+        cosine: Cosine between the critic's all-action gradient and its reference. The reference is the site's true
+            gradient without the part of the exact immediate costs. ``None`` if there is no all-action gradient, or if
+            the reference is zero up to noise.
+        difference: Norm of the difference between the critic's gradient and the reference, over the norm of the
+            reference, or ``None``. A constant critic has 1.
+        difference_error: Size that the difference would have from sampling alone; 0 if exact.
+    """
+
+    explained: float | None = None
+    cosine: float | None = None
+    difference: float | None = None
+    difference_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class CriticFit:
+    """Quality of the critics of a program.
+
+    Args:
+        sites: Quality of each critic, by name of the site.
+        moments: Moments of the gradient, from the same runs.
+    """
+
+    sites: dict[str, Fit]
+    moments: GradientMoments
+
+    def __str__(self) -> str:
+        how = "exact" if self.moments.is_exact else f"from {self.moments.num_samples} steps"
+        rows = [[site, *map(number, astuple(fit))] for site, fit in self.sites.items()]
+        head = ["site", "explained variance", "cosine", "difference", "its error"]
+        return "\n".join([f"Critics ({how}):", *table(head, rows), *_LEGEND])
 
 
 def critic_fit(
@@ -72,48 +121,29 @@ def critic_fit(
     with untouched(elbo, seed), torch.enable_grad():
         with torch.no_grad():
             is_subsampled = any(run.subsamples for run in elbo.observe(program).runs)
-        with GradientReader(model, guide, None) as reader:
 
-            def more(signals: Sequence[Signals]) -> dict[Any, Tensor]:
-                _note_targets(signals, pairs)
-                return _all_action(signals)
+        def more(signals: Sequence[Signals]) -> dict[Any, Tensor]:
+            _note_targets(signals, pairs)
+            return _all_action(signals)
 
-            def run() -> dict[Any, Tensor]:
-                reader.clear()
-                return site_gradients(elbo, reader, program, more)
-
-            found = accumulate(run, elbo, program, num_samples=num_samples, num_outcomes=num_outcomes, exact=exact)
-            if found.is_exact:
-                # Fits need samples: enumeration would give every outcome the same weight.
-                pairs.clear()
-                for _ in range(num_samples):
-                    reader.clear()
-                    items = elbo.observe(program).items
-                    _note_targets([item.signals for item in items], pairs)
-        moments = named_moments(found, reader)
-    return _fits(moments, pairs, is_subsampled)
-
-
-def _fits(moments: GradientMoments, pairs: dict[str, list[tuple[Tensor, Tensor]]], is_subsampled: bool) -> CriticFit:
-    sites = dict(moments.sites)
-    parts = {key: sites.pop(key) for key in list(sites) if isinstance(key, tuple)}
-    by_critic = {key[1]: part for key, part in parts.items() if key[0] == _LEARNED}
-    scale = 0.0 if moments.is_exact else 1.0 / moments.num_samples
+        limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "exact": exact}
+        moments, parts = measured(elbo, program, more, **limits)
+        if moments.is_exact:
+            # Fits need samples: enumeration would give every outcome the same weight.
+            pairs.clear()
+            for _ in range(num_samples):
+                _note_targets([item.signals for item in elbo.observe(program).items], pairs)
     fits = {}
-    for site in {**pairs, **by_critic}:
+    for site in dict.fromkeys([*pairs, *(name for part, name in parts if part == _LEARNED)]):
         explained = _explained(pairs[site], is_subsampled) if site in pairs else None
-        if site not in by_critic or site not in sites:
+        by_critic = parts.get((_LEARNED, site))
+        if by_critic is None or site not in moments.sites:
             fits[site] = Fit(explained)
             continue
-        exact = parts.get((_EXACT, site))  # type: ignore[call-overload]
-        fits[site] = Fit(explained, *_difference(sites[site], exact, by_critic[site], scale))
-    errors = {site: e for site, e in moments.site_variance_errors.items() if isinstance(site, str)}
-    own = GradientMoments(
-        *(moments.mean, moments.variance, sites, moments.num_samples, moments.is_exact),
-        total_variance_error=moments.total_variance_error,
-        site_variance_errors=errors,
-    )
-    return CriticFit(fits, own)
+        scale = 0.0 if moments.is_exact else 1.0 / moments.num_samples
+        exact_part = parts.get((_EXACT, site))
+        fits[site] = Fit(explained, *_difference(moments.sites[site], exact_part, by_critic, scale))
+    return CriticFit(fits, moments)
 
 
 def _difference(

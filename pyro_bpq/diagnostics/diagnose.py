@@ -7,58 +7,33 @@ from typing import Any
 
 import torch
 
-from pyro_bpq.diagnostics.critic_checks import check_critics, check_gradient_by_critic, check_scales
+from pyro_bpq.diagnostics import gradient_checks, program_checks
 from pyro_bpq.diagnostics.critic_fit import critic_fit
-from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis
-from pyro_bpq.diagnostics.gradient_checks import (
-    check_bias,
-    check_finite,
-    check_parameters,
-    check_particles,
-    check_steps,
-    check_time,
-    check_variance,
-)
-from pyro_bpq.diagnostics.look import Look
-from pyro_bpq.diagnostics.program_checks import (
-    check_baseline_options,
-    check_extra_run,
-    check_hidden_rsample,
-    check_structure,
-    check_supports,
-)
+from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number
 
-# Findings of the same severity are listed in this order.
+# Findings of the same severity are listed in this order. True where a check is of draws or critics: there are neither
+# if the loss is summed over all values.
 _CHECKS = (
-    check_finite,
-    check_steps,
-    check_parameters,
-    check_bias,
-    check_hidden_rsample,
-    check_critics,
-    check_gradient_by_critic,
-    check_scales,
-    check_supports,
-    check_structure,
-    check_extra_run,
-    check_time,
-    check_baseline_options,
-    check_variance,
-    check_particles,
-)
-# Where the loss is summed over all values there are neither draws nor critics.
-_OF_DRAWS = (
-    check_critics,
-    check_gradient_by_critic,
-    check_scales,
-    check_extra_run,
-    check_baseline_options,
-    check_particles,
+    (gradient_checks.check_finite, False),
+    (gradient_checks.check_steps, False),
+    (gradient_checks.check_parameters, False),
+    (gradient_checks.check_bias, False),
+    (program_checks.check_hidden_rsample, False),
+    (gradient_checks.check_critics, True),
+    (gradient_checks.check_gradient_by_critic, True),
+    (gradient_checks.check_scales, True),
+    (program_checks.check_supports, False),
+    (program_checks.check_structure, False),
+    (program_checks.check_extra_run, True),
+    (gradient_checks.check_time, False),
+    (program_checks.check_baseline_options, True),
+    (gradient_checks.check_variance, False),
+    (gradient_checks.check_particles, True),
 )
 
 
@@ -108,8 +83,8 @@ def diagnose(
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
     fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
     look = Look(elbo, program, seed, tracked, seen, planned, fit)
-    checks = [check for check in _CHECKS if not (elbo.particles.now.sums and check in _OF_DRAWS)]
-    findings = [finding for check in checks for finding in check(look)]
+    sums = elbo.particles.now.sums
+    findings = [finding for check, is_of_draws in _CHECKS if not (sums and is_of_draws) for finding in check(look)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     moments = fit.moments
     how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"

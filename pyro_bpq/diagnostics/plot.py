@@ -43,12 +43,18 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
         raise OptionError(f"plot_diagnostics(window={window!r}): write a whole number of at least 1.")
     figure = _figure("plot_diagnostics", (11.0, 7.0))
     axes = figure.subplots(2, 2)
+    fit, scales, signal, errors = axes.flat
     colours = {site: f"C{i % 10}" for i, site in enumerate(chosen)}
-    _explained(axes[0, 0], history, colours, window)
-    _scales(axes[0, 1], history, colours, window)
-    _signal(axes[1, 0], history, colours)
-    _errors(axes[1, 1], history, colours, window)
-    handles = [axes[0, 0].plot([], [], color=colour)[0] for colour in colours.values()]
+    _curves(fit, history, colours, "explained", window, lambda values: np.clip(values, -1.0, 1.0))
+    fit.axhline(0.0, color="gray", linewidth=0.8)
+    fit.set(title="critic fit", ylabel="explained variance", ylim=(-1.05, 1.05), xlabel="step")
+    _scales(scales, history, colours, window)
+    _signal(signal, history, colours)
+    _curves(errors, history, colours, "td_loss", window, lambda values: np.where(values > 0, values, np.nan))
+    errors.set(title="TD error", ylabel="squared error / spread of targets", xlabel="step")
+    if errors.lines:
+        errors.set_yscale("log")
+    handles = [fit.plot([], [], color=colour)[0] for colour in colours.values()]
     figure.legend(handles, list(colours), loc="outside right upper", title="site", frameon=False)
     left_out = len(history.sites) - len(chosen)
     if left_out and sites is None:
@@ -105,15 +111,12 @@ def _figure(owner: str, size: tuple[float, float]) -> Any:
 
 def _chosen(history: History) -> tuple[str, ...]:
     """The sites whose costs-to-go vary most, in program order."""
-
-    def spread(site: str) -> float:
-        if "cost_to_go" not in history.keys(site):
-            return -1.0
+    spreads = {}
+    for site in history.sites:
         series = history.series(site, "cost_to_go")
-        return float(np.nanstd(series)) if np.isfinite(series).any() else -1.0
-
-    ranked = [site for site in sorted(history.sites, key=spread, reverse=True) if spread(site) >= 0]
-    most = set(ranked[:_MOST])
+        if np.isfinite(series).any():
+            spreads[site] = float(np.nanstd(series))
+    most = sorted(spreads, key=lambda site: -spreads[site])[:_MOST]
     return tuple(site for site in history.sites if site in most)
 
 
@@ -127,11 +130,13 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(count > 0, (sums[1:] - sums[start]) / np.maximum(count, 1), np.nan)
 
 
-def _explained(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
-    drawn = _lines(ax, history, colours, "explained", window, lambda values: np.clip(values, -1.0, 1.0))
-    ax.axhline(0.0, color="gray", linewidth=0.8)
-    ax.set(title="critic fit", ylabel="explained variance", ylim=(-1.05, 1.05), xlabel="step")
-    _note(ax, drawn, "no critics")
+def _curves(ax: Any, history: History, colours: dict[str, str], key: str, window: int, clean: Any) -> None:
+    """A curve for each site whose critic reports such a number."""
+    drawn = [site for site in colours if key in history.keys(site)]
+    for site in drawn:
+        values = clean(history.series(site, key))
+        ax.plot(history.steps, _smooth(values, window), color=colours[site], linewidth=1.2)
+    _note(ax, bool(drawn), "no critics")
 
 
 def _scales(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
@@ -172,22 +177,6 @@ def _known(ax: Any, steps: Sequence[int], values: np.ndarray, **style: Any) -> N
     """Plots positive values only; a value that sampling noise hides is zero and gets no point."""
     keep = np.isfinite(values) & (values > 0)
     ax.plot(np.array(steps)[keep], values[keep], "o-", **style)
-
-
-def _errors(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
-    drawn = _lines(ax, history, colours, "td_loss", window, lambda values: np.where(values > 0, values, np.nan))
-    if drawn:
-        ax.set_yscale("log")
-    ax.set(title="TD error", ylabel="squared error / spread of targets", xlabel="step")
-    _note(ax, drawn, "no critics")
-
-
-def _lines(ax: Any, history: History, colours: dict[str, str], key: str, window: int, clean: Any) -> bool:
-    drawn = [site for site in colours if key in history.keys(site)]
-    for site in drawn:
-        values = clean(history.series(site, key))
-        ax.plot(history.steps, _smooth(values, window), color=colours[site], linewidth=1.2)
-    return bool(drawn)
 
 
 def _note(ax: Any, drawn: bool, text: str) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pyro_bpq.diagnostics.findings import Finding
-from pyro_bpq.diagnostics.look import Look, listed
+from pyro_bpq.diagnostics.findings import Finding, Look, listed
 from pyro_bpq.estimators import Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.plan.particles import num_particles_for
 from pyro_bpq.plan.plan import Plan
@@ -18,9 +17,8 @@ from pyro_bpq.tracing.traced_run import TracedRun
 def check_supports(look: Look) -> Iterator[Finding]:
     """Sites with too many values to sum over."""
     limit = look.elbo.planner.max_support
-    infos = {name: info for run in look.tracked for name, info in run.infos.items()}
     for name, spec in look.specs.items():
-        components, estimator = infos[name].components if name in infos else None, spec.estimator
+        components, estimator = look.infos[name].components if name in look.infos else None, spec.estimator
         if components is None or components.cardinality <= limit or not estimator.takes_baseline:
             continue
         yield Finding(
@@ -140,9 +138,9 @@ def _without_baselines(look: Look, run: TracedRun) -> tuple[Plan, int]:
     plans = elbo.runner.plans
     can_flip, has_slopes = plans.works("flips", run.key), plans.works("slopes", run.key)
     plan = elbo.planner.plan(plain, planned.graph, planned.facts, can_flip, has_slopes)
-    is_open = elbo.particles.is_open and not planned.facts.is_dynamic
-    work = planned.facts.work
-    number = num_particles_for(plan, plain, elbo.num_particles, work) if is_open else elbo.num_particles
+    number = elbo.num_particles
+    if elbo.particles.is_open and not planned.facts.is_dynamic:
+        number = num_particles_for(plan, plain, number, planned.facts.work)
     if number > elbo.num_particles and look.against_one_call:
         number = elbo.num_particles
     return plan, number

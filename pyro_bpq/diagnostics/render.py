@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph
 
 # Okabe and Ito's colours, which remain distinct for the colour-blind.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D00")
@@ -123,16 +123,12 @@ def render_network(network: BackpropQNetwork) -> Drawing:
 def _scg_lines(graph: StochasticComputationGraph) -> list[str]:
     colours = _cost_colours(graph)
     drawn = [(node.plates, _statement(f"scg {node.name}", label=node.name, shape="ellipse")) for node in graph.nodes]
-    drawn += [
-        (cost.plates, _statement(f"scg {cost.name}", label=cost.name, shape="box", color=colours[cost.name]))
-        for cost in graph.costs
-    ]
+    drawn += [(cost.plates, _cost_box("scg", cost, colours)) for cost in graph.costs]
     lines = _in_plates("cluster scg", drawn)
     for node in graph.nodes:
         lines += [_edge(f"scg {parent}", f"scg {node.name}") for parent in node.parents]
     for cost in graph.costs:
-        colour = colours[cost.name]
-        lines += [_edge(f"scg {parent}", f"scg {cost.name}", color=colour) for parent in cost.parents]
+        lines += [_edge(f"scg {parent}", f"scg {cost.name}", color=colours[cost.name]) for parent in cost.parents]
     return lines
 
 
@@ -140,15 +136,19 @@ def _network_lines(network: BackpropQNetwork) -> list[str]:
     graph, colours = network.graph, _cost_colours(network.graph)
     read = {child for node in network.nodes for child in (*network.children(node.name), *node.immediate)}
     drawn = [(graph.node(node.site).plates, _q_statement(node, colours)) for node in reversed(network.nodes)]
-    drawn += [
-        (cost.plates, _statement(f"q {cost.name}", label=cost.name, shape="box", color=colours[cost.name]))
-        for cost in graph.costs
-        if cost.name in read
-    ]
+    drawn += [(cost.plates, _cost_box("q", cost, colours)) for cost in graph.costs if cost.name in read]
     lines = _in_plates("cluster network", drawn)
     sources = {node.name: node.sources for node in network.nodes}
     for node in reversed(network.nodes):
-        lines += _rule_edges(node, sources, colours)
+        end = f"q {node.name}"
+        for average in node.rule:
+            style = "solid" if len(average.children) == 1 else "dashed"
+            for child in average.children:
+                carried = dict.fromkeys(colours[cost] for cost in sources.get(child, (child,)))
+                colour = ":".join(carried) if len(sources.get(child, ())) <= _PARALLEL else "black"
+                lines.append(_edge(end, f"q {child}", dir="back", style=style, color=colour))
+        for cost in node.immediate:
+            lines.append(_edge(end, f"q {cost}", dir="back", style="dotted", color=colours[cost]))
     return lines
 
 
@@ -159,20 +159,8 @@ def _q_statement(node: QNode, colours: dict[str, str]) -> str:
     return _statement(f"q {node.name}", label=label, shape="box", style=style, color=colour)
 
 
-def _rule_edges(node: QNode, sources: Mapping[str, Sequence[str]], colours: dict[str, str]) -> list[str]:
-    lines, end = [], f"q {node.name}"
-    for average in node.rule:
-        style = "solid" if len(average.children) == 1 else "dashed"
-        for child in average.children:
-            carried = _parallel([colours[cost] for cost in sources.get(child, (child,))])
-            lines.append(_edge(end, f"q {child}", dir="back", style=style, color=carried))
-    for cost in node.immediate:
-        lines.append(_edge(end, f"q {cost}", dir="back", style="dotted", color=colours[cost]))
-    return lines
-
-
-def _parallel(colours: Sequence[str]) -> str:
-    return ":".join(dict.fromkeys(colours)) if len(colours) <= _PARALLEL else "black"
+def _cost_box(prefix: str, cost: CostNode, colours: dict[str, str]) -> str:
+    return _statement(f"{prefix} {cost.name}", label=cost.name, shape="box", color=colours[cost.name])
 
 
 def _cost_colours(graph: StochasticComputationGraph) -> dict[str, str]:
@@ -181,16 +169,15 @@ def _cost_colours(graph: StochasticComputationGraph) -> dict[str, str]:
 
 def _in_plates(prefix: str, drawn: Sequence[tuple[tuple[Plate, ...], str]]) -> list[str]:
     """Statements inside the boxes of their plates, the leftmost dimension outermost."""
-    ordered = [(tuple(sorted(plates, key=lambda plate: plate.dim)), line) for plates, line in drawn]
-    return _nested(prefix, ordered)
-
-
-def _nested(prefix: str, drawn: Sequence[tuple[tuple[Plate, ...], str]]) -> list[str]:
     lines = [line for plates, line in drawn if not plates]
-    for outer in dict.fromkeys(plates[0] for plates, _ in drawn if plates):
-        inner = [(plates[1:], line) for plates, line in drawn if plates[:1] == (outer,)]
+    boxes: dict[Plate, list[tuple[tuple[Plate, ...], str]]] = {}
+    for plates, line in drawn:
+        if plates:
+            outer, *inner = sorted(plates, key=lambda plate: plate.dim)
+            boxes.setdefault(outer, []).append((tuple(inner), line))
+    for outer, inside in boxes.items():
         name = f"{prefix} {outer.name}"
-        lines += _box(name, outer.name, _nested(name, inner))
+        lines += _box(name, outer.name, _in_plates(name, inside))
     return lines
 
 
@@ -204,15 +191,16 @@ def _box(name: str, label: str, lines: Iterable[str]) -> list[str]:
 
 
 def _statement(name: str, **attributes: str) -> str:
-    return f"{_quoted(name)} [{_listed(attributes)}];"
+    return _quoted(name) + _attributes(attributes)
 
 
 def _edge(start: str, end: str, **attributes: str) -> str:
-    return f"{_quoted(start)} -> {_quoted(end)}" + (f" [{_listed(attributes)}];" if attributes else ";")
+    return f"{_quoted(start)} -> {_quoted(end)}" + _attributes(attributes)
 
 
-def _listed(attributes: dict[str, str]) -> str:
-    return ", ".join(f"{key}={_quoted(value)}" for key, value in attributes.items())
+def _attributes(attributes: dict[str, str]) -> str:
+    text = ", ".join(f"{key}={_quoted(value)}" for key, value in attributes.items())
+    return f" [{text}];" if text else ";"
 
 
 def _quoted(text: str) -> str:

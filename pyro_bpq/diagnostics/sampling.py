@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -23,7 +22,7 @@ from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import TwoPoint, iter_outcomes
 
 _NUM_BATCHES = 10
-Step = Callable[[], Mapping[Hashable, Tensor]]
+Step = Callable[[], Mapping[Any, Tensor]]
 
 
 @contextlib.contextmanager
@@ -56,10 +55,10 @@ def untouched(elbo: Any, seed: int) -> Iterator[None]:
             elbo.num_noises = noises
 
 
-def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_particles: int) -> float:
+def num_outcomes_of(program: Program, num_particles: int) -> float:
     """Estimates the number of joint outcomes of a step from one run of the guide; infinite if very large."""
     with torch.no_grad(), poutine.block():
-        trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        trace = poutine.trace(program.guide).get_trace(*program.args, **program.kwargs)
     sites = [site["fn"] for site in trace.nodes.values() if site["type"] == "sample" and not site["is_observed"]]
     log_count = num_particles * sum(map(_log_count, sites))
     return float(round(math.exp(log_count))) if log_count < 40.0 else math.inf
@@ -82,23 +81,14 @@ def _log_count(fn: Any) -> float:
     return math.log(components.cardinality) * components.size * fn.batch_shape.numel()
 
 
-@dataclass
-class Accumulated:
+class Accumulated(NamedTuple):
     """Moments of named tensors over the runs of a step."""
 
     mean: dict[Any, Tensor]  # mean by key
     variance: dict[Any, Tensor]  # variance of a single run by key; an unbiased estimate if runs were sampled
     num_runs: int  # number of runs
     is_exact: bool  # whether the runs were all outcomes, weighted by their probability
-    # Variances by key in batches of the runs, for standard errors; empty if exact.
-    batches: list[dict[Any, Tensor]] = field(default_factory=list)
-
-    def error(self, first: Any) -> float:
-        """Standard error of the sum of the variances of all keys ``(first, ...)``."""
-        if self.is_exact or len(self.batches) < 2:
-            return 0.0 if self.is_exact else math.inf
-        parts = [sum(float(value.sum()) for key, value in batch.items() if key[0] == first) for batch in self.batches]
-        return float(torch.tensor(parts).std()) / math.sqrt(len(parts))
+    error: float  # standard error of the sum of the variances of all keys `(None, ...)`
 
 
 class _Running:
@@ -133,9 +123,8 @@ def accumulate(
         raise OptionError(f'exact={exact!r}: write True, False or "auto".')
     if num_samples < 2:
         raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")
-    _, guide, args, kwargs = program
     particles = getattr(elbo, "num_particles", 1)
-    if exact is True or (exact == "auto" and num_outcomes_of(guide, args, kwargs, particles) <= num_outcomes):
+    if exact is True or (exact == "auto" and num_outcomes_of(program, particles) <= num_outcomes):
         try:
             return _enumerate(step, num_outcomes, elbo)
         except BPQError:
@@ -153,17 +142,36 @@ def _enumerate(step: Step, num_outcomes: int, elbo: Any) -> Accumulated:
     for probability, values in iter_outcomes(step, num_outcomes=num_outcomes):
         running.add(probability, values)
         count += 1
-    return Accumulated(running.mean, running.square, count, True)
+    return Accumulated(running.mean, running.square, count, True, 0.0)
 
 
 def _sample(step: Step, num_samples: int) -> Accumulated:
-    num_batches = min(_NUM_BATCHES, num_samples // 2)
-    batches = [_Running() for _ in range(num_batches)]
+    batches = [_Running() for _ in range(min(_NUM_BATCHES, num_samples // 2))]
     for i in range(num_samples):
-        batches[i % num_batches].add(1.0, step())
+        batches[i % len(batches)].add(1.0, step())
     whole = _Running()
     for batch in batches:
         whole.add(batch.weight, batch.mean, batch.square)
     variance = {key: square / (num_samples - 1.0) for key, square in whole.square.items()}
-    parts = [{key: square / (batch.weight - 1.0) for key, square in batch.square.items()} for batch in batches]
-    return Accumulated(whole.mean, variance, num_samples, False, parts)
+    # The error is that of a mean over batches.
+    totals = [
+        sum(float((square / (batch.weight - 1.0)).sum()) for key, square in batch.square.items() if key[0] is None)
+        for batch in batches
+    ]
+    error = float(torch.tensor(totals).std()) / math.sqrt(len(totals)) if len(totals) > 1 else math.inf
+    return Accumulated(whole.mean, variance, num_samples, False, error)
+
+
+def times_in_turn(
+    parts: Sequence[Callable[[], None]], num_rounds: int, clock: Callable[[], float], seed: int
+) -> list[list[float]]:
+    """Times of some calls that take turns, in seconds of a clock; all calls of a round have the same seed."""
+    found: list[list[float]] = [[] for _ in parts]
+    for turn in range(num_rounds + 1):
+        for part, times in zip(parts, found, strict=True):
+            pyro.set_rng_seed(seed + turn)
+            start = clock()
+            part()
+            times.append(clock() - start)
+    # The first turn is not counted: it may build objects that later turns use.
+    return [times[1:] for times in found]

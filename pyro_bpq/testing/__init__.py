@@ -16,9 +16,8 @@ A latent site must have a finite support, or be a :class:`TwoPoint` in place of 
 through :class:`ChoiceNoise`; other draws raise an error. Latents of the model must be in the guide.
 """
 
-from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
+from pyro_bpq.testing.choices import ChoiceNoise, TwoPoint, iter_outcomes
 from pyro_bpq.testing.contract import check_estimator
-from pyro_bpq.testing.distributions import TwoPoint
 from pyro_bpq.testing.exact import exact_gradient, exact_loss
 from pyro_bpq.testing.expected import (
     Moments,

@@ -6,6 +6,7 @@ run repeats a prefix of the path and takes the next value at its end. So sites m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -17,13 +18,75 @@ from pyro.ops.provenance import detach_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
+from torch.distributions import constraints
+from torch.distributions.utils import broadcast_all
 
 from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.testing.distributions import TwoPoint
 
 T = TypeVar("T")
 
 _MAX_MISSING_PROBABILITY = 1e-5
+
+
+class TwoPoint(dist.TorchDistribution):
+    r"""Replaces a reparameterised distribution in tests whose expectations must be exact.
+
+    The value is a differentiable function of two-point noise,
+
+        x = loc + scale · ε,   P(ε = -1) = P(ε = +1) = 1/2,
+
+    and the log-probability is that of ``Normal(loc, scale)``. It is a formal cost, not the density of
+    ``x``. The noise has the first two moments of a standard normal. So ``E[∂ log_prob] = 0`` holds for
+    ``loc`` and for ``scale``, and estimators that drop the score of a pathwise site stay unbiased.
+
+    Args:
+        loc: Mean, any shape.
+        scale: Standard deviation, positive; broadcast with ``loc`` to the ``batch_shape``.
+        validate_args: As in ``torch.distributions``.
+    """
+
+    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
+    support = constraints.real
+    has_rsample = True
+
+    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
+        self.loc, self.scale = broadcast_all(loc, scale)
+        super().__init__(self.loc.shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> TwoPoint:
+        """Returns a copy with the parameters expanded to ``batch_shape``."""
+        shape = torch.Size(batch_shape)
+        new = TwoPoint(self.loc.expand(shape), self.scale.expand(shape), validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws the noise and returns ``loc + scale * noise``."""
+        shape = self._extended_shape(sample_shape)
+        with torch.no_grad():
+            noise = 2 * torch.bernoulli(self.loc.new_full(shape, 0.5)) - 1
+        return self.transport(noise)
+
+    def transport(self, noise: Tensor) -> Tensor:
+        """Returns ``loc + scale * noise``, differentiable in ``loc`` and ``scale``."""
+        return self.loc + self.scale * noise
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Returns the log-density of ``Normal(loc, scale)`` at ``value``, in nats."""
+        if self._validate_args:
+            self._validate_sample(value)
+        standardised = (value - self.loc) / self.scale
+        return -0.5 * standardised**2 - self.scale.log() - 0.5 * math.log(2 * math.pi)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, ``loc``."""
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance, ``scale ** 2``."""
+        return self.scale**2
 
 
 class _Choice:
@@ -33,38 +96,38 @@ class _Choice:
         self.name = name
         self.shape = tuple(log_probs.shape)
         self.index = (0,) * log_probs.shape[1]
-        self._is_possible = True
         self._log_probs = log_probs
         self._table: list[list[float]] | None = None
         self._rest: Iterator[tuple[int, ...]] = iter(())
 
     def settle(self) -> bool:
-        """Reads the probabilities once the run is over; returns whether ``index`` is possible.
+        """Reads the probabilities once the first run is over; returns whether ``index`` is possible.
 
         This waits until the end of the run, because a dependency tracker would report values that leave torch.
         """
-        if self._table is None:
-            self._table = detach_provenance(self._log_probs).exp().T.tolist()
-            # torch clamps the probabilities of a categorical distribution to eps; such a value counts as impossible.
-            zero = 2 * torch.finfo(self._log_probs.dtype).eps
-            possible = [[value for value, p in enumerate(row) if p > zero] for row in self._table]
-            if not all(possible):
-                raise UnsupportedSiteError(
-                    f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
-                )
-            self._rest = itertools.product(*possible)
-            first = next(self._rest)
-            self._is_possible = first == self.index
-            if not self._is_possible:
-                self._rest = itertools.chain([first], self._rest)
-        return self._is_possible
+        if self._table is not None:
+            return True
+        self._table = detach_provenance(self._log_probs).exp().T.tolist()
+        # torch clamps the probabilities of a categorical distribution to eps; such a value counts as impossible.
+        zero = 2 * torch.finfo(self._log_probs.dtype).eps
+        possible = [[value for value, p in enumerate(row) if p > zero] for row in self._table]
+        if not all(possible):
+            raise UnsupportedSiteError(
+                f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
+            )
+        is_possible = all(values[0] == 0 for values in possible)
+        self._rest = itertools.product(*possible)
+        if is_possible:
+            next(self._rest)
+        return is_possible
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
         index = next(self._rest, None)
-        if index is not None:
-            self.index, self._is_possible = index, True
-        return index is not None
+        if index is None:
+            return False
+        self.index = index
+        return True
 
     @property
     def probability(self) -> float:
@@ -208,12 +271,8 @@ class ChoiceMessenger(Messenger):
 
     def _indices(self, name: str, num_values: int, shape: torch.Size, log_probs: Callable[[], Tensor]) -> Tensor:
         """The index of every element, in the given shape; each hidden particle has its own indices."""
-        if self._hidden is None:
-            index = self.choose(name, num_values, shape.numel(), log_probs)
-            return torch.tensor(index, dtype=torch.long).reshape(shape)
-        particle, number = self._hidden
-        size = number * shape.numel()
-        index = self.choose(name, num_values, size, lambda: _of_all(log_probs(), number))
+        particle, number = self._hidden or (0, 1)
+        index = self.choose(name, num_values, number * shape.numel(), lambda: _of_all(log_probs(), number))
         return torch.tensor(index, dtype=torch.long).reshape(number, *shape)[particle]
 
 
@@ -226,17 +285,14 @@ def _unwrap(fn: Any) -> Any:
 
 def _support(name: str, core: Any) -> Tensor:
     """Values of one element, shape ``(num_values, 1, ..., 1) + event_shape``."""
-    cause: Exception | None = None
     if getattr(core, "has_enumerate_support", False) and not core.has_rsample:
-        try:
+        with contextlib.suppress(NotImplementedError):
             return core.enumerate_support(expand=False)
-        except NotImplementedError as error:
-            cause = error
     raise UnsupportedSiteError(
         f"Site {name!r} ({type(core).__name__}) with batch shape {tuple(core.batch_shape)} and event shape "
         f"{tuple(core.event_shape)} has no finite support that can be enumerated. In the program under test, use a "
         "discrete distribution, or pyro_bpq.testing.TwoPoint(loc, scale) in place of a reparameterised one."
-    ) from cause
+    )
 
 
 def _log_probs(core: Any, support: Tensor) -> Tensor:
@@ -326,15 +382,15 @@ def walk(
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
     count, total = 0, 0.0
     while True:
-        result = _run_settled(choices, step, noise, may_draw=count == 0)
-        if choices.settle():
+        found = _run_settled(choices, step, noise, may_draw=count == 0)
+        if found:
             count, total = count + 1, total + choices.probability
             if count > choices.num_outcomes:
                 raise TooManyOutcomesError(
                     f"More than num_outcomes={choices.num_outcomes} joint outcomes. Use a smaller program, fewer "
                     "particles or a larger num_outcomes."
                 )
-            yield choices.probability, result[0]
+            yield choices.probability, found[0]
         if not choices.advance():
             break
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
@@ -365,7 +421,7 @@ def _run_settled(
             "computed. Look for a site hidden by poutine.block, dropout, or an estimator with noise of its "
             "own: let that draw through a ChoiceNoise, passed as noise=."
         )
-    return (result,)
+    return (result,) if choices.settle() else ()
 
 
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:

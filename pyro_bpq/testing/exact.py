@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_bpq.errors import SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.parameters import ParameterCollector
+from pyro_bpq.testing.parameters import GradientReader
 
 
 class _RequireGuideSites(Messenger):
@@ -152,18 +152,10 @@ def exact_gradient(
         UnsupportedProgramError: If the program draws outside of its sites.
     """
     choices = ChoiceMessenger(num_outcomes, keep_score=True)
-    with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:
+    with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
         program = Program(model, guide, args, kwargs)
         objective = _objective(choices, lambda: _cost(program, num_outcomes, only_costs))
-        collector.add_modules()
-    leaves = collector.leaves
-    if not leaves or not objective.requires_grad:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    grads = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
+    return reader.gradient(objective)
 
 
 def _is_marked(msg: Any) -> bool:

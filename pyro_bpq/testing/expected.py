@@ -50,10 +50,9 @@ def _state(elbo: Any) -> dict[str, Tensor]:
     return {name: entry.clone() for name, entry in entries.items() if isinstance(entry, Tensor)}
 
 
-def _check_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    for name, entry in after.items():
-        old = before.get(name)
-        if old is None or not torch.allclose(old, entry, rtol=0.0, atol=0.0, equal_nan=True):
+def _check_state(elbo: Any, before: Mapping[str, Tensor]) -> None:
+    for name, entry in _state(elbo).items():
+        if name not in before or not torch.allclose(before[name], entry, rtol=0.0, atol=0.0, equal_nan=True):
             raise StructureChangedError(
                 f"The step changed {name!r} in the state of the ELBO, so its outcomes are not comparable. "
                 "Call elbo.eval() first."
@@ -75,14 +74,33 @@ def expected_moments(
 
         mean = Σ_outcome P(outcome) · g(outcome),   variance = Σ_outcome P(outcome) · g(outcome)² - mean².
 
-    The ELBO's own step runs once per outcome, with its draws replaced; see
-    :func:`expected_gradient` for the arguments.
+    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
+    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
+    Two particles of a program with n states have n² outcomes.
+
+    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
+    the same for every outcome.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``.
+        model: Model.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
+        num_outcomes: Limit on the number of outcomes.
+        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
+        noise: Source of the noise that an estimator itself draws.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
-        Moments of each component, in the shapes of the parameters.
+        Moments of each component of the gradient of the loss (negative ELBO), detached, in the shapes of the
+        parameters. The ``.grad`` fields and the global generator are as before.
 
     Raises:
-        StructureChangedError: If the step is not deterministic given its draws.
+        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
+        UnsupportedSiteError: If a site has no finite support.
+        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
+        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
     """
     mean: dict[int, Tensor] = {}
     square: dict[int, Tensor] = {}
@@ -113,57 +131,25 @@ def expected_moments(
                     "next. Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with "
                     "z_scores(...)."
                 )
-    _check_state(before, _state(elbo))
+    _check_state(elbo, before)
     variance = {key: (square[key] - mean[key] ** 2).clamp(min=0.0) for key in mean}
     return Moments(reader.named(mean), reader.named(variance))
 
 
 def expected_gradient(
-    elbo: Any,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    parameters: Mapping[str, Tensor] | None = None,
-    num_outcomes: int = 200_000,
-    use_differentiable_loss: bool = False,
-    noise: ChoiceNoise | None = None,
-    **kwargs: Any,
+    elbo: Any, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **options: Any
 ) -> dict[str, Tensor]:
     r"""Computes the expectation of the gradient of one step, without sampling.
 
         Σ_outcome P(outcome) · g(outcome).
 
-    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
-    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
-    Two particles of a program with n states have n² outcomes.
-
-    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
-    the same for every outcome.
-
-    Args:
-        elbo: An ELBO with ``loss_and_grads``.
-        model: Model.
-        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
-        *args: Arguments of both.
-        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
-        num_outcomes: Limit on the number of outcomes.
-        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
-        noise: Source of the noise that an estimator itself draws.
-        **kwargs: Keyword arguments of both; the names of the options above are taken.
+    Options and errors are those of :func:`expected_moments`; see :func:`expected_moments` for the arguments.
 
     Returns:
         Expected gradient of the loss (negative ELBO) for each parameter, detached, in its shape. The
         ``.grad`` fields and the global generator are as before.
-
-    Raises:
-        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
-        UnsupportedSiteError: If a site has no finite support.
-        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
-        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
     """
-    options: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes, "noise": noise}
-    options["use_differentiable_loss"] = use_differentiable_loss
-    return expected_moments(elbo, model, guide, *args, **options, **kwargs).mean
+    return expected_moments(elbo, model, guide, *args, **options).mean
 
 
 def assert_unbiased(
@@ -172,11 +158,9 @@ def assert_unbiased(
     guide: Callable[..., Any],
     *args: Any,
     atol: float = 1e-10,
-    parameters: Mapping[str, Tensor] | None = None,
-    num_outcomes: int = 200_000,
     use_differentiable_loss: bool = False,
     noise: ChoiceNoise | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> None:
     r"""Asserts that the expected gradient of a step equals the exact gradient, for every parameter.
 
@@ -188,11 +172,9 @@ def assert_unbiased(
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         atol: Largest error of a component; the default is for float64.
-        parameters: As in :func:`expected_gradient`.
-        num_outcomes: As there.
-        use_differentiable_loss: As there.
+        use_differentiable_loss: As in :func:`expected_moments`.
         noise: As there.
-        **kwargs: Keyword arguments of both.
+        **options: ``parameters`` and ``num_outcomes``, as there, and keyword arguments of both.
 
     Raises:
         AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
@@ -207,18 +189,24 @@ def assert_unbiased(
                 f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
                 "write num_particles=1."
             )
-    limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
-    exact = exact_gradient(model, guide, *args, **limits, **kwargs)
-    if all(float(g.abs().max()) <= atol for g in exact.values() if g.numel()):
+    exact = exact_gradient(model, guide, *args, **options)
+    _largest(exact, atol)
+    options |= {"use_differentiable_loss": use_differentiable_loss, "noise": noise}
+    expected = expected_gradient(elbo, model, guide, *args, **options)
+    report = _differences(exact, expected, atol)
+    if report:
+        raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
+
+
+def _largest(exact: Mapping[str, Tensor], zero: float = 0.0) -> float:
+    """Largest component of a gradient, which must be above ``zero``."""
+    scale = max((float(g.abs().max()) for g in exact.values() if g.numel()), default=0.0)
+    if scale <= zero:
         raise AssertionError(
             f"The exact gradient is zero for all of {sorted(exact)}: this program tests nothing. Give its "
             "parameters asymmetric values."
         )
-    limits.update(use_differentiable_loss=use_differentiable_loss, noise=noise)
-    expected = expected_gradient(elbo, model, guide, *args, **limits, **kwargs)
-    report = _differences(exact, expected, atol)
-    if report:
-        raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
+    return scale
 
 
 def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> list[str]:
@@ -294,12 +282,7 @@ def z_scores(
     Raises:
         AssertionError: If the power gate is not passed, or a sample is not finite.
     """
-    scale = max((float(g.abs().max()) for g in exact.values() if g.numel()), default=0.0)
-    if scale == 0.0:
-        raise AssertionError(
-            f"The exact gradient is zero for all of {sorted(exact)}: nothing is tested. Give the parameters asymmetric "
-            "values."
-        )
+    scale = _largest(exact)
     return {name: _z_score(name, samples[name], exact[name], scale, max_relative_error) for name in exact}
 
 

@@ -11,70 +11,56 @@ from torch import Tensor
 
 from pyro_bpq.tracing.watch import leaf_of
 
-_Part = Callable[..., Any]
 
-
-class ParameterCollector(Messenger):
-    """Collects the leaves behind every ``pyro.param`` statement that runs under it.
+class GradientReader(Messenger):
+    """Collects the leaves behind every ``pyro.param`` statement that runs under it, and reads their gradients.
 
     Names are those of the param store; parameters of an ``nn.Module`` model or guide that no statement
-    reaches are called ``model.<name>`` and ``guide.<name>``.
+    reaches are called ``model.<name>`` and ``guide.<name>``. ``.grad`` of every parameter is cleared for use, and the
+    old one is restored on exit. Gradients are stored by the identity of their leaf, because its name is certain only
+    after the last run.
     """
 
-    def __init__(self, model: _Part | None, guide: _Part, parameters: Mapping[str, Tensor] | None) -> None:
+    def __init__(
+        self, model: Callable[..., Any] | None, guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
+    ) -> None:
         super().__init__()
         self.leaves: dict[str, Tensor] = {}
-        self._known: set[int] = set()
-        self._programs = {"model": model, "guide": guide}
-        self._is_fixed = parameters is not None
-        for name, leaf in (parameters or {}).items():
-            self._add(name, leaf)
-
-    def add_modules(self) -> None:
-        """Adds the parameters of modules that no statement has reached; call it when all runs are over."""
-        for name, leaf in self._module_leaves():
-            self._add(name, leaf)
-
-    def _module_leaves(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, program in self._programs.items():
-            if not self._is_fixed and isinstance(program, torch.nn.Module):
-                yield from ((f"{prefix}.{name}", leaf) for name, leaf in program.named_parameters())
-
-    def _add(self, name: str, leaf: Tensor) -> None:
-        if leaf.requires_grad and id(leaf) not in self._known:
-            self._known.add(id(leaf))
-            self.leaves[name] = leaf
-
-    def _pyro_post_param(self, msg: Any) -> None:
-        if not self._is_fixed and msg["value"] is not None:
-            self._add(msg["name"], leaf_of(msg["value"]))
-
-
-class GradientReader(ParameterCollector):
-    """A collector that also clears ``.grad`` of every parameter for use, and restores the old one on exit.
-
-    Gradients are stored by the identity of their leaf, because its name is certain only after the last run.
-    """
-
-    def __init__(self, model: _Part | None, guide: _Part, parameters: Mapping[str, Tensor] | None) -> None:
         self._lent: dict[int, tuple[Tensor, Tensor | None]] = {}
-        super().__init__(model, guide, parameters)
+        self._known: set[int] = set()
+        self._is_fixed = parameters is not None
+        self._programs = {"model": model, "guide": guide}
         for _, leaf in self._module_leaves():
             self._lend(leaf)
+        for name, leaf in (parameters or {}).items():
+            self._add(name, leaf)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters known so far."""
         return [leaf for leaf, _ in self._lent.values()]
 
+    def add_modules(self) -> None:
+        """Adds the parameters of modules that no statement has reached; call it when all runs are over."""
+        for name, leaf in self._module_leaves():
+            self._add(name, leaf)
+
     def clear(self) -> None:
         """Clears the gradients of all parameters known so far."""
-        for leaf, _ in self._lent.values():
+        for leaf in self.tensors:
             leaf.grad = None
 
     def read(self) -> dict[int, Tensor]:
         """Returns a copy of the existing gradients, by ``id`` of the leaf."""
-        return {key: leaf.grad.detach().clone() for key, (leaf, _) in self._lent.items() if leaf.grad is not None}
+        return {id(leaf): leaf.grad.detach().clone() for leaf in self.tensors if leaf.grad is not None}
+
+    def gradient(self, value: Tensor) -> dict[str, Tensor]:
+        """Returns the gradient of a scalar by name."""
+        leaves = self.tensors
+        if not leaves or not value.requires_grad:
+            return self.named({})
+        grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        return self.named({id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)})
 
     def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
         """Returns ``values`` by name; zeros of shape ``lead + leaf.shape`` for a parameter without a value."""
@@ -84,6 +70,11 @@ class GradientReader(ParameterCollector):
             for name, leaf in self.leaves.items()
         }
 
+    def _module_leaves(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, program in self._programs.items():
+            if not self._is_fixed and isinstance(program, torch.nn.Module):
+                yield from ((f"{prefix}.{name}", leaf) for name, leaf in program.named_parameters())
+
     def _lend(self, leaf: Tensor) -> None:
         # A parameter that is first met in the middle of a step must not contribute an older gradient.
         if leaf.requires_grad and id(leaf) not in self._lent:
@@ -91,8 +82,14 @@ class GradientReader(ParameterCollector):
             leaf.grad = None
 
     def _add(self, name: str, leaf: Tensor) -> None:
-        super()._add(name, leaf)
         self._lend(leaf)
+        if leaf.requires_grad and id(leaf) not in self._known:
+            self._known.add(id(leaf))
+            self.leaves[name] = leaf
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if not self._is_fixed and msg["value"] is not None:
+            self._add(msg["name"], leaf_of(msg["value"]))
 
     def __exit__(self, *args: Any) -> Any:
         for leaf, grad in self._lent.values():

@@ -18,15 +18,16 @@ from steps import CHAIN, assert_equal, settled, state_of, trained
 import pyro_bpq
 from pyro_bpq import AllAction, CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
+from pyro_bpq.diagnostics.compare import GraphELBO, default_rivals, in_turn, written
 from pyro_bpq.diagnostics.comparison import Row, recommend
 from pyro_bpq.diagnostics.moments import COSTS
-from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals
 from pyro_bpq.diagnostics.sampling import num_outcomes_of
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.plan import revisions
 from pyro_bpq.plan.rules import MOST_PARTICLES
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 
@@ -234,13 +235,13 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, m
 
 def test_what_a_comparison_tells_to_write_is_the_rival() -> None:
     for rival in default_rivals(4).values():
-        for one in filter(None, (rival, rival.in_turn)):
-            elbo = one.build()
-            again = eval(one.written, vars(pyro_bpq) | vars(pyro.infer)) if one.written else elbo
+        for one in filter(None, (rival, in_turn(rival))):
+            elbo, text = one(), written(one)
+            again = eval(text, vars(pyro_bpq) | vars(pyro.infer)) if text else elbo
             assert type(again) is type(elbo) and again.num_particles == elbo.num_particles
             if isinstance(elbo, TraceBackpropQ_ELBO):
                 assert repr(again) == repr(elbo) and again.vectorize_particles is elbo.vectorize_particles
-                assert elbo.vectorize_particles == (one.in_turn is not None)
+                assert elbo.vectorize_particles == (in_turn(one) is not None)
 
 
 def test_an_elbo_that_has_learned_nothing_is_told() -> None:
@@ -506,11 +507,12 @@ def test_gradient_without_a_signal_is_found() -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.name != "dynamic_sites"], ids=lambda case: case.name)
 def test_outcomes_are_counted(case: Case) -> None:
     case.params()
-    count = num_outcomes_of(case.guide, case.args, {}, 1)
+    program = Program(case.model, case.guide, case.args, {})
+    count = num_outcomes_of(program, 1)
     # What the model alone draws, and branches that one run does not take, it cannot see.
     unseen = {"model_subsample": 2, "python_branch": 2}
     assert count == unseen.get(case.name, case.num_states)
-    assert num_outcomes_of(case.guide, case.args, {}, 2) == count**2
+    assert num_outcomes_of(program, 2) == count**2
 
 
 def test_diagnose_refuses_other_elbos() -> None:

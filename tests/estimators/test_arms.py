@@ -11,7 +11,7 @@ import torch
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import ARMS, DirichletCopula, DisARM, DisARMTree, RotationCopula, UnorderedSet
 from pyro_bpq.estimators.distinct_values import _orders
-from pyro_bpq.testing.problems import Problem, with_statistics
+from pyro_bpq.testing.contract import Problem, with_statistics
 
 COPULAS = [DirichletCopula(), RotationCopula()]
 

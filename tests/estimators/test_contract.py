@@ -65,8 +65,7 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import check_estimator
-from pyro_bpq.testing.contract import default_problems
-from pyro_bpq.testing.problems import Problem, new_signals
+from pyro_bpq.testing.contract import Problem, default_problems, new_signals
 
 ESTIMATORS: list[Any] = [
     ScoreFunction(),

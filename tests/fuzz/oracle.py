@@ -33,7 +33,7 @@ from pyro_bpq.reruns import expansions
 from pyro_bpq.step import hindsight_signal
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.parameters import GradientReader, ParameterCollector
+from pyro_bpq.testing.parameters import GradientReader
 from pyro_bpq.tracing.watch import site_info
 
 __all__ = ["CONFIGS", "Config", "Verdict", "check", "draw"]
@@ -298,14 +298,12 @@ def bound_gradient(program: Program) -> dict[str, Tensor]:
         return torch.as_tensor(log_w), torch.stack(choices.score).sum() if choices.score else torch.zeros(())
 
     pyro.clear_param_store()
-    with torch.enable_grad(), ParameterCollector(program.model, program.guide, None) as collector:
+    with torch.enable_grad(), GradientReader(program.model, program.guide, None) as reader:
         found = [(chance * (score - score.detach()).exp(), log_w) for chance, (log_w, score) in walk(choices, run)]
     q, log_w = (torch.stack(list(column)) for column in zip(*found, strict=True))
     pair = torch.logaddexp(log_w[:, None], log_w[None]) - math.log(2)
     loss = -(q[:, None] * q * pair).sum()
-    leaves = collector.leaves
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)}
+    return reader.gradient(loss)
 
 
 def largest_cost(program: Program) -> float:

@@ -31,8 +31,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient, expected_moments
-from pyro_bpq.testing.distributions import TwoPoint
+from pyro_bpq.testing import TwoPoint, exact_gradient, exact_loss, expected_gradient, expected_moments
 
 ATOL = 1e-10
 
