@@ -347,3 +347,25 @@ def site_mean(value: Tensor) -> Tensor:
     """Mean over everything but the site axis."""
     # A single number is its own mean.
     return value.flatten() if value.numel() == len(value) else value.flatten(1).mean(1)
+
+
+def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
+    """Sum over event dimensions: from ``(G, M, plates, event)`` to ``(G, M, plates)``."""
+    return tensor.sum(tuple(range(batch_ndim, tensor.dim()))) if tensor.dim() > batch_ndim else tensor
+
+
+def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
+    """Costs-to-go ``(G, M, plates)`` of every plate row if only that row takes the other ``value``.
+
+    If a cost reads several rows, each row takes a run of its own. ``batch_ndim`` counts the dimensions of the result.
+    """
+    plates = value.shape[2:batch_ndim]
+    if not program.rows_meet or plates.numel() == 1:
+        return program.cost(value)
+    rows = torch.eye(plates.numel(), dtype=torch.bool, device=value.device).reshape(-1, *plates)
+    total = value.new_zeros(())
+    for row in rows:
+        chosen = row.reshape(1, 1, *plates, *(1,) * (value.dim() - batch_ndim))
+        cost = program.cost(torch.where(chosen, value, program.value))
+        total = torch.where(row, cost, total.to(cost))
+    return total

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, check_decay, cost_per_row
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
-from pyro_bpq.estimators.substitution import cost_per_row
 
 
 @dataclass(frozen=True)

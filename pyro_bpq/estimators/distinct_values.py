@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, cost_per_row
 from pyro_bpq.estimators.noise import gumbel
 from pyro_bpq.estimators.requirements import needs_single
-from pyro_bpq.estimators.substitution import cost_per_row
 
 _MAX_SAMPLES = 6
 

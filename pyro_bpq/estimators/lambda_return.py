@@ -8,8 +8,7 @@ from typing import ClassVar
 from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
-from pyro_bpq.estimators.baselines import LeaveOneOut
-from pyro_bpq.estimators.score_function import ScoreFunction
+from pyro_bpq.estimators.score_function import LeaveOneOut, ScoreFunction
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm, cost_per_row
 from pyro_bpq.estimators.noise import exponential
 from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.substitution import cost_per_row
 from pyro_bpq.rollout.features import base_distribution
 
 _NORMAL, _POISSON, _EXPONENTIAL = "Normal", "Poisson", "Exponential"

@@ -18,7 +18,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistic
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
-from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale
+from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, centre, read_scale
 
 
 @dataclass(frozen=True)

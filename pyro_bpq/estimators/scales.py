@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
-from pyro_bpq.estimators.baselines import leave_one_out
+from pyro_bpq.estimators.score_function import leave_one_out
 
 SIZE = 5  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))

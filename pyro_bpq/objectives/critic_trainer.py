@@ -14,8 +14,7 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
-from pyro_bpq.critics.block import Write
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.replayer import Replayer, gradients_of
 from pyro_bpq.objectives.staged import Staged, Transient

@@ -1,18 +1,80 @@
-r"""Double control variates and discrete Stein operators; both use the cost slopes of other particles."""
+r"""Control variates from the slopes of costs: MuProp, double control variates, discrete Stein operators."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay, site_mean
-from pyro_bpq.estimators.baselines import leave_one_out
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    check_decay,
+    event_sum,
+    site_mean,
+)
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
-from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
+from pyro_bpq.estimators.score_function import Baseline, check_baseline, leave_one_out
 from pyro_bpq.rollout.precision import in_single
+
+
+@dataclass(frozen=True)
+class MuProp(Estimator):
+    r"""Score function of the residual of a first-order expansion at the mean, plus its gradient.
+
+        g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
+
+    ``f`` is the cost-to-go in nats and ``μ`` is the mean of the site. Unbiased, even if costs are not differentiable in
+    the value (``f' = 0``) or not finite at the mean (then ``f(μ) = 0``). It needs one more run of guide and model, with
+    a backward pass, for every site and particle. For Bernoulli and OneHotCategorical, also in ``to_event``. Programs
+    that turn the value into an integer see the mean rounded down.
+
+    Args:
+        baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
+        mean_field: Whether Bernoulli, one-hot and reparameterised sites downstream take their means in the extra run,
+            as in the papers, instead of being drawn afresh. The expansion then has no noise, but it is that of another
+            program.
+
+    References:
+        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+        | Backprop-Q (Xu et al., 2018), Eq. 19 to 21
+    """
+
+    baseline: Baseline | None = None
+    mean_field: bool = False
+
+    is_unbiased: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
+
+    def __post_init__(self) -> None:
+        check_baseline(self)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can be set to their mean, and the requirements of the baseline."""
+        return needs_float_value(self, site) or (None if self.baseline is None else self.baseline.unsupported(site))
+
+    def statistics(self) -> Statistics:
+        """Running statistics of the baseline."""
+        return {} if self.baseline is None else self.baseline.statistics()
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The residual times ``log q``, and the slope times the mean."""
+        mean, ndim = mean_value(context), context.cost.dim()
+        statistics: Mapping[str, Tensor] = {}
+        with torch.no_grad():
+            program = context.program.mean_field() if self.mean_field else context.program
+            level, slope = program.gradient(mean.detach())
+            level, slope = (torch.where(t.isfinite(), t, torch.zeros_like(t)) for t in (level, slope))
+            residual = context.cost - level - event_sum(slope * (context.program.value - mean), ndim)
+            if self.baseline is not None:
+                residual, statistics = self.baseline(residual, context.statistics, context.count)
+        return SiteTerm(residual * context.score + event_sum(slope * mean, ndim), statistics)
 
 
 class _OnSlopes(Estimator):
@@ -123,7 +185,7 @@ class _Slopes:
         others = (slope.sum(1, keepdim=True) - slope) / (particles - 1.0)
         own = event_sum(slope * centred, ndim)
         ahead = (own.sum(1, keepdim=True) - own) / (particles - 1.0)
-        table = to_table(others, probs)
+        table = _to_table(others, probs)
         moved = table - (table * sampled).sum(-1, keepdim=True)
         linear = event_sum(others * centred, ndim)[..., None, None] + moved
         return cls(probs, sampled, linear, ahead)
@@ -180,3 +242,22 @@ def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
     system = system * (1 - eye) + eye * (1.0 + ridge.reshape(-1, 1, 1) + 10 * tiny.eps)
     found = torch.linalg.solve(system, scaled.unsqueeze(-1) * right)
     return (scaled * found.squeeze(-1)).clamp(-4.0, 4.0).to(gram)
+
+
+def mean_value(context: SiteContext) -> Tensor:
+    """Mean of a Bernoulli or OneHotCategorical site, with gradient, in the shape of its value."""
+    return _to_value(context.table[0].exp(), context.program.value)
+
+
+def _to_value(table: Tensor, like: Tensor) -> Tensor:
+    """Reshapes a table ``(G, M, plates, D, K)`` to a value's shape; takes the last column for a Bernoulli."""
+    table = table.expand(*like.shape[: table.dim() - 2], *table.shape[-2:])
+    return (table if table.numel() == like.numel() else table[..., 1]).reshape(like.shape)
+
+
+def _to_table(value: Tensor, like: Tensor) -> Tensor:
+    """Inverse of :func:`_to_value`; the first column is zero for a Bernoulli."""
+    if value.numel() == like.numel():
+        return value.reshape(like.shape)
+    flat = value.reshape(like.shape[:-1])
+    return torch.stack((torch.zeros_like(flat), flat), -1)
