@@ -62,7 +62,6 @@ class Critic(Protocol):
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics of ``shape.sites`` like-shaped sites."""
-        ...
 
 
 @dataclass(frozen=True)

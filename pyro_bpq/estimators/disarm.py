@@ -154,11 +154,9 @@ class Copula(Protocol):
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         """Draws the other ``samples - 1`` variables given the first, ``(samples - 1, *shape)``."""
-        ...
 
     def both(self, p: Tensor, samples: int) -> Tensor:
         """Probability that two of the variables are both below ``p``, for ``p`` in [0, ½]."""
-        ...
 
 
 @dataclass(frozen=True)

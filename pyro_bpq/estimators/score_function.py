@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,14 +44,6 @@ class Baseline(Protocol):
         ...
 
 
-def check_baseline(owner: Any) -> None:
-    """Raises an OptionError if the field ``baseline`` is neither ``None`` nor a baseline."""
-    given = owner.baseline
-    # Estimators have the methods of a baseline too.
-    is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, (type, Estimator)))
-    check_option(owner, "baseline", is_valid, "a baseline, e.g. LeaveOneOut() or RunningBaseline(), or None")
-
-
 def leave_one_out(cost: Tensor) -> Tensor:
     """Subtracts the mean over the other particles, in dimension 1 of ``cost``."""
     particles = cost.shape[1]
@@ -87,12 +79,8 @@ class LeaveOneOut(Baseline):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs two particles."""
-        if site.num_particles < 2:
-            return (
-                "LeaveOneOut() needs at least two particles: write TraceBackpropQ_ELBO(num_particles=2, ...) "
-                "or ScoreFunction(baseline=RunningBaseline())"
-            )
-        return None
+        refused = needs_particles(self, site)
+        return refused and f"{refused} or ScoreFunction(baseline=RunningBaseline())"
 
     def statistics(self) -> Statistics:
         """Running statistics of :class:`RunningBaseline`."""
@@ -159,8 +147,32 @@ class TrimmedBaseline(Baseline):
         return centred, {"baseline": baseline, "recent": recent}
 
 
+class WithBaseline(Estimator):
+    """Base of the estimators with a field ``baseline``."""
+
+    baseline: Baseline | None
+
+    def __post_init__(self) -> None:
+        given = self.baseline
+        # Estimators have the methods of a baseline too.
+        is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, (type, Estimator)))
+        check_option(self, "baseline", is_valid, "a baseline, e.g. LeaveOneOut() or RunningBaseline(), or None")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site that its baseline serves."""
+        return None if self.baseline is None else self.baseline.unsupported(site)
+
+    def statistics(self) -> Statistics:
+        """Running statistics of the baseline."""
+        return {} if self.baseline is None else self.baseline.statistics()
+
+    def centred(self, cost: Tensor, context: SiteContext) -> Centred:
+        """The cost minus the baseline, and new running statistics."""
+        return (cost, {}) if self.baseline is None else self.baseline(cost, context.statistics, context.count)
+
+
 @dataclass(frozen=True)
-class ScoreFunction(Estimator):
+class ScoreFunction(WithBaseline):
     r"""Score function (REINFORCE, likelihood ratio), for any site.
 
         g_X = (C_X - b) ∇ log q(x)
@@ -182,9 +194,6 @@ class ScoreFunction(Estimator):
     takes_baseline: ClassVar[bool] = True
     needs = frozenset[str]()
 
-    def __post_init__(self) -> None:
-        check_baseline(self)
-
     @property
     def by_component(self) -> bool:
         """Whether the baseline also suits a single component; a constant that the user supplies does not."""
@@ -195,20 +204,10 @@ class ScoreFunction(Estimator):
         """Whether the user chose a baseline."""
         return self.baseline is not None
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site that its baseline serves."""
-        return None if self.baseline is None else self.baseline.unsupported(site)
-
-    def statistics(self) -> Statistics:
-        """Running statistics of the baseline."""
-        return {} if self.baseline is None else self.baseline.statistics()
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
-        if self.baseline is None:
-            return SiteTerm(context.cost * context.score)
-        centred, statistics = self.baseline(context.cost, context.statistics, context.count)
-        return SiteTerm(centred * context.score, statistics)
+        cost, statistics = self.centred(context.cost, context)
+        return SiteTerm(cost * context.score, statistics)
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,7 @@ class PyroBaseline(Estimator):
         statistics: Mapping[str, Tensor] = {}
         if self.decay is not None:
             cost, statistics = RunningBaseline(self.decay)(cost, context.statistics, context.count)
-        residual = cost - context.baseline
+        residual = cost - context.signals["baseline"]
         return SiteTerm(residual.detach() * context.score + residual.square(), statistics)
 
 

@@ -2,7 +2,6 @@ r"""Control variates from the slopes of costs: MuProp, double control variates, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,12 +19,12 @@ from pyro_bpq.estimators.base import (
     site_mean,
 )
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
-from pyro_bpq.estimators.score_function import Baseline, check_baseline, leave_one_out
+from pyro_bpq.estimators.score_function import Baseline, WithBaseline, leave_one_out
 from pyro_bpq.rollout.precision import in_single
 
 
 @dataclass(frozen=True)
-class MuProp(Estimator):
+class MuProp(WithBaseline):
     r"""Score function of the residual of a first-order expansion at the mean, plus its gradient.
 
         g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
@@ -52,35 +51,28 @@ class MuProp(Estimator):
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
 
-    def __post_init__(self) -> None:
-        check_baseline(self)
-
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be set to their mean, and the requirements of the baseline."""
-        return needs_float_value(self, site) or (None if self.baseline is None else self.baseline.unsupported(site))
-
-    def statistics(self) -> Statistics:
-        """Running statistics of the baseline."""
-        return {} if self.baseline is None else self.baseline.statistics()
+        return needs_float_value(self, site) or super().unsupported(site)
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The residual times ``log q``, and the slope times the mean."""
         mean, ndim = mean_value(context), context.cost.dim()
-        statistics: Mapping[str, Tensor] = {}
         with torch.no_grad():
             program = context.program.mean_field() if self.mean_field else context.program
             level, slope = program.gradient(mean.detach())
             level, slope = (torch.where(t.isfinite(), t, torch.zeros_like(t)) for t in (level, slope))
             residual = context.cost - level - event_sum(slope * (context.program.value - mean), ndim)
-            if self.baseline is not None:
-                residual, statistics = self.baseline(residual, context.statistics, context.count)
+            residual, statistics = self.centred(residual, context)
         return SiteTerm(residual * context.score + event_sum(slope * mean, ndim), statistics)
 
 
 class _OnSlopes(Estimator):
     """Base of :class:`DoubleCV` and :class:`RODEO`, which both read slopes of the costs."""
 
+    scale: float | None = None
     decay: float
+    degree: ClassVar[int] = 1  # That of the cost's prediction in the value
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "slope", "table"})
@@ -91,6 +83,44 @@ class _OnSlopes(Estimator):
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient, and two particles."""
         return needs_float_value(self, site) or needs_particles(self, site)
+
+    def statistics(self) -> Statistics:
+        """Products of the control variates with each other and with the plain gradient, and the scales."""
+        if self.scale is not None:
+            return {}
+        count = self.degree + 1
+        return {"gram": (0.0,) * (count * (count + 1)), "scales": (0.0,) * count}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Leave-one-out minus scaled control variates: those of the prediction, and that of the baseline."""
+        log_probs, index = context.table
+        with torch.no_grad():
+            probs, score = context.score_table
+            sampled = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
+            linear, ahead = _predicted(context, probs, sampled)
+            tables = [linear] if self.degree == 1 else [linear, linear.square()]
+            # For each control variate: the weight of the sample's log-probability, and its table.
+            parts = [((table * sampled).sum(-1, keepdim=True), table) for table in tables]
+            centred = leave_one_out(context.cost)[..., None, None]
+            if self.scale is None:
+                scales = context.statistics["scales"]
+            else:
+                scales = probs.new_full((len(probs), self.degree + 1), self.scale)
+            a = scales.reshape(*scales.shape, *(1,) * (probs.dim() - 1)).unbind(1)
+            # Sign of the baseline term: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
+            weights = (centred + a[-1] * ahead) * sampled
+            for scale, (own, table) in zip(a, parts, strict=False):
+                weights = weights + scale * (probs * table - own * sampled)
+            if self.scale is not None:
+                return SiteTerm(weights * log_probs)
+            assert context.count is not None
+            plain = centred * score
+            variates = [own * score - probs * (h - (probs * h).sum(-1, keepdim=True)) for own, h in parts]
+            variates.append(-ahead * score)
+            products = torch.stack([site_mean(v * other) for v in variates for other in [*variates, plain]], 1)
+            gram = context.running_mean("gram", products, self.decay)
+            ridge = 3.0 / ((context.count + 1.0) * context.cost[0].numel())
+        return SiteTerm(weights * log_probs, {"gram": gram, "scales": _solve(gram, len(variates), ridge)})
 
 
 @dataclass(frozen=True)
@@ -120,15 +150,6 @@ class DoubleCV(_OnSlopes):
     scale: float | None = None
     decay: float = 0.98
 
-    def statistics(self) -> Statistics:
-        """Products of the control variates, and the scales."""
-        return {} if self.scale is not None else _initial(2)
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Leave-one-out on the residual, and the linear term in expectation."""
-        slopes = _Slopes.of(context)
-        return _combine(context, slopes, [slopes.linear], self.scale, self.decay)
-
 
 @dataclass(frozen=True)
 class RODEO(_OnSlopes):
@@ -153,79 +174,23 @@ class RODEO(_OnSlopes):
 
     decay: float = 0.98
 
-    def statistics(self) -> Statistics:
-        """Products of the control variates, and the scales."""
-        return _initial(3)
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Leave-one-out on the residual, plus the sums of the Stein operator."""
-        slopes = _Slopes.of(context)
-        return _combine(context, slopes, [slopes.linear, slopes.linear.square()], None, self.decay)
+    degree: ClassVar[int] = 2
 
 
-@dataclass(frozen=True)
-class _Slopes:
-    """Predictions from the slopes of the other particles."""
+def _predicted(context: SiteContext, probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """What the slopes of the other particles predict.
 
-    probs: Tensor  # Probabilities `(..., D, K)`
-    sampled: Tensor  # The sample, one-hot, likewise
-    linear: Tensor  # `t_k` with component `d` at value `v`, `(..., D, K)`
-    ahead: Tensor  # Mean over the other particles of `f'(x_j)·(x_j - μ_j)`, `(G, M, plates)`
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, context: SiteContext) -> _Slopes:
-        (log_probs, index), value = context.table, context.program.value
-        particles, ndim = context.cost.shape[1], context.cost.dim()
-        probs = log_probs.exp()
-        sampled = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
-        slope = context.program.slope()
-        slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
-        centred = value - mean_value(context)
-        others = (slope.sum(1, keepdim=True) - slope) / (particles - 1.0)
-        own = event_sum(slope * centred, ndim)
-        ahead = (own.sum(1, keepdim=True) - own) / (particles - 1.0)
-        table = _to_table(others, probs)
-        moved = table - (table * sampled).sum(-1, keepdim=True)
-        linear = event_sum(others * centred, ndim)[..., None, None] + moved
-        return cls(probs, sampled, linear, ahead)
-
-
-def _combine(
-    context: SiteContext, slopes: _Slopes, features: list[Tensor], scale: float | None, decay: float
-) -> SiteTerm:
-    """Leave-one-out minus scaled control variates: those of the features, and that of the baseline."""
-    with torch.no_grad():
-        centred, sampled, probs = leave_one_out(context.cost), slopes.sampled, slopes.probs
-        score = sampled - probs
-        # For each control variate: the weight of the sample's log-probability, and its table.
-        parts = [((h * sampled).sum(-1), h) for h in features]
-        count = len(parts) + 1
-        scales = context.statistics["scales"] if scale is None else centred.new_full((len(centred), count), scale)
-        a = [scales[:, i].reshape(-1, *(1,) * (probs.dim() - 1)) for i in range(count)]
-        # Sign of the baseline term: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
-        weights = (centred[..., None, None] + a[-1] * slopes.ahead[..., None, None]) * sampled
-        for scaling, (own, h) in zip(a, parts, strict=False):
-            weights = weights + scaling * (probs * h - own.unsqueeze(-1) * sampled)
-        statistics = {}
-        if scale is None:
-            assert context.count is not None
-            variates = [own.unsqueeze(-1) * score - probs * (h - (probs * h).sum(-1, keepdim=True)) for own, h in parts]
-            variates.append(-slopes.ahead[..., None, None] * score)
-            gram = _products(centred[..., None, None] * score, variates)
-            gram = context.running_mean("gram", gram, decay)
-            samples = (context.count + 1.0) * centred[0].numel()
-            statistics = {"gram": gram, "scales": _solve(gram, len(variates), 3.0 / samples)}
-    return SiteTerm(weights * context.table[0], statistics)
-
-
-def _initial(count: int) -> Statistics:
-    return {"gram": (0.0,) * (count * (count + 1)), "scales": (0.0,) * count}
-
-
-def _products(plain: Tensor, variates: list[Tensor]) -> Tensor:
-    """Mean products of control variates with each other and with the plain gradient, ``(G, n (n + 1))``."""
-    return torch.stack([site_mean(left * right) for left in variates for right in [*variates, plain]], 1)
+    These are ``t_k`` with component ``d`` at value ``v``, ``(..., D, K)``, and the mean over the other particles of
+    ``f'(x_j)·(x_j - μ_j)``, ``(..., 1, 1)``.
+    """
+    slope, ndim = context.program.slope(), context.cost.dim()
+    slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
+    centred = context.program.value - mean_value(context)
+    own, particles = event_sum(slope * centred, ndim), context.cost.shape[1]
+    others, ahead = ((part.sum(1, keepdim=True) - part) / (particles - 1.0) for part in (slope, own))
+    table = _to_table(others, probs)
+    moved = table - (table * sampled).sum(-1, keepdim=True)
+    return event_sum(others * centred, ndim)[..., None, None] + moved, ahead[..., None, None]
 
 
 def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
