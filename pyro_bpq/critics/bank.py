@@ -75,10 +75,8 @@ class Block(nn.Module):
 
     def slow_weights(self) -> dict[str, Tensor]:
         """Slow copies of :meth:`weights`, by the same names."""
-        if self.slow is None:
-            return {}
-        tensors = named_tensors(self.slow)
-        return {name: tensors[name] for name in self.weights()}
+        tensors = {} if self.slow is None else named_tensors(self.slow)
+        return {name: tensors[name] for name in self.weights() if name in tensors}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
@@ -122,7 +120,8 @@ class Selection:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
         # A copy, because a later commit writes in place, and autograd may hold the returned tensor.
-        parts = [_copy(getattr(block, name), rows) for _, block, rows, _ in self.parts]
+        buffers = ((getattr(block, name), rows) for _, block, rows, _ in self.parts)
+        parts = [buffer.clone() if rows is None else buffer[rows] for buffer, rows in buffers]
         found = parts[0] if self.order is None else torch.cat(parts)[self.order]
         return found if dtype is None or found.dtype is dtype else found.to(dtype)
 
@@ -133,7 +132,8 @@ class Selection:
 
     def write(self, name: str, value: Tensor) -> list[Write]:
         """The writes that set the buffer ``name`` of the selected rows to ``value``; repeated rows get the mean."""
-        writes = [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
+        value = value.detach()
+        writes = [(key, name, rows, value if at is None else value[at]) for key, _, rows, at in self.parts]
         return average_writes(writes) if self.repeats else writes
 
 
@@ -151,14 +151,6 @@ def average_writes(writes: Sequence[Write]) -> list[Write]:
         total = value.new_zeros(len(unique), *value.shape[1:]).index_add(0, place, value)
         averaged.append((key, name, unique, total / counts.reshape(-1, *(1,) * (value.dim() - 1))))
     return averaged
-
-
-def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor if rows is None else tensor[rows]
-
-
-def _copy(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor.clone() if rows is None else tensor[rows]
 
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
@@ -182,6 +174,8 @@ class CriticBank(nn.Module):
         on_build: Called with the name of a new block after its rows are loaded.
     """
 
+    blocks: dict[str, Block]  # A ModuleDict
+
     def __init__(
         self,
         seed: int = 0,
@@ -193,7 +187,7 @@ class CriticBank(nn.Module):
         super().__init__()
         self.seed, self.is_own, self.keeps_slow, self.max_idle = seed, is_own, keeps_slow, max_idle
         self._on_build = on_build
-        self.blocks = nn.ModuleDict()
+        self.blocks = nn.ModuleDict()  # type: ignore[assignment]
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
@@ -255,12 +249,6 @@ class CriticBank(nn.Module):
                 self._used[key] = len(block.keys)
         return selection
 
-    def block(self, key: str) -> Block:
-        """The block of that name."""
-        block = self.blocks[key]
-        assert isinstance(block, Block)
-        return block
-
     def weights(self, blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The critics' trainable tensors, by ``block.name``; of all blocks, or of the given ones that still exist."""
         names = self.blocks if blocks is None else [key for key in blocks if key in self.blocks]
@@ -279,9 +267,11 @@ class CriticBank(nn.Module):
             for key, rows in self._used.items():
                 self._order.pop(key, None)
                 self._order[key] = rows
-            used = sum(self._used.values())
+            used, rows = sum(self._used.values()), sum(self._order.values())
             self._most_rows = max(self._most_rows, used)
-            self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
+            limit = max(self.max_idle + used, _STEPS * self._most_rows)
+            if rows + len(self._waiting) > limit:
+                self._forget(rows, limit)
         self._used.clear()
         self._touched.clear()
         if not self._gone:
@@ -292,8 +282,7 @@ class CriticBank(nn.Module):
 
     def _forget(self, rows: int, limit: int) -> None:
         """Forgets the oldest rows; loaded rows that no step has selected go first."""
-        surplus = min(max(rows + len(self._waiting) - limit, 0), len(self._waiting))
-        self._take(list(self._waiting)[:surplus])
+        self._take(list(self._waiting)[: rows + len(self._waiting) - limit])
         forgotten = []
         for key, size in self._order.items():
             if rows <= limit or key in self._used:
@@ -317,7 +306,7 @@ class CriticBank(nn.Module):
     def _drop(self, keys: Sequence[str]) -> None:
         """Removes blocks from the bank."""
         for key in keys:
-            block = self.block(key)
+            block = self.blocks[key]
             for name in block.keys:
                 del self._index[block.kind, name]
             del self.blocks[key]
@@ -325,21 +314,15 @@ class CriticBank(nn.Module):
             self._used.pop(key, None)
             self._touched.discard(key)
         if keys:
-            gone = set(keys)
-            self._selections = {
-                chosen: found
-                for chosen, found in self._selections.items()
-                if gone.isdisjoint(key for key, *_ in found.parts)
-            }
+            self._selections.clear()
 
     @torch.no_grad()
     def commit(self, writes: Sequence[Write]) -> None:
         """Applies the writes that were collected during a step; skips blocks that no longer exist."""
-        blocks: Any = self.blocks._modules
         for key, name, rows, value in writes:
-            if key not in blocks:
+            if key not in self.blocks:
                 continue
-            buffer = getattr(blocks[key], name)
+            buffer = getattr(self.blocks[key], name)
             if rows is None:
                 buffer.copy_(value)
             else:
@@ -375,7 +358,7 @@ class CriticBank(nn.Module):
             positions.append(position)
         parts = []
         for key, (rows, positions) in places.items():
-            block = self.block(key)
+            block = self.blocks[key]
             device = next((t.device for t in block.state_dict().values()), None)
             chosen = None if rows == list(range(len(block.keys))) else torch.tensor(rows, device=device)
             at = None if len(places) == 1 else torch.tensor(positions, device=device)
@@ -398,7 +381,7 @@ class CriticBank(nn.Module):
         """Kind and keys of every block, the most recently used block last."""
         blocks = {}
         for key in {**self._order, **self._used, **dict.fromkeys(self.blocks)}:
-            block = self.block(key)
+            block = self.blocks[key]
             blocks[key] = {"kind": block.kind, "keys": list(block.keys), "about": block.about}
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
@@ -418,7 +401,7 @@ class CriticBank(nn.Module):
         self._has_warned = False
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key in self.blocks:
-            block = self.block(key)
+            block = self.blocks[key]
             self._load_waiting(key, block)
             # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")

@@ -87,8 +87,7 @@ def standardised(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 def _standardised_gamma(fn: td.Gamma, value: Tensor) -> tuple[Tensor, Tensor]:
     mean = fn.concentration.digamma() - fn.rate.log()
     scale = torch.polygamma(1, fn.concentration).sqrt()
-    noise = ((value.log() - mean) / scale).detach()
-    moved = mean + scale * noise
+    moved = _moved(value.log(), mean, scale)
     return moved.exp(), moved + scale.log()
 
 
@@ -97,17 +96,20 @@ def _standardised_beta(fn: td.Beta, value: Tensor) -> tuple[Tensor, Tensor]:
     a, b = fn.concentration1, fn.concentration0
     mean = a.digamma() - b.digamma()
     scale = (torch.polygamma(1, a) + torch.polygamma(1, b)).sqrt()
-    noise = ((torch.logit(value) - mean) / scale).detach()
-    moved = mean + scale * noise
+    moved = _moved(torch.logit(value), mean, scale)
     log_slope = torch.nn.functional.logsigmoid(moved) + torch.nn.functional.logsigmoid(-moved) + scale.log()
     return moved.sigmoid(), log_slope
 
 
 @standardised.register(td.LogNormal)
 def _standardised_log_normal(fn: td.LogNormal, value: Tensor) -> tuple[Tensor, Tensor]:
-    noise = ((value.log() - fn.loc) / fn.scale).detach()
-    moved = fn.loc + fn.scale * noise
+    moved = _moved(value.log(), fn.loc, fn.scale)
     return moved.exp(), moved + fn.scale.log()
+
+
+def _moved(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    """A value of a location-scale family with fixed noise."""
+    return loc + scale * ((value - loc) / scale).detach()
 
 
 def parameter_names(fn: Any) -> tuple[str, ...]:
@@ -147,20 +149,17 @@ def reparameterise(fn: Any, value: Tensor) -> Tensor:
     return value - (cumulative - cumulative.detach()) / density
 
 
+@reparameterise.register(td.Normal)
+@reparameterise.register(td.Laplace)
+@reparameterise.register(td.Cauchy)
+@reparameterise.register(td.Gumbel)
 def _location_scale(fn: Any, value: Tensor) -> Tensor:
-    noise = ((value - fn.loc) / fn.scale).detach()
-    return fn.loc + fn.scale * noise
-
-
-reparameterise.register(td.Normal, _location_scale)
-reparameterise.register(td.Laplace, _location_scale)
-reparameterise.register(td.Cauchy, _location_scale)
-reparameterise.register(td.Gumbel, _location_scale)
+    return _moved(value, fn.loc, fn.scale)
 
 
 @reparameterise.register(td.LogNormal)
 def _log_normal(fn: td.LogNormal, value: Tensor) -> Tensor:
-    return _location_scale(fn, value.log()).exp()
+    return _moved(value.log(), fn.loc, fn.scale).exp()
 
 
 @reparameterise.register(td.Gamma)

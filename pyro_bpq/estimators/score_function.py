@@ -84,7 +84,7 @@ class LeaveOneOut(Baseline):
 
     def statistics(self) -> Statistics:
         """Running statistics of :class:`RunningBaseline`."""
-        return RunningBaseline().statistics()
+        return {"baseline": 0.0}
 
     def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the mean over the other particles, if there are any."""

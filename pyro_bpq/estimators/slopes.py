@@ -105,7 +105,7 @@ class _OnSlopes(Estimator):
             if self.scale is None:
                 scales = context.statistics["scales"]
             else:
-                scales = probs.new_full((len(probs), self.degree + 1), self.scale)
+                scales = context.cost.new_full((len(probs), self.degree + 1), self.scale)
             a = scales.reshape(*scales.shape, *(1,) * (probs.dim() - 1)).unbind(1)
             # Sign of the baseline term: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
             weights = (centred + a[-1] * ahead) * sampled

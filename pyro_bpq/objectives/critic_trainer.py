@@ -109,8 +109,10 @@ class CriticTrainer:
         self._keep_changed(write[0] for write in writes)
         self.critics.commit(writes)
         if self.optimizer is not None:
-            self._advance(gradients)
-            self._learn_again(owner)
+            if gradients:
+                self._advance(gradients)
+            if self.keeps_staged:
+                self._learn_again(owner)
         built, late = self.critics.blocks.keys(), self.late
         self.late = (
             [*late[0], *(write for write in writes if write[0] not in built)],
