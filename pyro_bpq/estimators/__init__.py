@@ -31,8 +31,8 @@ from pyro_bpq.estimators.relax import QRELAX as QRELAX
 from pyro_bpq.estimators.relax import REBAR as REBAR
 from pyro_bpq.estimators.relax import RELAX as RELAX
 from pyro_bpq.estimators.relax import RELAXQ as RELAXQ
-from pyro_bpq.estimators.relax import LearnedTemperature as LearnedTemperature
 from pyro_bpq.estimators.relaxation import Annealed as Annealed
+from pyro_bpq.estimators.relaxation import LearnedTemperature as LearnedTemperature
 from pyro_bpq.estimators.reparameterise import GeneralisedReparameterisation as GeneralisedReparameterisation
 from pyro_bpq.estimators.reparameterise import Pathwise as Pathwise
 from pyro_bpq.estimators.score_function import ConstantBaseline as ConstantBaseline

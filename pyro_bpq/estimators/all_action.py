@@ -68,7 +68,7 @@ class AllAction(Adaptive):
     @property
     def needs(self) -> frozenset[str]:
         """The table of log-probabilities, and the program if a second run is requested."""
-        return frozenset({"table", "program"}) if self.second_run else frozenset({"table"})
+        return frozenset({"table", "program"} if self.second_run else {"table"})
 
     @property
     def exact_costs(self) -> bool | str:
@@ -79,8 +79,7 @@ class AllAction(Adaptive):
         """Needs finite components."""
         if site.components is not None:
             return None
-        other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
-        return f"AllAction() needs a finite support, which {site.distribution} lacks; use {other}"
+        return f"AllAction() needs a finite support, which {site.distribution} lacks; use {alternative(site)}"
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its coefficient in the gradient."""
@@ -102,16 +101,13 @@ class AllAction(Adaptive):
 
 def _terms(context: SiteContext, probs: Tensor, score: Tensor) -> ScaledTerms:
     """Gradient and control variates in logit space."""
-    level, own, critic = context.level, None, None
+    level, own, critic, exact = context.level, context.own, None, context.exact
     if context.learned is not None:
         mean = (probs * context.learned).sum(-1, keepdim=True)
         critic = probs * (context.learned - mean)
-        if context.own is None:
+        if own is None:
             level = mean.sum((-1, -2)) if level is None else level + mean.sum((-1, -2))
             own = (score * context.learned).sum((-1, -2))
-        else:
-            own = context.own
-    exact = context.exact
     if exact is not None:
         exact = probs * (exact - (probs * exact).sum(-1, keepdim=True))
     return ScaledTerms.of(context, score, level, own, critic, exact)

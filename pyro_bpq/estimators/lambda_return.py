@@ -37,7 +37,6 @@ class LambdaReturn(Estimator):
 
     lam: float = 0.9
 
-    is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
     replaces_costs: ClassVar[bool] = True
 
@@ -86,7 +85,6 @@ class ParentAdvantage(Estimator):
 
     lam: float = 0.9
 
-    is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
     takes_discount: ClassVar[bool] = False
     needs = frozenset({"advantage"})

@@ -10,45 +10,14 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics, site_mean
-from pyro_bpq.estimators.q_estimators import local_cost
-from pyro_bpq.estimators.relaxation import Annealed, fill
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics
+from pyro_bpq.estimators.q_estimators import local_cost, q_table
+from pyro_bpq.estimators.relaxation import Annealed, LearnedTemperature, fill
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
 from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
 
 # What serves other finite sites.
 RELAXES_ALL = "OneHotCategorical, RELAX() or "
-
-
-@dataclass(frozen=True)
-class LearnedTemperature:
-    r"""A temperature that follows the slope of the gradient's second moment.
-
-        log τ ← log τ - lr (m(τ') - m(τ)) / (m(τ') + m(τ)) / δ,   m = running E|g|²,  τ' = (1 + δ) τ
-
-    The noise is the same at both temperatures. It takes two more runs of guide and model.
-
-    Args:
-        start: Temperature of the first step.
-        lr: Step size.
-        delta: Relative difference ``δ`` of the two temperatures.
-        decay: Weight of the past in the running moments.
-
-    Raises:
-        OptionError: If an option is out of range.
-
-    References:
-        | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
-    """
-
-    start: float = 0.5
-    lr: float = 0.02
-    delta: float = 0.1
-    decay: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not (self.start > 0.0 and self.lr >= 0.0 and self.delta > 0.0 and 0.0 <= self.decay < 1.0):
-            raise OptionError(f"{self!r}: write start > 0, lr >= 0, delta > 0 and a decay in [0, 1).")
 
 
 @dataclass(frozen=True)
@@ -92,16 +61,17 @@ class REBAR(Scaled):
 
     def statistics(self) -> Statistics:
         """Running means, products for the scale, and the temperature."""
-        learned: Statistics = {"log_temperature": 0.0, "moments": (0.0, 0.0)}
-        own = learned if isinstance(self.temperature, LearnedTemperature) else {}
-        return {**super().statistics(), **own}
+        found = super().statistics()
+        if isinstance(self.temperature, LearnedTemperature):
+            return {**found, "log_temperature": 0.0, "moments": (0.0, 0.0)}
+        return found
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation."""
         (log_probs, index), program = context.table, context.program
         params = relaxation.parameters(log_probs)
         free = params.detach()
-        temperature = self._temperature(context)
+        temperature = relaxation.temperature_of(self.temperature, context)
         held = program.held(relaxation.independent_value(free, index, program))
         state = program.generator.get_state()
         cost, path = relaxed_cost(free, index, temperature, program, held)
@@ -114,24 +84,8 @@ class REBAR(Scaled):
             moved = temperature * (1.0 + self.temperature.delta)
             plain, other = parts(context, free, *relaxed_cost(free, index, moved, program, held))
             found = [relaxation.natural(part, free, index) for part in (gradient, plain - a * other)]
-            statistics |= self._update_temperature(context, *found)
+            statistics |= self.temperature.updated(context, *found)
         return SiteTerm(gradient * params, statistics)
-
-    def _temperature(self, context: SiteContext) -> Tensor:
-        if isinstance(self.temperature, LearnedTemperature):
-            factor = context.statistics["log_temperature"].exp()
-            return self.temperature.start * context.per_site(factor).unsqueeze(-1)
-        return relaxation.temperature_of(self.temperature, context)
-
-    def _update_temperature(self, context: SiteContext, gradient: Tensor, moved: Tensor) -> dict[str, Tensor]:
-        assert isinstance(self.temperature, LearnedTemperature)
-        option = self.temperature
-        new = torch.stack([site_mean(part.square()) for part in (gradient, moved)], 1)
-        moments = context.running_mean("moments", new, option.decay)
-        tiny = torch.finfo(new.dtype).tiny
-        slope = (moments[:, 1] - moments[:, 0]) / moments.sum(1).clamp(min=tiny) / option.delta
-        log = context.statistics["log_temperature"] - option.lr * slope.clamp(-1.0, 1.0)
-        return {"moments": moments, "log_temperature": log.clamp(-3.0, 3.0)}
 
 
 def parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,11 +234,7 @@ class RELAXQ(Scaled):
         """Attaches the gradient to the parameters of the relaxation."""
         log_probs, index = context.table
         params = relaxation.parameters(log_probs)
-        zero = torch.zeros_like(log_probs, requires_grad=False)
-        # Terms that read the sampled value are left out, e.g. costs of one component at the values of the others.
-        learned = context.learned if context.own is None else None
-        exact = context.exact if zero.shape[-2] == 1 else None
-        table = sum((part for part in (learned, exact) if part is not None), zero)
+        table = q_table(context)
         temperature = relaxation.temperature_of(self.temperature, context)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()

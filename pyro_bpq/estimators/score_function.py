@@ -148,9 +148,11 @@ class TrimmedBaseline(Baseline):
 
 
 class WithBaseline(Estimator):
-    """Base of the estimators with a field ``baseline``."""
+    """Base of the estimators with a field ``baseline``. Unbiased."""
 
     baseline: Baseline | None
+
+    is_unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         given = self.baseline
@@ -190,7 +192,6 @@ class ScoreFunction(WithBaseline):
 
     baseline: Baseline | None = None
 
-    is_unbiased: ClassVar[bool] = True
     takes_baseline: ClassVar[bool] = True
     needs = frozenset[str]()
 

@@ -48,7 +48,6 @@ class MuProp(WithBaseline):
     baseline: Baseline | None = None
     mean_field: bool = False
 
-    is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
 
     def unsupported(self, site: SiteInfo) -> str | None:

@@ -36,7 +36,6 @@ def _checked(temperature: Callable[[int], float], step: int) -> float:
 class Attached(Estimator):
     """Base of the estimators whose value carries the gradient. Biased."""
 
-    is_unbiased: ClassVar[bool] = False
     is_pathwise: ClassVar[bool] = True
     attaches: ClassVar[bool] = True
 
@@ -167,7 +166,6 @@ class Concrete(Tempered):
 
     temperature: Temperature = 0.5
 
-    is_unbiased: ClassVar[bool] = False
     needs = frozenset({"program", "table"})
     unsupported = needs_float_value
 
