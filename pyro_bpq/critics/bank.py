@@ -219,27 +219,19 @@ class CriticBank(nn.Module):
         if missing:
             if make is None:
                 return None
-            for rows in self._by_home(kind, missing):
-                block = make(rows)
-                if self.is_own:
-                    block.hide_weights()
-                if self.keeps_slow:
-                    block.keep_slow()
-                self._add(block)
+            # New rows begin as in the run that was saved, apart from the rows that were loaded.
+            homes: dict[Any, list[str]] = {}
+            for key in missing:
+                loaded = self._waiting.get(_waiting_key(kind, key), {})
+                homes.setdefault(loaded.get(_HOME), []).append(key)
+            for rows in homes.values():
+                self._add(make(tuple(rows)))
         selection = self._find(kind, keys)
         # Programs of changing structure select ever new combinations of keys.
         if len(self._selections) >= 256:
             self._selections.clear()
         self._selections[kind, keys] = selection
         return self._noted(selection, make is not None)
-
-    def _by_home(self, kind: str, keys: Sequence[str]) -> list[tuple[str, ...]]:
-        """The keys of new blocks: new rows begin as in the run that was saved, apart from the rows that were loaded."""
-        groups: dict[Any, list[str]] = {}
-        for key in keys:
-            loaded = self._waiting.get(_waiting_key(kind, key), {})
-            groups.setdefault(loaded.get(_HOME), []).append(key)
-        return [tuple(group) for group in groups.values()]
 
     def _noted(self, selection: Selection, is_used: bool) -> Selection:
         """Returns the selection and notes its blocks, as used only if the step learns (``is_used``)."""
@@ -341,6 +333,10 @@ class CriticBank(nn.Module):
         return built
 
     def _add(self, block: Block) -> None:
+        if self.is_own:
+            block.hide_weights()
+        if self.keeps_slow:
+            block.keep_slow()
         key = _block_name(block.kind, block.keys)
         self.blocks[key] = block
         for row, name in enumerate(block.keys):
