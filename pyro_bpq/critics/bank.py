@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from pyro_bpq.errors import BPQWarning
 
+# Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
+MAX_IDLE, _STEPS = 2048, 8
+# Keys under which a loaded row stores the name of its block, and the name of its site with its critic in words.
+_HOME, _ABOUT = "", "\n"
 # Smallest size in bytes of a number in a block.
 _LEAST_BYTES = 4
 # Attribute of the modules of critics.
 _MARK = "is_of_critic"
-
 
 # (block, tensor, rows or None for all rows, new value): a change that is applied after the step.
 Write = tuple[str, str, "Tensor | None", Tensor]
@@ -151,12 +154,6 @@ def average_writes(writes: Sequence[Write]) -> list[Write]:
         total = value.new_zeros(len(unique), *value.shape[1:]).index_add(0, place, value)
         averaged.append((key, name, unique, total / counts.reshape(-1, *(1,) * (value.dim() - 1))))
     return averaged
-
-
-# Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
-MAX_IDLE, _STEPS = 2048, 8
-# Keys under which a loaded row stores the name of its block, and the name of its site with its critic in words.
-_HOME, _ABOUT = "", "\n"
 
 
 class CriticBank(nn.Module):

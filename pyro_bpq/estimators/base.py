@@ -189,7 +189,7 @@ class Estimator:
     An option that is out of range raises :class:`~pyro_bpq.errors.OptionError`.
 
     Attributes:
-        is_unbiased: Whether its expectation is the exact gradient for any state of the critics; a promise to be made.
+        is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
         is_pathwise: Whether the site's value carries the gradient.
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
         attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
