@@ -134,15 +134,10 @@ class CriticLearner:
     sweep: BackwardSweep | None = None
 
     def __post_init__(self) -> None:
-        kinds: dict[str, tuple[type, str]] = {
-            "sweep": (BackwardSweep, "BackwardSweep(rate=...)"),
-            "replay": (Replay, "Replay(capacity=...)"),
-            "slow": (SlowTracking, "SlowTracking(rate=...)"),
-            "ranks": (Ranks, "Ranks(group)"),
-        }
-        for name, (kind, advice) in kinds.items():
-            value = getattr(self, name)
-            check_option(self, name, value is None or isinstance(value, kind), f"{advice} or None")
+        check_option(self, "sweep", isinstance(self.sweep, BackwardSweep | None), "BackwardSweep(rate=...) or None")
+        check_option(self, "replay", isinstance(self.replay, Replay | None), "Replay(capacity=...) or None")
+        check_option(self, "slow", isinstance(self.slow, SlowTracking | None), "SlowTracking(rate=...) or None")
+        check_option(self, "ranks", isinstance(self.ranks, Ranks | None), "Ranks(group) or None")
         if self.sweep is not None:
             plain = CriticLearner(ranks=self.ranks, max_idle=self.max_idle)
             unused = [item.name for item in fields(self) if getattr(self, item.name) != getattr(plain, item.name)]
