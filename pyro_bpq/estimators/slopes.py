@@ -110,16 +110,17 @@ class _OnSlopes(Estimator):
             weights = (centred + a[-1] * ahead) * sampled
             for scale, (own, table) in zip(a, parts, strict=False):
                 weights = weights + scale * (probs * table - own * sampled)
-            if self.scale is not None:
-                return SiteTerm(weights * log_probs)
-            assert context.count is not None
-            plain = centred * score
-            variates = [own * score - probs * (h - (probs * h).sum(-1, keepdim=True)) for own, h in parts]
-            variates.append(-ahead * score)
-            products = torch.stack([site_mean(v * other) for v in variates for other in [*variates, plain]], 1)
-            gram = context.running_mean("gram", products, self.decay)
-            ridge = 3.0 / ((context.count + 1.0) * context.cost[0].numel())
-        return SiteTerm(weights * log_probs, {"gram": gram, "scales": _solve(gram, len(variates), ridge)})
+            statistics = {}
+            if self.scale is None:
+                assert context.count is not None
+                plain = centred * score
+                variates = [own * score - probs * (h - (probs * h).sum(-1, keepdim=True)) for own, h in parts]
+                variates.append(-ahead * score)
+                products = torch.stack([site_mean(v * other) for v in variates for other in [*variates, plain]], 1)
+                gram = context.running_mean("gram", products, self.decay)
+                ridge = 3.0 / ((context.count + 1.0) * context.cost[0].numel())
+                statistics = {"gram": gram, "scales": _solve(gram, len(variates), ridge)}
+        return SiteTerm(weights * log_probs, statistics)
 
 
 @dataclass(frozen=True)
