@@ -3,17 +3,14 @@
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.report import compile_report
 from pyro_bpq.critics.attention import AttentionCritic
-from pyro_bpq.critics.context import ContextCritic
 from pyro_bpq.critics.joint import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic, ValueCritic
 from pyro_bpq.critics.learner import BackwardSweep, CriticLearner, SlowTracking
-from pyro_bpq.critics.nets import LinearCritic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import ContextCritic, LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay
-from pyro_bpq.estimators.all_action import AllAction
-from pyro_bpq.estimators.baselines import LeaveOneOut, RunningBaseline
+from pyro_bpq.estimators.all_action import AllAction, QProp
 from pyro_bpq.estimators.lambda_return import LambdaReturn
-from pyro_bpq.estimators.pathwise import Pathwise
-from pyro_bpq.estimators.q_prop import QProp
-from pyro_bpq.estimators.score_function import ScoreFunction
+from pyro_bpq.estimators.reparameterise import Pathwise
+from pyro_bpq.estimators.score_function import LeaveOneOut, RunningBaseline, ScoreFunction
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO

@@ -9,10 +9,9 @@ from types import MappingProxyType
 
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.estimators.baselines import LeaveOneOut
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
 from pyro_bpq.estimators.hindsight import Hindsight
-from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, ScoreFunction
+from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, LeaveOneOut, ScoreFunction
 from pyro_bpq.plan.rules import MOST_PARTICLES
 
 

@@ -7,21 +7,153 @@ their block exists.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.critics.block import Block, Selection, Write, named_tensors
 from pyro_bpq.errors import BPQWarning
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
 # Keys under which a loaded row stores the name of its block, and the name of its site with its critic in words.
 _HOME, _ABOUT = "", "\n"
+# Smallest size in bytes of a number in a block.
+_LEAST_BYTES = 4
+# Attribute of the modules of critics.
+_MARK = "is_of_critic"
+
+# (block, tensor, rows or None for all rows, new value): a change that is applied after the step.
+Write = tuple[str, str, "Tensor | None", Tensor]
+
+
+class Block(nn.Module):
+    """Rows of like-shaped sites: critics and running statistics, with a leading site axis.
+
+    ``kind`` is the kind and shape of the rows, and ``about`` the critic in words. ``half()`` and ``bfloat16()`` do not
+    convert a block, because running squares, counts and step sizes need 32 bits.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        keys: Sequence[str],
+        critic: nn.Module | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        about: str = "",
+    ) -> None:
+        super().__init__()
+        self.kind, self.about = kind, about
+        self.keys = tuple(keys)
+        self.critic = critic
+        self.slow: nn.Module | None = None
+        for part in () if critic is None else critic.modules():
+            vars(part)[_MARK] = True
+        for name, buffer in (buffers or {}).items():
+            self.register_buffer(name, buffer)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trainable tensors of the critics, by name within the critic."""
+        tensors = {} if self.critic is None else named_tensors(self.critic)
+        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+    def hide_weights(self) -> None:
+        """Turns the critics' parameters into buffers."""
+        for module in self.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach().requires_grad_())
+
+    def keep_slow(self) -> None:
+        """Makes a copy of the critics that is not trained; the caller moves it towards the critics."""
+        if self.critic is not None:
+            self.slow = copy.deepcopy(self.critic)
+            for tensor in named_tensors(self.slow).values():
+                tensor.requires_grad_(False)
+
+    def slow_weights(self) -> dict[str, Tensor]:
+        """Slow copies of :meth:`weights`, by the same names."""
+        tensors = {} if self.slow is None else named_tensors(self.slow)
+        return {name: tensors[name] for name in self.weights() if name in tensors}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Block:
+        hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
+
+        def convert(tensor: Tensor) -> Tensor:
+            new: Tensor = fn(tensor)
+            return tensor.to(new.device) if new.element_size() < min(tensor.element_size(), _LEAST_BYTES) else new
+
+        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
+        for module, name in hidden:
+            # A converted buffer is no longer a leaf of autograd.
+            module._buffers[name] = getattr(module, name).detach().requires_grad_()
+        return self
+
+    def __repr__(self) -> str:
+        keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
+        return f"Block({self.kind}: {', '.join(keys)})"
+
+
+def is_of_critic(module: nn.Module) -> bool:
+    """Whether a module is a part of a critic in a block. Its buffers are weights, which no program writes."""
+    return _MARK in vars(module)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows of a bank in a given order, possibly from several blocks."""
+
+    # For each block its name, the module, the rows, and the positions of these rows in the order; `None` stands for all
+    # rows or positions in order
+    parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
+    repeats: bool = False  # Whether a row occurs more than once (a shared critic)
+    # Index of each position among the concatenated rows of all blocks; `None` for one block
+    order: Tensor | None = None
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
+        # A copy, because a later commit writes in place, and autograd may hold the returned tensor.
+        buffers = ((getattr(block, name), rows) for _, block, rows, _ in self.parts)
+        parts = [buffer.clone() if rows is None else buffer[rows] for buffer, rows in buffers]
+        found = parts[0] if self.order is None else torch.cat(parts)[self.order]
+        return found if dtype is None or found.dtype is dtype else found.to(dtype)
+
+    def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
+        """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
+        results = [evaluate(block, rows, at) for _, block, rows, at in self.parts]
+        return results[0] if self.order is None else torch.cat(results)[self.order]
+
+    def write(self, name: str, value: Tensor) -> list[Write]:
+        """The writes that set the buffer ``name`` of the selected rows to ``value``; repeated rows get the mean."""
+        value = value.detach()
+        writes = [(key, name, rows, value if at is None else value[at]) for key, _, rows, at in self.parts]
+        return average_writes(writes) if self.repeats else writes
+
+
+def average_writes(writes: Sequence[Write]) -> list[Write]:
+    """Merges writes into one write for each buffer; a row gets the mean of the writes to it."""
+    found: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
+    for key, name, rows, value in writes:
+        at = torch.arange(len(value), device=value.device) if rows is None else rows
+        found.setdefault((key, name), []).append((at, value))
+    averaged = []
+    for (key, name), parts in found.items():
+        rows, value = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+        unique, place = torch.unique(rows, return_inverse=True)
+        counts = torch.bincount(place).to(value.dtype)
+        total = value.new_zeros(len(unique), *value.shape[1:]).index_add(0, place, value)
+        averaged.append((key, name, unique, total / counts.reshape(-1, *(1,) * (value.dim() - 1))))
+    return averaged
 
 
 class CriticBank(nn.Module):
@@ -39,6 +171,8 @@ class CriticBank(nn.Module):
         on_build: Called with the name of a new block after its rows are loaded.
     """
 
+    blocks: dict[str, Block]  # A ModuleDict
+
     def __init__(
         self,
         seed: int = 0,
@@ -50,7 +184,7 @@ class CriticBank(nn.Module):
         super().__init__()
         self.seed, self.is_own, self.keeps_slow, self.max_idle = seed, is_own, keeps_slow, max_idle
         self._on_build = on_build
-        self.blocks = nn.ModuleDict()
+        self.blocks = nn.ModuleDict()  # type: ignore[assignment]
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
@@ -82,27 +216,19 @@ class CriticBank(nn.Module):
         if missing:
             if make is None:
                 return None
-            for rows in self._by_home(kind, missing):
-                block = make(rows)
-                if self.is_own:
-                    block.hide_weights()
-                if self.keeps_slow:
-                    block.keep_slow()
-                self._add(block)
+            # New rows begin as in the run that was saved, apart from the rows that were loaded.
+            homes: dict[Any, list[str]] = {}
+            for key in missing:
+                loaded = self._waiting.get(_waiting_key(kind, key), {})
+                homes.setdefault(loaded.get(_HOME), []).append(key)
+            for rows in homes.values():
+                self._add(make(tuple(rows)))
         selection = self._find(kind, keys)
         # Programs of changing structure select ever new combinations of keys.
         if len(self._selections) >= 256:
             self._selections.clear()
         self._selections[kind, keys] = selection
         return self._noted(selection, make is not None)
-
-    def _by_home(self, kind: str, keys: Sequence[str]) -> list[tuple[str, ...]]:
-        """The keys of new blocks: new rows begin as in the run that was saved, apart from the rows that were loaded."""
-        groups: dict[Any, list[str]] = {}
-        for key in keys:
-            loaded = self._waiting.get(_waiting_key(kind, key), {})
-            groups.setdefault(loaded.get(_HOME), []).append(key)
-        return [tuple(group) for group in groups.values()]
 
     def _noted(self, selection: Selection, is_used: bool) -> Selection:
         """Returns the selection and notes its blocks, as used only if the step learns (``is_used``)."""
@@ -111,12 +237,6 @@ class CriticBank(nn.Module):
             if is_used:
                 self._used[key] = len(block.keys)
         return selection
-
-    def block(self, key: str) -> Block:
-        """The block of that name."""
-        block = self.blocks[key]
-        assert isinstance(block, Block)
-        return block
 
     def weights(self, blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The critics' trainable tensors, by ``block.name``; of all blocks, or of the given ones that still exist."""
@@ -136,9 +256,11 @@ class CriticBank(nn.Module):
             for key, rows in self._used.items():
                 self._order.pop(key, None)
                 self._order[key] = rows
-            used = sum(self._used.values())
+            used, rows = sum(self._used.values()), sum(self._order.values())
             self._most_rows = max(self._most_rows, used)
-            self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
+            limit = max(self.max_idle + used, _STEPS * self._most_rows)
+            if rows + len(self._waiting) > limit:
+                self._forget(rows, limit)
         self._used.clear()
         self._touched.clear()
         if not self._gone:
@@ -149,8 +271,7 @@ class CriticBank(nn.Module):
 
     def _forget(self, rows: int, limit: int) -> None:
         """Forgets the oldest rows; loaded rows that no step has selected go first."""
-        surplus = min(max(rows + len(self._waiting) - limit, 0), len(self._waiting))
-        self._take(list(self._waiting)[:surplus])
+        self._take(list(self._waiting)[: rows + len(self._waiting) - limit])
         forgotten = []
         for key, size in self._order.items():
             if rows <= limit or key in self._used:
@@ -174,7 +295,7 @@ class CriticBank(nn.Module):
     def _drop(self, keys: Sequence[str]) -> None:
         """Removes blocks from the bank."""
         for key in keys:
-            block = self.block(key)
+            block = self.blocks[key]
             for name in block.keys:
                 del self._index[block.kind, name]
             del self.blocks[key]
@@ -182,21 +303,15 @@ class CriticBank(nn.Module):
             self._used.pop(key, None)
             self._touched.discard(key)
         if keys:
-            gone = set(keys)
-            self._selections = {
-                chosen: found
-                for chosen, found in self._selections.items()
-                if gone.isdisjoint(key for key, *_ in found.parts)
-            }
+            self._selections.clear()
 
     @torch.no_grad()
     def commit(self, writes: Sequence[Write]) -> None:
         """Applies the writes that were collected during a step; skips blocks that no longer exist."""
-        blocks: Any = self.blocks._modules
         for key, name, rows, value in writes:
-            if key not in blocks:
+            if key not in self.blocks:
                 continue
-            buffer = getattr(blocks[key], name)
+            buffer = getattr(self.blocks[key], name)
             if rows is None:
                 buffer.copy_(value)
             else:
@@ -215,6 +330,10 @@ class CriticBank(nn.Module):
         return built
 
     def _add(self, block: Block) -> None:
+        if self.is_own:
+            block.hide_weights()
+        if self.keeps_slow:
+            block.keep_slow()
         key = _block_name(block.kind, block.keys)
         self.blocks[key] = block
         for row, name in enumerate(block.keys):
@@ -232,7 +351,7 @@ class CriticBank(nn.Module):
             positions.append(position)
         parts = []
         for key, (rows, positions) in places.items():
-            block = self.block(key)
+            block = self.blocks[key]
             device = next((t.device for t in block.state_dict().values()), None)
             chosen = None if rows == list(range(len(block.keys))) else torch.tensor(rows, device=device)
             at = None if len(places) == 1 else torch.tensor(positions, device=device)
@@ -255,7 +374,7 @@ class CriticBank(nn.Module):
         """Kind and keys of every block, the most recently used block last."""
         blocks = {}
         for key in {**self._order, **self._used, **dict.fromkeys(self.blocks)}:
-            block = self.block(key)
+            block = self.blocks[key]
             blocks[key] = {"kind": block.kind, "keys": list(block.keys), "about": block.about}
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
@@ -275,7 +394,7 @@ class CriticBank(nn.Module):
         self._has_warned = False
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key in self.blocks:
-            block = self.block(key)
+            block = self.blocks[key]
             self._load_waiting(key, block)
             # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")

@@ -307,8 +307,7 @@ class _ValuePerceptron(nn.Module):
                 (slope,) = torch.autograd.grad(middle.sum(), at)
             mean = middle.detach()
             table = (slope @ weights.transpose(1, 2)).reshape(probs.shape)
-            own = (table.gather(-1, index.unsqueeze(-1)).squeeze(-1) - (probs * table).sum(-1)).sum(-1)
-            variate = own
+            own = variate = (table.gather(-1, index.unsqueeze(-1)).squeeze(-1) - (probs * table).sum(-1)).sum(-1)
         else:
             with torch.no_grad():
                 mean, table = self.tail(centre), self.flips(hidden, rows)
@@ -318,13 +317,11 @@ class _ValuePerceptron(nn.Module):
     def flips(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """``f`` after setting component ``d`` to value ``k``, ``(G, N, D, K)``."""
         assert self.max_elements is not None
-        size = hidden.numel() * self.shape.cardinality
-        step = max(1, self.max_elements // max(size, 1))
+        step = max(1, self.max_elements // max(hidden.numel() * self.shape.cardinality, 1))
         tables = []
-        for start in range(0, self.shape.components, step):
-            part = slice(start, start + step)
-            rest = (hidden.unsqueeze(2) - rows[:, :, part]).unsqueeze(3)
-            tables.append(self.tail(rest + self.rows[:, part].unsqueeze(1)))
+        for taken, put in zip(rows.split(step, 2), self.rows.split(step, 1), strict=True):
+            rest = (hidden.unsqueeze(2) - taken).unsqueeze(3)
+            tables.append(self.tail(rest + put.unsqueeze(1)))
         return torch.cat(tables, 2)
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
-from pyro_bpq.critics.block import Block
+from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.errors import OptionError, check_option, check_whole
 from pyro_bpq.rollout.distributed import Ranks
@@ -135,15 +134,10 @@ class CriticLearner:
     sweep: BackwardSweep | None = None
 
     def __post_init__(self) -> None:
-        kinds: dict[str, tuple[type, str]] = {
-            "sweep": (BackwardSweep, "BackwardSweep(rate=...)"),
-            "replay": (Replay, "Replay(capacity=...)"),
-            "slow": (SlowTracking, "SlowTracking(rate=...)"),
-            "ranks": (Ranks, "Ranks(group)"),
-        }
-        for name, (kind, advice) in kinds.items():
-            value = getattr(self, name)
-            check_option(self, name, value is None or isinstance(value, kind), f"{advice} or None")
+        check_option(self, "sweep", isinstance(self.sweep, BackwardSweep | None), "BackwardSweep(rate=...) or None")
+        check_option(self, "replay", isinstance(self.replay, Replay | None), "Replay(capacity=...) or None")
+        check_option(self, "slow", isinstance(self.slow, SlowTracking | None), "SlowTracking(rate=...) or None")
+        check_option(self, "ranks", isinstance(self.ranks, Ranks | None), "Ranks(group) or None")
         if self.sweep is not None:
             plain = CriticLearner(ranks=self.ranks, max_idle=self.max_idle)
             unused = [item.name for item in fields(self) if getattr(self, item.name) != getattr(plain, item.name)]
@@ -187,24 +181,14 @@ class AveragedAdam(torch.optim.Optimizer):
         | https://arxiv.org/abs/2405.15682
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.1,
-        decay: float = 0.99,
-        mix: float = 0.9,
-        floor: float = 0.03,
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "mix": mix, "floor": floor, "eps": eps, "speed": None})
+    decay, mix, floor, eps = 0.99, 0.9, 0.03, 1e-8
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "speed": None})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step along ``.grad``; returns the result of the closure, which recomputes the loss, or ``None``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """One step along ``.grad``."""
         for group in self.param_groups:
             # Parameters that have taken equally many steps advance together.
             alike: dict[int, list[Tensor]] = {}
@@ -223,7 +207,6 @@ class AveragedAdam(torch.optim.Optimizer):
                 if isinstance(n, Tensor):
                     n.add_(1.0)
                 self._advance(parameters, n, group)
-        return loss
 
     def count_in_tensors(self) -> None:
         """Counts steps in tensors from now on, because a recorded step would freeze a number."""
@@ -237,21 +220,21 @@ class AveragedAdam(torch.optim.Optimizer):
     def _advance(self, parameters: list[Tensor], n: int | Tensor, group: Mapping[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         z, x, v = ([self.state[p][name] for p in parameters] for name in "zxv")
-        torch._foreach_mul_(v, group["decay"])
-        torch._foreach_addcmul_(v, gradients, gradients, 1.0 - group["decay"])
+        torch._foreach_mul_(v, self.decay)
+        torch._foreach_addcmul_(v, gradients, gradients, 1.0 - self.decay)
         scale = torch._foreach_sqrt(v)
-        torch._foreach_div_(scale, (1.0 - group["decay"] ** n) ** 0.5)
-        torch._foreach_add_(scale, group["eps"])
+        torch._foreach_div_(scale, (1.0 - self.decay**n) ** 0.5)
+        torch._foreach_add_(scale, self.eps)
         if group.get("speed") is not None:
             torch._foreach_div_(scale, [group["speed"]] * len(scale))
         torch._foreach_addcdiv_(z, gradients, scale, -group["lr"])
         if isinstance(n, Tensor):
-            weights = [(3.0 / n).clamp(group["floor"], 1.0).to(p.dtype) for p in parameters]
+            weights = [(3.0 / n).clamp(self.floor, 1.0).to(p.dtype) for p in parameters]
             torch._foreach_lerp_(x, z, weights)
         else:
-            torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), group["floor"]))
+            torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), self.floor))
         torch._foreach_copy_(parameters, z)
-        torch._foreach_lerp_(parameters, x, group["mix"])
+        torch._foreach_lerp_(parameters, x, self.mix)
 
 
 class CriticOptimizer:
@@ -261,9 +244,6 @@ class CriticOptimizer:
         self.learner = learner
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._loaded: dict[str, Any] = {}
-
-    def __repr__(self) -> str:
-        return f"CriticOptimizer({self.learner}, {len(self.optimizers)} blocks)"
 
     def step(self, bank: CriticBank, gradients: Mapping[str, Tensor]) -> None:
         """One step along the given gradients, by name of the parameter in the bank's ``blocks``."""
@@ -276,7 +256,7 @@ class CriticOptimizer:
         for key, parameters in touched.items():
             if self.learner.clip is not None:
                 _clip(parameters, self.learner.clip)
-            optimizer, block = self._optimizer(bank, key), bank.block(key)
+            optimizer, block = self._optimizer(bank, key), bank.blocks[key]
             for group in optimizer.param_groups if isinstance(optimizer, AveragedAdam) else ():
                 group["speed"] = self.learner.speed(block)
             optimizer.step()
@@ -286,7 +266,7 @@ class CriticOptimizer:
                 track(list(block.slow_weights().values()), list(block.weights().values()), self.learner.slow.rate)
 
     def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:
-        weights = list(bank.block(key).weights().values())
+        weights = list(bank.blocks[key].weights().values())
         optimizer = self.optimizers.get(key)
         held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer is None or any(a is not b for a, b in zip(held, weights, strict=True)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -62,7 +62,6 @@ class Critic(Protocol):
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics of ``shape.sites`` like-shaped sites."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -183,3 +182,59 @@ class _Table(nn.Module):
     def forward(self, context: Tensor, cells: Tensor) -> Tensor:
         found = self.table.gather(1, cells.unsqueeze(-1).expand(-1, -1, self.table.shape[-1]))
         return found if self.has_level else torch.cat((torch.zeros_like(found[..., :1]), found), -1)
+
+
+@dataclass(frozen=True)
+class ContextCritic:
+    r"""A critic whose differences between actions depend on the user's context alone.
+
+        Q(all, x) = V(all) + Σ_d A_d(context)[x_d]
+
+    ``V`` sees all inputs of a critic: the most recent values of its scope, the site's distribution, the context. The
+    difference between the costs of two values often depends only on a few features that the user knows,
+    ``infer={"bpq": {"context": ...}}``. Every other input of ``A`` lets it fit more noise of the costs. Both are
+    perceptrons, whose last layer starts at zero.
+
+    Args:
+        hidden: Sizes of the hidden layers of ``V``, which sees all inputs.
+        advantage: Sizes of the hidden layers of ``A``, which sees only the site's context; empty for a linear map.
+
+    Raises:
+        OptionError: If a layer size is not a positive integer.
+    """
+
+    hidden: tuple[int, ...] = (32,)
+    advantage: tuple[int, ...] = ()
+
+    uses_cells: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_hidden(self)
+        check_hidden(self, name="advantage")
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the perceptrons.
+
+        Raises:
+            OptionError: If the sites offer no context, or have no finite components.
+        """
+        if not shape.context or not shape.components:
+            raise OptionError(
+                'ContextCritic needs finite sites that offer features, infer={"bpq": {"context": tensor}}; write '
+                "critic=MLPCritic() instead."
+            )
+        return _Split(self, shape, generator)
+
+
+class _Split(nn.Module):
+    def __init__(self, critic: ContextCritic, shape: CriticShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.features = shape.context
+        own = replace(shape, features=shape.context)
+        self.level = Perceptron(shape, critic.hidden, generator, 1)
+        self.advantage = Perceptron(own, critic.advantage, generator, shape.components * shape.cardinality)
+
+    def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
+        # The user's features stand last.
+        own = context[..., context.shape[-1] - self.features :]
+        return torch.cat((self.level(context, cells), self.advantage(own, cells)), -1)

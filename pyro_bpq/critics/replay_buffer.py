@@ -21,9 +21,6 @@ from pyro_bpq.errors import OptionError, check_option, check_whole
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan
 
-_COPARENTS = ("redrawn", "expected", "stored")
-_COSTS = ("called", "stored")
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -76,8 +73,9 @@ class Replay:
         for name in ("capacity", "batch_size", "max_assignments", "draws"):
             check_whole(self, name, 1)
         check_whole(self, "updates_per_step", 0)
-        for name, choices in (("coparents", _COPARENTS), ("costs", _COSTS)):
-            check_option(self, name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
+        is_known = self.coparents in ("redrawn", "expected", "stored")
+        check_option(self, "coparents", is_known, "one of 'redrawn', 'expected', 'stored'")
+        check_option(self, "costs", self.costs in ("called", "stored"), "one of 'called', 'stored'")
         if self.costs == "stored" and self.coparents != "redrawn":
             raise OptionError(
                 f'Replay(costs="stored", coparents={self.coparents!r}): stored costs go with coparents="redrawn".'
@@ -149,9 +147,6 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         return len(self._rollouts)
-
-    def __deepcopy__(self, memo: Any) -> ReplayBuffer:
-        return ReplayBuffer(self.capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayBuffer, (self.capacity,)

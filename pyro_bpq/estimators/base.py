@@ -13,9 +13,6 @@ from pyro_bpq.errors import check_option
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.features import Components, Standardised
 
-# The entry in ``needs`` of an estimator that reads ``log_probs`` or ``index``.
-TABLE = "table"
-
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
 Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
@@ -43,56 +40,44 @@ class SiteProgram(Protocol):
     @property
     def generator(self) -> torch.Generator:
         """Generator for the noise that the estimator itself draws; on the CPU."""
-        ...
 
     @property
     def value(self) -> Tensor:
         """The sampled values, ``(G, M, plates, event)``."""
-        ...
 
     @property
     def rows_meet(self) -> bool:
         """Whether a cost of one plate row reads the value of another row."""
-        ...
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``."""
-        ...
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go as in :meth:`cost`, and the gradient ``(G, M, plates, event)`` of all costs downstream."""
-        ...
 
     def slope(self) -> Tensor:
         """Gradient of all costs downstream at the sampled values; needs no extra run if no site is downstream."""
-        ...
 
     def independent(self) -> Tensor:
         """Costs-to-go in nats of one run that draws every site afresh, in the shape of ``SiteContext.cost``."""
-        ...
 
     def remaining(self) -> Tensor:
         """Costs-to-go of the :meth:`independent` run minus the costs known at every value of the site."""
-        ...
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
-        ...
 
     def mean_field(self) -> SiteProgram:
         """The program in which sites downstream take their means (Bernoulli, one-hot and reparameterised sites)."""
-        ...
 
     def held(self, value: Tensor) -> SiteProgram:
         """The program in which sites downstream keep the values that they take in a run at ``value``.
 
         The costs are then functions of the site's value alone. If nothing is sampled downstream there is no extra run.
         """
-        ...
 
     def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
         """Stacks ``pick(fn)``, ``batch_shape + event``, of the sites' distributions, with its gradient."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -149,11 +134,6 @@ class SiteContext:
     def program(self) -> SiteProgram:
         """Further runs of the program, which give costs at other values."""
         return self.signals["program"]
-
-    @property
-    def baseline(self) -> Tensor:
-        """The user's own prediction of ``cost``, with its gradient."""
-        return self.signals["baseline"]
 
     @property
     def crossed(self) -> Tensor | None:
@@ -220,7 +200,7 @@ class Estimator:
         relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
 
-    is_unbiased: ClassVar[bool]
+    is_unbiased: ClassVar[bool] = False
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = False
     attaches: ClassVar[bool] = False
@@ -235,7 +215,7 @@ class Estimator:
         # Not inherited, because a subclass may read inputs, or sum over components, where its base does not.
         inherited: Any = cls.needs
         if "needs" not in vars(cls) and not isinstance(inherited, property):
-            cls.needs = inherited | {TABLE}  # type: ignore[method-assign]
+            cls.needs = inherited | {"table"}  # type: ignore[method-assign]
         if "by_component" not in vars(cls):
             cls.by_component = False  # type: ignore[method-assign, assignment]
 
@@ -249,7 +229,7 @@ class Estimator:
         ``"table"``: ``log_probs`` and ``index``. ``"slope"``: ``context.program.slope()``. All others are rows of
         :data:`pyro_bpq.step.signal_table.SIGNALS`, such as ``"program"``, ``"crossed"`` and ``"baseline"``.
         """
-        return frozenset({TABLE})
+        return frozenset({"table"})
 
     @property
     def needs_costs_alone(self) -> bool:
@@ -347,3 +327,25 @@ def site_mean(value: Tensor) -> Tensor:
     """Mean over everything but the site axis."""
     # A single number is its own mean.
     return value.flatten() if value.numel() == len(value) else value.flatten(1).mean(1)
+
+
+def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
+    """Sum over event dimensions: from ``(G, M, plates, event)`` to ``(G, M, plates)``."""
+    return tensor.sum(tuple(range(batch_ndim, tensor.dim()))) if tensor.dim() > batch_ndim else tensor
+
+
+def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
+    """Costs-to-go ``(G, M, plates)`` of every plate row if only that row takes the other ``value``.
+
+    If a cost reads several rows, each row takes a run of its own. ``batch_ndim`` counts the dimensions of the result.
+    """
+    plates = value.shape[2:batch_ndim]
+    if not program.rows_meet or plates.numel() == 1:
+        return program.cost(value)
+    rows = torch.eye(plates.numel(), dtype=torch.bool, device=value.device).reshape(-1, *plates)
+    total = value.new_zeros(())
+    for row in rows:
+        chosen = row.reshape(1, 1, *plates, *(1,) * (value.dim() - batch_ndim))
+        cost = program.cost(torch.where(chosen, value, program.value))
+        total = torch.where(row, cost, total.to(cost))
+    return total

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, check_decay, cost_per_row
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
-from pyro_bpq.estimators.substitution import cost_per_row
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,13 @@ class DebiasedStraightThrough(Estimator):
             drawn, expected = ((chosen * tensor).sum((-1, -2)) for tensor in (chance, predicted))
             error = cost - context.cost - expected
             table = predicted + chosen * (error / drawn)[..., None, None]
-            table = table if allowed is None else table * allowed
-            statistics = self._updated(context.statistics, chosen, error, mean)
-        return SiteTerm(q * table * log_q, statistics)
+            rest = chosen * error[..., None, None]
+            new = {"drawn": chosen, "errors": rest + chosen * mean, "squares": rest.square()}
+            statistics = {
+                name: self.decay * context.statistics[name] + tensor.flatten(1, -3).sum(1).flatten(1)
+                for name, tensor in new.items()
+            }
+        return SiteTerm(q * (table * allowed) * log_q, statistics)
 
     def _errors(self, statistics: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean error of the first-order prediction of each entry, and the typical size of the remaining error."""
@@ -84,36 +87,25 @@ class DebiasedStraightThrough(Estimator):
         size = ((squares + typical) / (drawn + 1.0)).sqrt()
         return (errors / (drawn + 1.0)).reshape(shape), size.reshape(shape)
 
-    def _chances(self, q: Tensor, size: Tensor, allowed: Tensor | None) -> Tensor:
+    def _chances(self, q: Tensor, size: Tensor, allowed: Tensor) -> Tensor:
         """Chance of drawing each entry: mixes the size of its gradient with that size times its error."""
         # The constant keeps the chance of every allowed entry above zero if its probability rounds to zero.
-        weight = q * (1.0 - q) + 1e-6
-        weight = weight if allowed is None else weight * allowed
+        weight = (q * (1.0 - q) + 1e-6) * allowed
         by_error = weight * size
         even, followed = (tensor / tensor.sum((-1, -2), keepdim=True).clamp(min=1e-30) for tensor in (weight, by_error))
         is_known = by_error.sum((-1, -2), keepdim=True) > 0.0
         return torch.where(is_known, torch.lerp(followed, even, self.mixture), even)
 
-    def _updated(
-        self, statistics: Mapping[str, Tensor], chosen: Tensor, error: Tensor, mean: Tensor
-    ) -> dict[str, Tensor]:
-        """Running sums over drawn entries: counts, first-order errors, squares of the remaining errors."""
-        rest = chosen * error[..., None, None]
-        new = {"drawn": chosen, "errors": rest + chosen * mean, "squares": rest.square()}
-        return {
-            name: self.decay * statistics[name] + tensor.flatten(1, -3).sum(1).flatten(1)
-            for name, tensor in new.items()
-        }
-
 
 # An entry is another value of a component: shape (..., D, K), or (..., D, 1) if a component has two values.
 
 
-def _entries(context: SiteContext) -> tuple[Tensor, Tensor | None]:
+def _entries(context: SiteContext) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the entries, with gradient, and a mask of those that are not sampled."""
     log_probs, index = context.table
     if log_probs.shape[-1] == 2:
-        return log_probs.gather(-1, 1 - index.unsqueeze(-1)), None
+        log_q = log_probs.gather(-1, 1 - index.unsqueeze(-1))
+        return log_q, torch.ones_like(log_q)
     return log_probs, torch.ones_like(log_probs).scatter_(-1, index.unsqueeze(-1), 0.0)
 
 
@@ -131,12 +123,10 @@ def _first_order(context: SiteContext) -> Tensor:
 
 def _moved(context: SiteContext, chosen: Tensor) -> Tensor:
     """The value with the drawn entry of each row in place of the sampled one."""
-    (log_probs, index), value = context.table, context.program.value
-    if log_probs.shape[-1] == 2:
-        other = torch.where(chosen.squeeze(-1) > 0, 1 - index, index)
-    else:
-        other = torch.where(chosen.sum(-1) > 0, chosen.argmax(-1), index)
-    return context.program.from_index(other).reshape(value.shape)
+    log_probs, index = context.table
+    other = 1 - index if log_probs.shape[-1] == 2 else chosen.argmax(-1)
+    moved = torch.where(chosen.sum(-1) > 0, other, index)
+    return context.program.from_index(moved).reshape(context.program.value.shape)
 
 
 def _draw(chance: Tensor, generator: torch.Generator) -> Tensor:

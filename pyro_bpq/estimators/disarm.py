@@ -15,8 +15,16 @@ from pyro_bpq.estimators.relaxation import parameters
 from pyro_bpq.estimators.requirements import needs_binary, needs_finite
 
 
+class _Antithetic(Estimator):
+    """Base of the estimators that compare antithetic samples, of binary components if nothing else is said."""
+
+    is_unbiased: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
+    unsupported = needs_binary
+
+
 @dataclass(frozen=True)
-class ARM(Estimator):
+class ARM(_Antithetic):
     r"""Compares the sample with an antithetic one, weighted by the noise; for binary components.
 
         g_d = (f(b̃) - f(b)) (u_d - ½) ∇α_d,    b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
@@ -29,10 +37,6 @@ class ARM(Estimator):
         ARM: Augment-REINFORCE-merge gradient for stochastic binary networks (Yin and Zhou, 2019)
     """
 
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
-    unsupported = needs_binary
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The difference of the costs times the centred noise."""
         logits, u, _, difference = _antithetic(context)
@@ -40,7 +44,7 @@ class ARM(Estimator):
 
 
 @dataclass(frozen=True)
-class DisARM(Estimator):
+class DisARM(_Antithetic):
     r"""Compares the sample with an antithetic one; for binary components.
 
         g_d = ½ (f(b) - f(b̃)) (-1)^{b̃_d} 1[b_d ≠ b̃_d] σ(|α_d|) ∇α_d,
@@ -54,10 +58,6 @@ class DisARM(Estimator):
         | DisARM: An antithetic gradient estimator for binary latent variables (Dong et al., 2020)
         | Probabilistic best subset selection via gradient-based optimization, U2G (Yin et al., 2020)
     """
-
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
-    unsupported = needs_binary
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Half the difference of the costs, signed, where the pair differs."""
@@ -80,7 +80,7 @@ def _antithetic(context: SiteContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class DisARMTree(Estimator):
+class DisARMTree(_Antithetic):
     r"""Compares the sample with one that is antithetic in every binary decision of a balanced tree.
 
     A value ``z`` of a component is a path through the tree. At node ``n`` the path goes right with probability
@@ -97,8 +97,6 @@ class DisARMTree(Estimator):
         Coupled gradient estimators for discrete latent variables (Dong et al., 2021), DisARM-Tree
     """
 
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
     unsupported = needs_finite
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -154,11 +152,9 @@ class Copula(Protocol):
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         """Draws the other ``samples - 1`` variables given the first, ``(samples - 1, *shape)``."""
-        ...
 
     def both(self, p: Tensor, samples: int) -> Tensor:
         """Probability that two of the variables are both below ``p``, for ``p`` in [0, ½]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,7 @@ class RotationCopula:
 
 
 @dataclass(frozen=True)
-class ARMS(Estimator):
+class ARMS(_Antithetic):
     r"""Leave-one-out over ``n`` negatively correlated samples, for binary components.
 
         g_d = 1/(n-1) Σ_i (f(b^i) - f̄) b^i_d / (1 - ρ_d) ∇α_d
@@ -226,10 +222,6 @@ class ARMS(Estimator):
 
     samples: int = 4
     copula: Copula = DirichletCopula()
-
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
-    unsupported = needs_binary
 
     def __post_init__(self) -> None:
         check_option(self, "samples", self.samples >= 2, "a number of at least two")

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, cost_per_row
 from pyro_bpq.estimators.noise import gumbel
 from pyro_bpq.estimators.requirements import needs_single
-from pyro_bpq.estimators.substitution import cost_per_row
 
 _MAX_SAMPLES = 6
 
 
+class _OfDistinctValues(Estimator):
+    """Base of the estimators that take the costs of several distinct values of a site of one finite component."""
+
+    is_unbiased: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
+    unsupported = needs_single
+
+
 @dataclass(frozen=True)
-class SumAndSample(Estimator):
+class SumAndSample(_OfDistinctValues):
     r"""Sums the ``k`` most likely values exactly and samples the rest; for a site of one finite component.
 
         g_X = Σ_{z ∈ C} ∇q(z) (f(z) - b) + (1 - q(C)) (f(v) - b) ∇ log q(v),    v ~ q(· | not C)
@@ -37,10 +44,6 @@ class SumAndSample(Estimator):
     """
 
     heaviest: int = 4
-
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
-    unsupported = needs_single
 
     def __post_init__(self) -> None:
         check_option(self, "heaviest", self.heaviest >= 1, "a positive number")
@@ -70,7 +73,7 @@ class SumAndSample(Estimator):
 
 
 @dataclass(frozen=True)
-class UnorderedSet(Estimator):
+class UnorderedSet(_OfDistinctValues):
     r"""Averages over the order of draws of a set of distinct values; for a site of one finite component.
 
         g_X = Σ_{s ∈ S} P(b_1 = s | S) (f(s) - B_s) ∇ log q(s),
@@ -90,10 +93,6 @@ class UnorderedSet(Estimator):
     """
 
     samples: int = 4
-
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
-    unsupported = needs_single
 
     def __post_init__(self) -> None:
         check_option(self, "samples", 2 <= self.samples <= _MAX_SAMPLES, f"a number from 2 to {_MAX_SAMPLES}")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError, check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, site_mean, unit_scale
-from pyro_bpq.estimators.baselines import LeaveOneOut
 from pyro_bpq.estimators.requirements import needs_finite
+from pyro_bpq.estimators.score_function import LeaveOneOut
 from pyro_bpq.rollout.sums import common_type, in_single
 
 # Weight of the past in the moments of crossed costs.

@@ -8,8 +8,7 @@ from typing import ClassVar
 from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
-from pyro_bpq.estimators.baselines import LeaveOneOut
-from pyro_bpq.estimators.score_function import ScoreFunction
+from pyro_bpq.estimators.score_function import LeaveOneOut, ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class LambdaReturn(Estimator):
 
     lam: float = 0.9
 
-    is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
     replaces_costs: ClassVar[bool] = True
 
@@ -87,7 +85,6 @@ class ParentAdvantage(Estimator):
 
     lam: float = 0.9
 
-    is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
     takes_discount: ClassVar[bool] = False
     needs = frozenset({"advantage"})

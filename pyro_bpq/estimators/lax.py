@@ -13,8 +13,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.reparameterise import parameter_names, reparameterise
 from pyro_bpq.estimators.requirements import needs_continuous
-from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale, update_means
-from pyro_bpq.estimators.variates import NetworkVariate
+from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
 from pyro_bpq.rollout.features import base_distribution
 
 

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm, cost_per_row
 from pyro_bpq.estimators.noise import exponential
 from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.substitution import cost_per_row
 from pyro_bpq.rollout.features import base_distribution
 
-_NORMAL, _POISSON, _EXPONENTIAL = "Normal", "Poisson", "Exponential"
+_PARAMETRIC = ("Normal", "Poisson", "Exponential")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class MeasureValued(Estimator):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a distribution that the table in the class docstring lists."""
-        if site.components is not None or site.distribution in (_NORMAL, _POISSON, _EXPONENTIAL):
+        if site.components is not None or site.distribution in _PARAMETRIC:
             return None
         return (
             "MeasureValued() knows Normal, Poisson, Exponential and finite supports, "
@@ -130,5 +129,4 @@ def _second(fn: Any) -> Tensor:
 def _kind(fn: Any) -> Tensor:
     """0 for Normal, 1 for Poisson, 2 for Exponential."""
     names = [cls.__name__ for cls in type(base_distribution(fn)).__mro__]
-    code = 0 if _NORMAL in names else 1 if _POISSON in names else 2
-    return torch.full_like(_first(fn), float(code))
+    return torch.full_like(_first(fn), next(k for k, name in enumerate(_PARAMETRIC) if name in names))

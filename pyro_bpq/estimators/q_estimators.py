@@ -18,7 +18,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistic
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
-from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale
+from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, centre, read_scale
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,9 @@ class QControlVariate(Scaled):
         return SiteTerm(gradient * context.table[0], statistics)
 
 
-@dataclass(frozen=True)
 class _LocalCost(Estimator):
     """Base of the estimators that use Q in place of the costs. Biased by the errors of the critic."""
 
-    is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
     replaces_costs: ClassVar[bool] = True
 
@@ -236,23 +234,27 @@ class QPathwise(_LocalCost):
         return SiteTerm((context.signals["q_slope"] * context.signals["moved_value"]).sum(-1))
 
 
-def _critic(context: SiteContext, reads_value: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Table of ``Q``, ``(..., D, K)``; its mean and ``Q(x)`` minus the mean, ``(G, M, plates)``; detached.
+def q_table(context: SiteContext, reads_value: bool = False) -> Tensor:
+    """Table of ``Q``, ``(..., D, K)``, detached.
 
     If ``reads_value`` is false, parts that depend on the sampled value are left out: the table of a joint critic, and
     the exact costs of one component at the sampled values of the others.
     """
-    probs, score = context.score_table
-    table = torch.zeros_like(probs)
+    table = torch.zeros_like(context.table[0], requires_grad=False)
+    if context.learned is not None and (reads_value or context.own is None):
+        table = table + context.learned
+    if context.exact is not None and (reads_value or table.shape[-2] == 1):
+        table = table + context.exact
+    return table
+
+
+def _critic(context: SiteContext, reads_value: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The table of ``Q``; its mean and ``Q(x)`` minus the mean, ``(G, M, plates)``; detached."""
+    table, (probs, score) = q_table(context, reads_value), context.score_table
     mean = torch.zeros_like(context.cost)
     if context.level is not None:
         mean = mean + context.level
-    if context.learned is not None and (reads_value or context.own is None):
-        table = table + context.learned
-    if context.exact is not None and (reads_value or probs.shape[-2] == 1):
-        table = table + context.exact
-    mean = mean + (probs * table).sum((-1, -2))
-    return table, mean, (score * table).sum((-1, -2))
+    return table, mean + (probs * table).sum((-1, -2)), (score * table).sum((-1, -2))
 
 
 def local_cost(context: SiteContext) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
 from pyro_bpq.errors import OptionError, check_option
-from pyro_bpq.estimators.base import SiteContext, SiteProgram
+from pyro_bpq.estimators.base import SiteContext, SiteProgram, site_mean
 from pyro_bpq.estimators.noise import uniform
 
 
@@ -40,6 +40,46 @@ class Annealed:
             raise OptionError(f"{self!r}: write 0 < end <= start and a decay in (0, 1).")
 
 
+@dataclass(frozen=True)
+class LearnedTemperature:
+    r"""A temperature that follows the slope of the gradient's second moment.
+
+        log τ ← log τ - lr (m(τ') - m(τ)) / (m(τ') + m(τ)) / δ,   m = running E|g|²,  τ' = (1 + δ) τ
+
+    The noise is the same at both temperatures. It takes two more runs of guide and model.
+
+    Args:
+        start: Temperature of the first step.
+        lr: Step size.
+        delta: Relative difference ``δ`` of the two temperatures.
+        decay: Weight of the past in the running moments.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
+    """
+
+    start: float = 0.5
+    lr: float = 0.02
+    delta: float = 0.1
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not (self.start > 0.0 and self.lr >= 0.0 and self.delta > 0.0 and 0.0 <= self.decay < 1.0):
+            raise OptionError(f"{self!r}: write start > 0, lr >= 0, delta > 0 and a decay in [0, 1).")
+
+    def updated(self, context: SiteContext, gradient: Tensor, moved: Tensor) -> dict[str, Tensor]:
+        """New running statistics, from the gradients at both temperatures."""
+        new = torch.stack([site_mean(part.square()) for part in (gradient, moved)], 1)
+        moments = context.running_mean("moments", new, self.decay)
+        tiny = torch.finfo(new.dtype).tiny
+        slope = (moments[:, 1] - moments[:, 0]) / moments.sum(1).clamp(min=tiny) / self.delta
+        log = context.statistics["log_temperature"] - self.lr * slope.clamp(-1.0, 1.0)
+        return {"moments": moments, "log_temperature": log.clamp(-3.0, 3.0)}
+
+
 def check_temperature(owner: Any) -> None:
     """Raises an OptionError if the field ``temperature`` is neither a positive number nor :class:`Annealed`."""
     given = owner.temperature
@@ -48,9 +88,11 @@ def check_temperature(owner: Any) -> None:
     check_option(owner, "temperature", is_valid, "a positive number or Annealed()")
 
 
-def temperature_of(temperature: float | Annealed, context: SiteContext) -> Tensor:
+def temperature_of(temperature: float | Annealed | LearnedTemperature, context: SiteContext) -> Tensor:
     """The temperature of each site, ``(G, 1, ...)`` with one dimension more than the cost."""
-    if isinstance(temperature, Annealed):
+    if isinstance(temperature, LearnedTemperature):
+        each = temperature.start * context.statistics["log_temperature"].exp()
+    elif isinstance(temperature, Annealed):
         assert context.count is not None
         each = (temperature.start * temperature.decay**context.count).clamp(min=temperature.end)
     else:

@@ -33,39 +33,40 @@ def needs_finite(owner: object, site: SiteInfo) -> str | None:
     if is_continuous(site):
         names = "LAXQ() or ScoreFunction()" if site.distribution in _MOVABLE else "ScoreFunction()"
         other = f"{names}, which take costs without a gradient" + (", or Pathwise()" if site.has_rsample else "")
-    return f"{type(owner).__name__}() needs a finite support, which {site.distribution} lacks; use {other}"
+    return _refusal(owner, f"a finite support, which {site.distribution} lacks", other)
 
 
 def needs_continuous(owner: object, site: SiteInfo) -> str | None:
     """Refuses sites without a continuous distribution."""
     if is_continuous(site):
         return None
-    name = type(owner).__name__
-    return f"{name}() needs a continuous distribution, not a {site.distribution}; use {alternative(site)}"
+    return _refusal(owner, f"a continuous distribution, not a {site.distribution}", alternative(site))
 
 
 def needs_binary(owner: object, site: SiteInfo) -> str | None:
     """Refuses sites without binary components."""
     if site.components is not None and site.components.cardinality == 2:
         return None
-    name = type(owner).__name__
-    return f"{name}() needs binary components, which {site.distribution} lacks; use {alternative(site)}"
+    return _refusal(owner, f"binary components, which {site.distribution} lacks", alternative(site))
 
 
 def needs_float_value(owner: object, site: SiteInfo, others: str = "") -> str | None:
     """Refuses sites whose value cannot move continuously; ``others`` are further estimators to recommend."""
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
-    name, other = type(owner).__name__, f"{others if site.components is not None else ''}{alternative(site)}"
-    return f"{name}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"
+    other = f"{others if site.components is not None else ''}{alternative(site)}"
+    return _refusal(owner, f"a Bernoulli or OneHotCategorical, not a {site.distribution}", other)
 
 
 def needs_single(owner: object, site: SiteInfo) -> str | None:
     """Refuses sites without a single finite component."""
     if site.components is None or site.components.size == 1:
         return needs_finite(owner, site)
-    size, name = site.components.size, type(owner).__name__
-    return f"{name}() needs a single component, but the site has {size}; use {alternative(site)}"
+    return _refusal(owner, f"a single component, but the site has {site.components.size}", alternative(site))
+
+
+def _refusal(owner: object, needed: str, other: str) -> str:
+    return f"{type(owner).__name__}() needs {needed}; use {other}"
 
 
 def needs_particles(owner: object, site: SiteInfo) -> str | None:

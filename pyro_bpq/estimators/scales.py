@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
-from pyro_bpq.estimators.baselines import leave_one_out
+from pyro_bpq.estimators.score_function import leave_one_out
 
 SIZE = 5  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
@@ -110,11 +110,17 @@ class ScaledTerms:
         assert centred[0] is not None
         return cls(score, centred[0], tuple(centred[1:]), (exact, None, critic, None, None), means)
 
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Indices of the control variates that are not absent."""
+        return tuple(i for i, part in enumerate(self.residuals) if part is not None)
+
     def residual(self, scales: Tensor) -> Tensor:
         """``r - Σ a_i r_i``; scales ``(G, 5)``."""
         rest = self.cost
         for i, part in enumerate(self.residuals):
-            rest = rest if part is None else rest - self.scale(scales, i) * part
+            if part is not None:
+                rest = rest - self.scale(scales, i) * part
         return rest
 
     def scale(self, scales: Tensor, i: int) -> Tensor:
@@ -128,7 +134,7 @@ class ScaledTerms:
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": context.running_mean("means", self.means, options.decay)}
-        present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
+        present = self.present
         trusted = trusted if context.correction is not None else (*trusted, _LATER)
         if not present:
             return {} if context.num_particles > 1 else means
@@ -155,20 +161,17 @@ class ScaledTerms:
         products less noisy. ``v_3`` and ``v_4`` have mean zero given everything that the other variates read. So their
         products with them are set to zero, as is that with each other, which nothing asks for.
         """
-        present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
-        known: Tensor | None = None
-        vectors = []
-        for i in present:
-            part, offset = self.residuals[i], self.offsets[i]
-            assert part is not None
+        present, vectors, known = self.present, [], []
+        for i, (part, offset) in enumerate(zip(self.residuals, self.offsets, strict=True)):
+            if part is None:
+                continue
             vector = part[..., None, None] * self.score
             if offset is not None:
                 vector = vector - offset
-                taken = self.scale(scales, i)[..., None, None] * offset
-                known = taken if known is None else known + taken
+                known.append(self.scale(scales, i)[..., None, None] * offset)
             vectors.append(vector)
         plain = self.cost[..., None, None] * self.score
-        vectors.append(plain if known is None else plain - known)
+        vectors.append(plain - sum(known[1:], known[0]) if known else plain)
         rows = torch.stack([vector.expand_as(plain) for vector in vectors], 1)
         flat = rows.flatten(2)
         products = (flat @ flat.mT).flatten(1) / self.cost[0].numel()

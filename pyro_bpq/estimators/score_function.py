@@ -1,14 +1,15 @@
-r"""Score-function estimators: the cost-to-go, centred by a baseline, times ``log q``."""
+r"""Score-function estimators, the centred cost-to-go times ``log q``, and the baselines that centre it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import (
     Estimator,
     SiteContext,
@@ -18,20 +19,162 @@ from pyro_bpq.estimators.base import (
     check_decay,
     site_mean,
     unit_scale,
-)
-from pyro_bpq.estimators.baselines import (
-    Baseline,
-    ConstantBaseline,
-    LeaveOneOut,
-    RunningBaseline,
-    check_baseline,
-    leave_one_out,
+    update_mean,
 )
 from pyro_bpq.estimators.requirements import needs_particles
 
+# The centred cost, and new running statistics.
+Centred = tuple[Tensor, Mapping[str, Tensor]]
+
+
+@runtime_checkable
+class Baseline(Protocol):
+    """Subtracts from a cost-to-go a prediction of its mean that does not depend on the site's value."""
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Reason why the site cannot be served, or ``None`` if it can."""
+        return None
+
+    def statistics(self) -> Statistics:
+        """Running statistics that the baseline keeps, with their initial values."""
+        return {}
+
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+        """The centred cost and new statistics."""
+        ...
+
+
+def leave_one_out(cost: Tensor) -> Tensor:
+    """Subtracts the mean over the other particles, in dimension 1 of ``cost``."""
+    particles = cost.shape[1]
+    return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
+
 
 @dataclass(frozen=True)
-class ScoreFunction(Estimator):
+class ConstantBaseline(Baseline):
+    """A constant that the user supplies.
+
+    Args:
+        value: The number, in nats. It is a cost, so its sign is opposite to that of Pyro's objective.
+    """
+
+    value: float = 0.0
+
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+        """Subtracts the number."""
+        return cost - self.value, {}
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(Baseline):
+    """The mean cost-to-go of the other particles at the same data point; needs two particles.
+
+    If sampled values steer a program, a site may have a single particle. It then uses the running mean of earlier
+    steps.
+
+    References:
+        | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
+        | Variational inference for Monte Carlo objectives (Mnih and Rezende, 2016)
+    """
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs two particles."""
+        refused = needs_particles(self, site)
+        return refused and f"{refused} or ScoreFunction(baseline=RunningBaseline())"
+
+    def statistics(self) -> Statistics:
+        """Running statistics of :class:`RunningBaseline`."""
+        return {"baseline": 0.0}
+
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+        """Subtracts the mean over the other particles, if there are any."""
+        if cost.shape[1] == 1:
+            return RunningBaseline()(cost, statistics, count)
+        return leave_one_out(cost), {}
+
+
+@dataclass(frozen=True)
+class RunningBaseline(Baseline):
+    r"""A running mean of the cost-to-go of earlier steps and of plate rows, one number per site.
+
+        b ← b + max(1/(n+1), 1 - decay) (mean C - b)
+
+    Args:
+        decay: Weight of the past, in ``[0, 1)``.
+    """
+
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_decay(self)
+
+    def statistics(self) -> Statistics:
+        """The running mean."""
+        return {"baseline": 0.0}
+
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+        """Subtracts the mean of earlier steps."""
+        assert count is not None
+        mean = statistics["baseline"]
+        centred = cost - mean.reshape(-1, *(1,) * (cost.dim() - 1))
+        return centred, {"baseline": update_mean(mean, site_mean(cost), count, self.decay)}
+
+
+@dataclass(frozen=True)
+class TrimmedBaseline(Baseline):
+    r"""The mean of the last 32 costs-to-go of earlier steps without the 4 largest and the 4 smallest, one per site.
+
+    Unlike a running mean it leaves outliers out. Until there are 32 costs it is their median. The costs are means over
+    plate rows.
+    """
+
+    recent: ClassVar[int] = 32
+    cut: ClassVar[int] = 4
+
+    def statistics(self) -> Statistics:
+        """The baseline, and the costs-to-go that it is made of, the last one at the end."""
+        return {"baseline": 0.0, "recent": (0.0,) * self.recent}
+
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+        """Subtracts the trimmed mean of earlier steps."""
+        assert count is not None
+        centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))
+        recent = torch.cat([statistics["recent"][:, 1:], site_mean(cost).unsqueeze(1)], 1)
+        trimmed = recent.sort(1).values[:, self.cut : -self.cut].mean(1)
+        known = torch.arange(self.recent, device=cost.device) >= self.recent - 1.0 - count.unsqueeze(1)
+        median = torch.where(known, recent, torch.nan).nanmedian(1).values
+        baseline = torch.where(count < self.recent - 1.0, median, trimmed)
+        return centred, {"baseline": baseline, "recent": recent}
+
+
+class WithBaseline(Estimator):
+    """Base of the estimators with a field ``baseline``. Unbiased."""
+
+    baseline: Baseline | None
+
+    is_unbiased: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        given = self.baseline
+        # Estimators have the methods of a baseline too.
+        is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, (type, Estimator)))
+        check_option(self, "baseline", is_valid, "a baseline, e.g. LeaveOneOut() or RunningBaseline(), or None")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site that its baseline serves."""
+        return None if self.baseline is None else self.baseline.unsupported(site)
+
+    def statistics(self) -> Statistics:
+        """Running statistics of the baseline."""
+        return {} if self.baseline is None else self.baseline.statistics()
+
+    def centred(self, cost: Tensor, context: SiteContext) -> Centred:
+        """The cost minus the baseline, and new running statistics."""
+        return (cost, {}) if self.baseline is None else self.baseline(cost, context.statistics, context.count)
+
+
+@dataclass(frozen=True)
+class ScoreFunction(WithBaseline):
     r"""Score function (REINFORCE, likelihood ratio), for any site.
 
         g_X = (C_X - b) ∇ log q(x)
@@ -49,12 +192,8 @@ class ScoreFunction(Estimator):
 
     baseline: Baseline | None = None
 
-    is_unbiased: ClassVar[bool] = True
     takes_baseline: ClassVar[bool] = True
     needs = frozenset[str]()
-
-    def __post_init__(self) -> None:
-        check_baseline(self)
 
     @property
     def by_component(self) -> bool:
@@ -66,20 +205,10 @@ class ScoreFunction(Estimator):
         """Whether the user chose a baseline."""
         return self.baseline is not None
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site that its baseline serves."""
-        return None if self.baseline is None else self.baseline.unsupported(site)
-
-    def statistics(self) -> Statistics:
-        """Running statistics of the baseline."""
-        return {} if self.baseline is None else self.baseline.statistics()
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
-        if self.baseline is None:
-            return SiteTerm(context.cost * context.score)
-        centred, statistics = self.baseline(context.cost, context.statistics, context.count)
-        return SiteTerm(centred * context.score, statistics)
+        cost, statistics = self.centred(context.cost, context)
+        return SiteTerm(cost * context.score, statistics)
 
 
 @dataclass(frozen=True)
@@ -111,7 +240,7 @@ class PyroBaseline(Estimator):
         statistics: Mapping[str, Tensor] = {}
         if self.decay is not None:
             cost, statistics = RunningBaseline(self.decay)(cost, context.statistics, context.count)
-        residual = cost - context.baseline
+        residual = cost - context.signals["baseline"]
         return SiteTerm(residual.detach() * context.score + residual.square(), statistics)
 
 

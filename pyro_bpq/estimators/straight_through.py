@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError, check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, event_sum
 from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_float_value
-from pyro_bpq.estimators.substitution import event_sum
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.schedule import at
 
@@ -37,7 +36,6 @@ def _checked(temperature: Callable[[int], float], step: int) -> float:
 class Attached(Estimator):
     """Base of the estimators whose value carries the gradient. Biased."""
 
-    is_unbiased: ClassVar[bool] = False
     is_pathwise: ClassVar[bool] = True
     attaches: ClassVar[bool] = True
 
@@ -168,7 +166,6 @@ class Concrete(Tempered):
 
     temperature: Temperature = 0.5
 
-    is_unbiased: ClassVar[bool] = False
     needs = frozenset({"program", "table"})
     unsupported = needs_float_value
 

@@ -14,8 +14,7 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
-from pyro_bpq.critics.block import Write
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.objectives.replayer import Replayer, gradients_of
@@ -110,8 +109,10 @@ class CriticTrainer:
         self._keep_changed(write[0] for write in writes)
         self.critics.commit(writes)
         if self.optimizer is not None:
-            self._advance(gradients)
-            self._learn_again(owner)
+            if gradients:
+                self._advance(gradients)
+            if self.keeps_staged:
+                self._learn_again(owner)
         built, late = self.critics.blocks.keys(), self.late
         self.late = (
             [*late[0], *(write for write in writes if write[0] not in built)],

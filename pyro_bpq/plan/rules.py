@@ -13,12 +13,19 @@ from dataclasses import dataclass
 
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.estimators.baselines import LeaveOneOut, RunningBaseline, TrimmedBaseline
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
 from pyro_bpq.estimators.disarm import DisARM
 from pyro_bpq.estimators.hindsight import Hindsight
-from pyro_bpq.estimators.pathwise import Pathwise
-from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, PyroBaseline, ScoreFunction, SecondRun
+from pyro_bpq.estimators.reparameterise import Pathwise
+from pyro_bpq.estimators.score_function import (
+    CrossedLeaveOneOut,
+    LeaveOneOut,
+    PyroBaseline,
+    RunningBaseline,
+    ScoreFunction,
+    SecondRun,
+    TrimmedBaseline,
+)
 from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
-from pyro_bpq.critics.block import Selection, Write
+from pyro_bpq.critics.bank import Selection, Write
 from pyro_bpq.critics.joint import SiteValue, reads_value
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import update_mean

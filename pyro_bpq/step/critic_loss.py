@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Write
+from pyro_bpq.critics.bank import CriticBank, Write
 from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.regression import CriticRows, regression

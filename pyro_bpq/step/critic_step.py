@@ -13,8 +13,7 @@ from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Block, Selection, Write
+from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError

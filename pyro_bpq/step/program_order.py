@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Write
+from pyro_bpq.critics.bank import CriticBank, Write
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
-from pyro_bpq.estimators.baselines import TrimmedBaseline
+from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.step.estimate import may_learn, statistics_of, term_of
 from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.block import Selection, Write
+from pyro_bpq.critics.bank import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.block import Write
+from pyro_bpq.critics.bank import Write
 from pyro_bpq.rollout.distributed import Ranks
 
 # Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.

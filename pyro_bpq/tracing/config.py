@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.estimators.baselines import Baseline
+from pyro_bpq.estimators.score_function import Baseline
 
 
 @dataclass(frozen=True)

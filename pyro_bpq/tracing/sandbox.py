@@ -14,7 +14,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pyro_bpq.critics.block import is_of_critic
+from pyro_bpq.critics.bank import is_of_critic
 from pyro_bpq.errors import ParticlesDifferError, StructureChangedError, TooManyOutcomesError
 
 

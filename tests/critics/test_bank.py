@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Block, Selection
+from pyro_bpq.critics.bank import Block, CriticBank, Selection
 from pyro_bpq.errors import BPQWarning
 
 

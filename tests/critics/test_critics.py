@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.context import ContextCritic
-from pyro_bpq.critics.nets import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import ContextCritic, Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.variates import NetworkVariate
 

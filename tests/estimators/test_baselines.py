@@ -10,7 +10,7 @@ import torch
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TrimmedBaseline
 from pyro_bpq.estimators.base import site_mean, update_mean
-from pyro_bpq.estimators.baselines import leave_one_out
+from pyro_bpq.estimators.score_function import leave_one_out
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough, baselines
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough, score_function
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
@@ -144,7 +144,7 @@ def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_particle_in_the_baseline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
+    monkeypatch.setattr(score_function, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
     pyro.clear_param_store()
     program = chain(values=2)
     assert largest_error(trained(program, 2, **VECTORISED), program) > 1e-5

@@ -184,7 +184,8 @@ class MuPropWithoutSlope(MuProp):
 
 
 def _slope_part(context: SiteContext) -> Tensor:
-    from pyro_bpq.estimators.substitution import event_sum, mean_value
+    from pyro_bpq.estimators.base import event_sum
+    from pyro_bpq.estimators.slopes import mean_value
 
     mean = mean_value(context)
     _, slope = context.program.gradient(mean.detach())
@@ -213,7 +214,7 @@ class Looking(MuProp):
     """Keeps what the program says at the mean."""
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        from pyro_bpq.estimators.substitution import mean_value
+        from pyro_bpq.estimators.slopes import mean_value
 
         program = context.program.mean_field() if self.mean_field else context.program
         LOOKED.append(tuple(float(t) for t in program.gradient(mean_value(context).detach())))

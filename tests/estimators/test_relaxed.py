@@ -27,7 +27,7 @@ from pyro_bpq.estimators import (
     QControlVariate,
     RunningBaseline,
     ScoreFunction,
-    rebar,
+    relax,
     relaxation,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
@@ -118,18 +118,18 @@ class FlippedPath(REBAR):
     """The pathwise part of the control variate with the wrong sign."""
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        right, original = super().__call__(context), rebar.relaxed_cost
+        right, original = super().__call__(context), relax.relaxed_cost
 
         def without_path(*args: Any) -> tuple[Tensor, Tensor]:
             cost, path = original(*args)
             return cost, torch.zeros_like(path)
 
         fresh = replace(context.program, seed=context.program.seed)  # type: ignore[type-var,union-attr]
-        rebar.relaxed_cost = without_path
+        relax.relaxed_cost = without_path
         try:
             return _mixed(right, super().__call__(replace(context, signals={"program": fresh})), 2.0)
         finally:
-            rebar.relaxed_cost = original
+            relax.relaxed_cost = original
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import REBAR
 from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.estimators.scaled import OptimalScale, read_scale, scale_statistics, update_scale
+from pyro_bpq.estimators.variates import OptimalScale, read_scale, scale_statistics, update_scale
 
 
 def context(count: float, products: tuple[float, float] = (0.0, 0.0), scale: float = 1.0) -> SiteContext:

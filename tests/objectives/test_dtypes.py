@@ -33,8 +33,7 @@ from pyro_bpq import (
     TraceBackpropQ_IWAE,
     cost,
 )
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.estimators import DoubleCV, Hindsight
 from pyro_bpq.testing import assert_unbiased
 

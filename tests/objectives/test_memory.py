@@ -18,7 +18,7 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.critics.block import Block
+from pyro_bpq.critics.bank import Block
 
 LONGEST = 6
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.step.critic_inputs import index_features, standardised
 
 

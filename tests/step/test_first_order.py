@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyro_bpq import AllAction, CriticLearner, LinearCritic, MLPCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.block import Block
+from pyro_bpq.critics.bank import Block
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.testing import assert_unbiased
 
