@@ -16,7 +16,7 @@ from pyro_bpq.diagnostics.figures import CriticFit
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.planned import PlannedObjective
-from pyro_bpq.plan.plan_cache import Planned
+from pyro_bpq.plan.planner import Planned
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.sandbox import LentBuffers

@@ -22,8 +22,7 @@ from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.plan_cache import PlanCache
-from pyro_bpq.plan.planner import Planner, check_gradients
+from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs

@@ -13,7 +13,7 @@ from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.programs import programs_of, traced_with
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.plan.particles import largest_value
-from pyro_bpq.plan.plan import SumPlan
+from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.reruns.apart import Comparison
 from pyro_bpq.reruns.probes import probe_generator
 from pyro_bpq.reruns.row_runs import agree

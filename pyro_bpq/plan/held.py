@@ -13,7 +13,7 @@ from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.flips import FlipPlan, flip_plan
+from pyro_bpq.plan.extra_run import FlipPlan, flip_plan
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun

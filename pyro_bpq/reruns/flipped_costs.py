@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
 from pyro_bpq.rollout.features import Components
