@@ -20,8 +20,8 @@ from pyro.poutine.messenger import Messenger
 from pyro_bpq.objectives.observation import Observation, Runner
 from pyro_bpq.objectives.programs import compared_alone, make_parameters
 from pyro_bpq.objectives.staged import Mode
-from pyro_bpq.reruns.apart import Together, TrackedRuns
-from pyro_bpq.reruns.row_runs import is_due
+from pyro_bpq.reruns.apart import Together
+from pyro_bpq.reruns.comparisons import TrackedRuns, is_due
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 

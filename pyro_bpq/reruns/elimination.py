@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.reruns.factors import Packed, Recipe, Term, average, make, pack
+from pyro_bpq.reruns.enumeration import Packed, Recipe, Term, average, make, pack
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.tracing.traced_run import TracedRun, entropy_term
 

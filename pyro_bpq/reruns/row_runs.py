@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.reruns.probes import Kind, kinds_at, probe, probe_generator
+from pyro_bpq.reruns.comparisons import Kind, agree, is_due, kinds_at, probe, probe_generator
 from pyro_bpq.tracing.sandbox import Sandbox, Wrapped
 
 LOG = logging.getLogger("pyro_bpq")
@@ -38,8 +38,6 @@ MOST_SINGLES = 16
 MOST_ELEMENTS = 1 << 21
 # Number of rows at which ways are compared, and number of these rows that single runs check.
 PROBES, REFEREES = 8, 2
-# A way is compared with the others again after 1, 2, 4, ... uses, and then every ``LONGEST`` uses.
-LONGEST = 128
 _CAPACITY = 256
 
 
@@ -274,11 +272,6 @@ def _event_ndims(sites: Mapping[str, Any]) -> dict[str, int]:
     return {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
 
 
-def is_due(uses: int) -> bool:
-    """Whether a finding is checked again after this number of uses: 1, 2, 4, ..., and every 128."""
-    return uses & (uses - 1) == 0 or uses % LONGEST == 0
-
-
 def _as_sampled(way: Way, program: RowProgram, rows: Rows, sampled: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """The costs of every row, or ``None`` if the costs of row 0 differ from the sampled costs."""
     if way is Way.NONE or (way is Way.SINGLE and rows.number > MOST_SINGLES):
@@ -327,28 +320,3 @@ def _fastest(program: RowProgram, rows: Rows, picked: Tensor, truth: Sequence[Te
     if hidden is None or program.keeps_hidden_rows(rows):
         return Way.SINGLE
     return Way.HIDDEN
-
-
-def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    r"""Whether the costs of two runs agree up to rounding, element by element and in total.
-
-    With ``t = eps ** 0.75`` of the coarsest type,
-
-        |a_i - b_i| <= t (1 + |b_i|)   and   |Σ_i (a_i - b_i)| <= t (1 + |b|).
-
-    The total matters: a mixed mean over many rows changes each cost by less than its rounding.
-    """
-    if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
-        return False
-    if not found:
-        return True
-    types = [cost.dtype for cost in (*found, *expected) if cost.is_floating_point()]
-    tolerance = max((torch.finfo(dtype).eps for dtype in types), default=0.0) ** 0.75
-    # Some devices lack float64.
-    wide = torch.float32 if found[0].device.type == "mps" else torch.float64
-    left, right = (torch.cat([cost.detach().reshape(-1).to(wide) for cost in costs]) for costs in (found, expected))
-    difference = torch.where(left == right, 0.0, left - right)
-    difference = torch.where(left.isnan() & right.isnan(), 0.0, difference)
-    finite = torch.where(right.isfinite(), right, 0.0)
-    is_near = (difference.abs() <= tolerance * (1.0 + finite.abs())).all()
-    return bool(is_near & (difference.sum().abs() <= tolerance * (1.0 + finite.norm())))

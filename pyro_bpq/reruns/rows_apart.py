@@ -12,9 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.reruns.probes import Kind, probe, probe_generator, shifted
-from pyro_bpq.reruns.row_runs import agree
-from pyro_bpq.reruns.runs_at import RunsAt, Trace, drawn_sites, leaves_of, moved
+from pyro_bpq.reruns.comparisons import (
+    Kind,
+    RunsAt,
+    Trace,
+    agree,
+    drawn_sites,
+    leaves_of,
+    moved,
+    probe,
+    probe_generator,
+    shifted,
+)
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.traced_run import TracedRun
 

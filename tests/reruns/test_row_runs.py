@@ -15,16 +15,8 @@ from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.reruns import row_runs as module
-from pyro_bpq.reruns.row_runs import (
-    LONGEST,
-    PROBES,
-    RowProgram,
-    RowRuns,
-    Rows,
-    Way,
-    agree,
-    is_due,
-)
+from pyro_bpq.reruns.comparisons import LONGEST, agree, is_due
+from pyro_bpq.reruns.row_runs import PROBES, RowProgram, RowRuns, Rows, Way
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
 
