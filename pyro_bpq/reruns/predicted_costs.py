@@ -29,7 +29,6 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.estimators.noise import signs
-from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.reruns.flipped_costs import trace_at
 from pyro_bpq.reruns.held_costs import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
@@ -73,13 +72,19 @@ def predicted_costs(
         for name in parts:
             shape = rollout.run_shape(run.graph.node(name).plates)
             split, record = run.plan.sites[name].components, one.run.sites[name]
-            value = record.value.detach()
-            if split.kind == "bernoulli":
-                step = _step(split, value)
-                tables = [_table_of_bits(step, found.get(name), shape) for found in expansions]
+            value, has_bits = record.value.detach(), split.kind == "bernoulli"
+            if has_bits:
+                # The step of each bit to its other value.
+                at = (1.0 - 2.0 * value).reshape(*value.shape[: value.dim() - split.value_ndim], split.size)
             else:
-                index = split.index(value, record.fn)
-                tables = [_table(split, index, found.get(name), shape) for found in expansions]
+                at = split.index(value, record.fn)
+            size = (split.size,) if has_bits else (split.size, split.cardinality)
+            tables = []
+            for found in expansions:
+                table = torch.zeros((), device=value.device)
+                if name in found:
+                    table = _table_of_bits(at, *found[name]) if has_bits else _table(split, at, *found[name])
+                tables.append(table.nan_to_num_(0.0, 0.0, 0.0).expand(*shape, *size))
             parts[name].append(Changes(*tables))
     return {name: joined(found) for name, found in parts.items()}
 
@@ -89,8 +94,7 @@ def _expansions(
 ) -> Expansions:
     """Expansions by site; empty where the program has no gradients."""
     sites = traced.run.sites
-    names = [n for n, site in run.plan.sites.items() if site.is_drawn and has_slopes(site.components)]
-    names = [name for name in names if sites[name].value.is_floating_point()]
+    names = [name for name in run.plan.sites if name in run.plan.sloped and sites[name].value.is_floating_point()]
     if not names or traced.elimination is not None:
         return {}, {}, {}
     own = {name: leaf for name in names if (leaf := sites[name].leaf) is not None}
@@ -100,9 +104,14 @@ def _expansions(
                 pair = traced.guide_trace, None if traced.only_costs else traced.model_trace
                 return _expanded(run, traced, pair, own, traced.maps, generator, nesting)
             leaves = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
+            model, guide, args, kwargs = program
+            values: dict[str, Any] = {name: record.value.detach() for name, record in sites.items()}
+            values |= {name: leaf.clone() for name, leaf in leaves.items()} | dict(traced.subsamples)
             with Sandbox(traced.rng[0], run.has_buffers):
-                pair, maps = _run_again(traced, program, leaves)
-                return _expanded(run, traced, pair, leaves, maps, generator, nesting)
+                with LinearReads(leaves) as reads:
+                    first = trace_at(values, guide, args, kwargs)
+                    second = None if traced.only_costs else trace_at(values, model, args, kwargs)
+                return _expanded(run, traced, (first, second), leaves, reads.found, generator, nesting)
     except BPQError:
         raise
     except RuntimeError as error:
@@ -114,20 +123,6 @@ def _expansions(
             stacklevel=2,
         )
         return {}, {}, {}
-
-
-def _run_again(
-    traced: TracedRun, program: Program, leaves: Mapping[str, Tensor]
-) -> tuple[tuple[Any, Any], tuple[LinearRead, ...]]:
-    """The traces of guide and model at leaves, and the linear maps that read these."""
-    model, guide, args, kwargs = program
-    values: dict[str, Any] = {name: record.value.detach() for name, record in traced.run.sites.items()}
-    values |= {name: leaf.clone() for name, leaf in leaves.items()}
-    values |= traced.subsamples
-    with LinearReads(leaves) as reads:
-        first = trace_at(values, guide, args, kwargs)
-        second = None if traced.only_costs else trace_at(values, model, args, kwargs)
-    return (first, second), tuple(reads.found)
 
 
 def _expanded(
@@ -156,8 +151,8 @@ def _expanded(
         for name, part in expansion(total).items():
             side = immediate if name in group.immediate else later
             if name in side:
-                (slope, bent), (more, bent_more) = side[name], part
-                part = slope + more, _total([curved for curved in (bent, bent_more) if curved is not None])
+                slopes, bent = zip(side[name], part, strict=True)
+                part = slopes[0] + slopes[1], _total([curved for curved in bent if curved is not None])
             side[name] = part
     return found, later, immediate
 
@@ -206,43 +201,26 @@ def _total(terms: Sequence[Tensor]) -> Tensor | None:
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _step(split: Components, value: Tensor) -> Tensor:
-    """The step of each bit to its other value, ``(batch, D)``."""
-    return (1.0 - 2.0 * value).reshape(*value.shape[: value.dim() - split.value_ndim], split.size)
-
-
-def _table_of_bits(step: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+def _table_of_bits(step: Tensor, slope: Tensor, bent: Tensor | None) -> Tensor:
     """Changes ``(M, plates, D)`` of the other values from an expansion at the drawn ones."""
-    if found is None:
-        return _spread(step.new_zeros(()).expand_as(step), shape, 1)
-    slope, bent = found
     table = slope.reshape(step.shape) * step
-    if bent is not None:
-        lead = step.shape if bent.shape == slope.shape else (1, *step.shape[1:])
-        table = table.add_(bent.reshape(lead), alpha=0.5)
-    return _spread(table.nan_to_num_(0.0, 0.0, 0.0), shape, 1)
+    if bent is None:
+        return table
+    lead = step.shape if bent.shape == slope.shape else (1, *step.shape[1:])
+    return table.add_(bent.reshape(lead), alpha=0.5)
 
 
-def _table(split: Components, index: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+def _table(split: Components, index: Tensor, slope: Tensor, bent: Tensor | None) -> Tensor:
     """Changes ``(M, plates, D, K)`` from an expansion at the drawn values."""
     size, cardinality, batch, at = split.size, split.cardinality, index.shape[:-1], index.unsqueeze(-1)
-    if found is None:
-        return torch.zeros((), device=index.device).expand(*shape, size, cardinality)
-    slope, bent = found
     table = slope.reshape(*batch, size, cardinality)
     table = table - table.gather(-1, at)
-    if bent is not None:
-        mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
-        own = mixed.diagonal(dim1=-2, dim2=-1)
-        across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
-        table = table + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
-    return _spread(table.nan_to_num_(0.0, 0.0, 0.0), shape, 2)
-
-
-def _spread(table: Tensor, shape: tuple[int, ...], ndim: int) -> Tensor:
-    """A table with ``ndim`` last dimensions at all places of ``shape``."""
-    missing = len(shape) + ndim - table.dim()
-    return table.reshape(*(1,) * missing, *table.shape).expand(*shape, *table.shape[-ndim:])
+    if bent is None:
+        return table
+    mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
+    own = mixed.diagonal(dim1=-2, dim2=-1)
+    across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
+    return table + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
 
 
 def expansions(
@@ -272,30 +250,19 @@ def expansions(
     """
     outputs = [read.output for read in reads]
     asked = [*leaves.values(), *outputs]
-    found = torch.autograd.grad(total, asked, create_graph=bool(outputs), allow_unused=True, retain_graph=True)
-    slopes = {name: slope.detach() for name, slope in zip(leaves, found, strict=False) if slope is not None}
-    return slopes, _curvatures(reads, found[len(leaves) :], leaves, blocks, generator, nesting)
-
-
-def _curvatures(
-    reads: Sequence[LinearRead],
-    first: Sequence[Tensor | None],
-    leaves: Mapping[str, Tensor],
-    blocks: Mapping[str, int],
-    generator: torch.Generator | None,
-    nesting: int | None,
-) -> dict[str, Tensor]:
-    """Second derivatives in leaves, from first derivatives in the outputs of linear maps."""
-    pairs = [(read, slope) for read, slope in zip(reads, first, strict=True) if slope is not None]
-    pairs = [(read, slope) for read, slope in pairs if slope.requires_grad]
-    if not pairs:
-        return {}
-    drawn = _signs([slope for _, slope in pairs], generator)
-    outputs, slopes = [read.output for read, _ in pairs], [slope for _, slope in pairs]
+    first = torch.autograd.grad(total, asked, create_graph=bool(outputs), allow_unused=True, retain_graph=True)
+    found = {name: slope.detach() for name, slope in zip(leaves, first, strict=False) if slope is not None}
+    curvatures: dict[str, Tensor] = {}
+    pairs = zip(reads, first[len(leaves) :], strict=True)
+    known = [(read, slope) for read, slope in pairs if slope is not None and slope.requires_grad]
+    if not known:
+        return found, curvatures
+    slopes = [slope for _, slope in known]
+    drawn = _signs(slopes, generator)
     probes = [sign.expand_as(slope) for sign, slope in zip(drawn, slopes, strict=True)]
+    outputs = [read.output for read, _ in known]
     second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
-    found: dict[str, Tensor] = {}
-    for (read, _), sign, bent in zip(pairs, drawn, second, strict=True):
+    for (read, _), sign, bent in zip(known, drawn, second, strict=True):
         if bent is None:
             continue
         curved = bent.detach()
@@ -307,8 +274,8 @@ def _curvatures(
         for name in read.leaves:
             part = _in_leaf(read, curved, leaves[name], blocks.get(name))
             if part is not None:
-                found[name] = found[name] + part if name in found else part
-    return found
+                curvatures[name] = curvatures[name] + part if name in curvatures else part
+    return found, curvatures
 
 
 def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
