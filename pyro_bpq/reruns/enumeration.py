@@ -103,11 +103,10 @@ class Recipe:
     @property
     def name(self) -> str:
         """Name of the cost."""
+        name = cost_of_guide(self.sites[0]) if self.is_guide else cost_of_model(self.sites[0])
         if self.summed:
             more = ", ..." if len(self.summed) > 3 else ""
             name = f"-log sum({', '.join(self.summed[:3])}{more})"
-        else:
-            name = cost_of_guide(self.sites[0]) if self.is_guide else cost_of_model(self.sites[0])
         return f"E[{name}]" if self.averaged else name
 
 
@@ -132,13 +131,10 @@ class Term:
 
     def factor(self, is_enumerated: bool) -> Packed:
         """The factor of the sum: masked unless the site itself is summed, and not scaled."""
-        site = self.site
-        factor = pack(site["name"], site["unscaled_log_prob"], self.symbols)
-        if is_enumerated:
-            return factor
-        mask = site["mask"]
+        site, mask = self.site, None if is_enumerated else self.site["mask"]
         if isinstance(mask, Tensor):
             mask = pack(site["name"], mask, self.symbols)
+        factor = pack(site["name"], site["unscaled_log_prob"], self.symbols)
         return packed.scale_and_mask(factor, mask=mask)
 
     def log_weight(self) -> Packed:
@@ -199,14 +195,13 @@ def make(recipe: Recipe, terms: Mapping[str, Term], summed: Mapping[str, str]) -
 
 def _common_scale(recipe: Recipe, terms: Mapping[str, Term]) -> Any:
     """The common scale of all sites of a sum, which stands outside the logarithm."""
-    scales = {name: terms[name].site["scale"] for name in recipe.sites}
+    scales, first = {name: terms[name].site["scale"] for name in recipe.sites}, recipe.sites[0]
     for name, scale in scales.items():
         if isinstance(scale, Tensor) and scale.dim():
             raise UnsupportedSiteError(
                 f"Site {name!r} has a scale of shape {tuple(scale.shape)} and belongs to a sum over "
                 f"{list(recipe.summed)}. Write poutine.scale with a single number there."
             )
-    first = recipe.sites[0]
     for name, scale in scales.items():
         if float(scale) != float(scales[first]):
             raise UnsupportedSiteError(
