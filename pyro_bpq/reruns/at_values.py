@@ -131,7 +131,9 @@ class Reruns:
 
     def differentiable(self) -> list[Tensor]:
         """The differentiable costs of each run, for the surrogate; call it after all sites are done."""
-        return [one.differentiable for one in self._led or [traced.run for traced in self.traced]]
+        if self._led:
+            return [led.differentiable for led in self._led]
+        return [traced.run.differentiable for traced in self.traced]
 
     def fresh(self) -> tuple[Run, ...]:
         """Runs the program again for each run of the step, with all sites drawn afresh.

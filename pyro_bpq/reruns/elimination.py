@@ -137,7 +137,7 @@ class _Eliminator:
 
     def _groups(self) -> list[tuple[str, ...]]:
         """Groups of the model's sites that are linked by enumerated sites that only the model has."""
-        groups: list[tuple[set[str], set[str]]] = []
+        groups: list[tuple[set[str], frozenset[str]]] = []
         for name, term in self.model.items():
             reads = (term.reads | {name}) & self.summed.keys()
             if reads:

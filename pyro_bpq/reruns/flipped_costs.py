@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
+from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Rows
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
@@ -89,9 +89,9 @@ def _run_flipped(
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
-    again = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
-    fixed = fixed_values(traced, sites, moved)
-    return runs.run((traced.key, traced.batch_ndim), again, sites, fixed, moved, sampled, learning, is_checked)
+    again = RowProgram(costs, sites, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
+    rows = Rows(fixed_values(traced, sites, moved), moved)
+    return runs.run((traced.key, traced.batch_ndim), again, rows, sampled, learning, is_checked)
 
 
 def trace_at(values: Mapping[str, Any], program: Callable[..., Any], args: Any, kwargs: Any) -> Any:

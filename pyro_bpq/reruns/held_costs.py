@@ -29,7 +29,7 @@ from pyro_bpq.reruns.flipped_costs import (
     table,
     trace_at,
 )
-from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
+from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Rows, Way
 from pyro_bpq.rollout.runs import Program, Rollout
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
@@ -237,13 +237,13 @@ class _Again:
 
         shapes = {name: cost.shape for name, cost in sampled.items()}
         batch_ndim = traced.batch_ndim if self.index is None else self.nesting - 1
-        rows = RowProgram(evaluated, shapes, batch_ndim, traced.rng, run.has_buffers)
+        program = RowProgram(evaluated, sites, shapes, batch_ndim, traced.rng, run.has_buffers)
         key, fixed = _key(plan, traced, batch_ndim), fixed_values(traced, sites, moved)
-        found = run.runs.unchecked(key, rows, sites, fixed, moved, run.learning, run.is_checked)
+        found = run.runs.unchecked(key, program, Rows(fixed, moved), run.learning, run.is_checked)
         if found is None and run.is_checked:
             # The sample itself is run, too: its costs have to be those of the step.
             more = {name: torch.cat((sites[name][1].unsqueeze(0).to(new), new)) for name, new in moved.items()}
-            checked = run.runs.run(key, rows, sites, fixed, more, sampled, run.learning)
+            checked = run.runs.run(key, program, Rows(fixed, more), sampled, run.learning)
             found = None if checked is None else {name: cost[1:] for name, cost in checked.items()}
         return None if found is None else {name: cost - sampled[name] for name, cost in found.items()}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -93,25 +94,29 @@ def _expansions(
     run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, nesting: int | None
 ) -> Expansions:
     """Expansions by site; empty where the program has no gradients."""
-    sites = traced.run.sites
-    names = [name for name in run.plan.sites if name in run.plan.sloped and sites[name].value.is_floating_point()]
+    sites, plan = traced.run.sites, run.plan
+    names = [name for name in plan.sites if name in plan.sloped and sites[name].value.is_floating_point()]
     if not names or traced.elimination is not None:
         return {}, {}, {}
     own = {name: leaf for name in names if (leaf := sites[name].leaf) is not None}
+    blocks = {n: s.components.cardinality for n, s in plan.sites.items() if s.components.kind == "one_hot"}
+    curves = any(plan.sites[name].curvature for name in names)
     try:
         with pyro.validation_enabled(False), torch.enable_grad():
             if len(own) == len(names):
-                pair = traced.guide_trace, None if traced.only_costs else traced.model_trace
-                return _expanded(run, traced, pair, own, traced.maps, generator, nesting)
-            leaves = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
+                traces = traced.guide_trace, None if traced.only_costs else traced.model_trace
+                leaves = Leaves(own, traced.maps if curves else (), blocks, generator, nesting)
+                return _expanded(run, traced, traces, leaves)
             model, guide, args, kwargs = program
+            new = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
             values: dict[str, Any] = {name: record.value.detach() for name, record in sites.items()}
-            values |= {name: leaf.clone() for name, leaf in leaves.items()} | dict(traced.subsamples)
+            values |= {name: leaf.clone() for name, leaf in new.items()} | dict(traced.subsamples)
             with Sandbox(traced.rng[0], run.has_buffers):
-                with LinearReads(leaves) as reads:
+                with LinearReads(new) as reads:
                     first = trace_at(values, guide, args, kwargs)
                     second = None if traced.only_costs else trace_at(values, model, args, kwargs)
-                return _expanded(run, traced, (first, second), leaves, reads.found, generator, nesting)
+                leaves = Leaves(new, reads.found if curves else (), blocks, generator, nesting)
+                return _expanded(run, traced, (first, second), leaves)
     except BPQError:
         raise
     except RuntimeError as error:
@@ -125,34 +130,17 @@ def _expansions(
         return {}, {}, {}
 
 
-def _expanded(
-    run: HeldRun,
-    traced: TracedRun,
-    traces: tuple[Any, Any],
-    leaves: Mapping[str, Tensor],
-    maps: Sequence[LinearRead],
-    generator: torch.Generator | None,
-    nesting: int | None,
-) -> Expansions:
+def _expanded(run: HeldRun, traced: TracedRun, traces: tuple[Any, Any], leaves: Leaves) -> Expansions:
     of_model, of_guide, laws = _totals(run, traced, traces)
-    maps = maps if any(run.plan.sites[name].curvature for name in leaves) else ()
-    blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
-
-    def expansion(total: Tensor | None) -> dict[str, Expansion]:
-        if total is None or not total.requires_grad:
-            return {}
-        slopes, bent = expansions(total, maps, leaves, blocks, generator, nesting)
-        return {name: (slope, bent.get(name)) for name, slope in slopes.items()}
-
-    found = expansion(laws)
-    later: dict[str, Expansion] = dict(found if of_guide is laws else expansion(of_guide))
+    found = leaves.expansion(laws)
+    later = dict(found if of_guide is laws else leaves.expansion(of_guide))
     immediate: dict[str, Expansion] = {}
     for group, total in zip(run.plan.groups, of_model, strict=True):
-        for name, part in expansion(total).items():
+        for name, part in leaves.expansion(total).items():
             side = immediate if name in group.immediate else later
             if name in side:
-                slopes, bent = zip(side[name], part, strict=True)
-                part = slopes[0] + slopes[1], _total([curved for curved in bent if curved is not None])
+                (slope, bent), (more, bent_more) = side[name], part
+                part = slope + more, _total([curved for curved in (bent, bent_more) if curved is not None])
             side[name] = part
     return found, later, immediate
 
@@ -223,59 +211,64 @@ def _table(split: Components, index: Tensor, slope: Tensor, bent: Tensor | None)
     return table + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
 
 
-def expansions(
-    total: Tensor,
-    reads: Sequence[LinearRead],
-    leaves: Mapping[str, Tensor],
-    blocks: Mapping[str, int],
-    generator: torch.Generator | None,
-    nesting: int | None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """First and second derivatives of a sum of costs in the entries of leaves.
-
-    Second ones are found as far as linear maps read the leaves.
+@dataclass(frozen=True)
+class Leaves:
+    """Where costs are expanded.
 
     Args:
-        total: The sum, a scalar.
-        reads: The linear maps.
-        leaves: The leaves by name.
+        values: The leaves by name.
+        reads: The linear maps that read them.
         blocks: For some leaves the size ``K`` of the blocks within which mixed derivatives are found too; for the
             others the derivatives lie on the diagonal.
         generator: Draws the signs.
         nesting: Second derivatives are averaged over the leftmost of so many batch dimensions; ``None`` for no average.
-
-    Returns:
-        For each leaf a tensor of its shape, and one of second derivatives, which may lack the size of the particles and
-        has another dimension ``K`` for mixed derivatives. Leaves that nothing reads are left out.
     """
-    outputs = [read.output for read in reads]
-    asked = [*leaves.values(), *outputs]
-    first = torch.autograd.grad(total, asked, create_graph=bool(outputs), allow_unused=True, retain_graph=True)
-    found = {name: slope.detach() for name, slope in zip(leaves, first, strict=False) if slope is not None}
-    curvatures: dict[str, Tensor] = {}
-    pairs = zip(reads, first[len(leaves) :], strict=True)
-    known = [(read, slope) for read, slope in pairs if slope is not None and slope.requires_grad]
-    if not known:
-        return found, curvatures
-    slopes = [slope for _, slope in known]
-    drawn = _signs(slopes, generator)
-    probes = [sign.expand_as(slope) for sign, slope in zip(drawn, slopes, strict=True)]
-    outputs = [read.output for read, _ in known]
-    second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
-    for (read, _), sign, bent in zip(known, drawn, second, strict=True):
-        if bent is None:
-            continue
-        curved = bent.detach()
-        if nesting is not None and read.scale is not None and curved.dim() == nesting + 1:
-            # Each particle's own would be hardly better, and takes a product of matrices for each.
-            curved = curved.mean(0, keepdim=True)
-        curved = sign * curved
-        curved = curved if curved.shape[-1:] == read.weight.shape[:1] else curved.unsqueeze(-1)
-        for name in read.leaves:
-            part = _in_leaf(read, curved, leaves[name], blocks.get(name))
-            if part is not None:
-                curvatures[name] = curvatures[name] + part if name in curvatures else part
-    return found, curvatures
+
+    values: Mapping[str, Tensor]
+    reads: Sequence[LinearRead]
+    blocks: Mapping[str, int]
+    generator: torch.Generator | None
+    nesting: int | None
+
+    def expansion(self, total: Tensor | None) -> dict[str, Expansion]:
+        """First and second derivatives of a sum of costs in the entries of leaves.
+
+        Second ones are found as far as linear maps read the leaves. They may lack the size of the particles, and have
+        another dimension ``K`` for mixed derivatives. Leaves that nothing reads are left out.
+        """
+        if total is None or not total.requires_grad:
+            return {}
+        asked = [*self.values.values(), *(read.output for read in self.reads)]
+        first = torch.autograd.grad(total, asked, create_graph=bool(self.reads), allow_unused=True, retain_graph=True)
+        bent = self._curvatures(first[len(self.values) :])
+        slopes = zip(self.values, first, strict=False)
+        return {name: (slope.detach(), bent.get(name)) for name, slope in slopes if slope is not None}
+
+    def _curvatures(self, first: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Second derivatives in leaves, from first derivatives in the outputs of linear maps."""
+        pairs = zip(self.reads, first, strict=True)
+        known = [(read, slope) for read, slope in pairs if slope is not None and slope.requires_grad]
+        if not known:
+            return {}
+        outputs, slopes = [read.output for read, _ in known], [slope for _, slope in known]
+        drawn = _signs(slopes, self.generator)
+        probes = [sign.expand_as(slope) for sign, slope in zip(drawn, slopes, strict=True)]
+        second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
+        found: dict[str, Tensor] = {}
+        for (read, _), sign, bent in zip(known, drawn, second, strict=True):
+            if bent is None:
+                continue
+            curved = bent.detach()
+            if self.nesting is not None and read.scale is not None and curved.dim() == self.nesting + 1:
+                # Each particle's own would be hardly better, and takes a product of matrices for each.
+                curved = curved.mean(0, keepdim=True)
+            curved = sign * curved
+            curved = curved if curved.shape[-1:] == read.weight.shape[:1] else curved.unsqueeze(-1)
+            for name in read.leaves:
+                part = _in_leaf(read, curved, self.values[name], self.blocks.get(name))
+                if part is not None:
+                    found[name] = found[name] + part if name in found else part
+        return found
 
 
 def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
