@@ -248,6 +248,11 @@ class ProgramFacts:
     crossed: frozenset[str] = frozenset()
     free: float = math.inf
 
+    @property
+    def affordable(self) -> int:
+        """Number of particles whose values are small enough for one call."""
+        return affordable(self.elements, self.particles)
+
 
 @dataclass(frozen=True)
 class ParticleRule:
@@ -263,19 +268,15 @@ def affordable(elements: int, particles: int) -> int:
     return min(MOST_PARTICLES, max(2, ELEMENTS * particles // max(elements, 1)))
 
 
-def _affordable(program: ProgramFacts) -> int:
-    return affordable(program.elements, program.particles)
-
-
 def _worthwhile(program: ProgramFacts) -> int:
     """As many as add at most half of the time of what they share, but not too few."""
-    return min(_affordable(program), max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
+    return min(program.affordable, max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
 
 
 def _paired(program: ProgramFacts) -> int:
     """As many as their pairs allow: each particle is scored beside the past of every other one."""
     pairs = math.isqrt(2 * ELEMENTS * program.particles // max(program.elements, 1))
-    return min(_affordable(program), max(FEW_PARTICLES, min(pairs, MOST_PARTICLES)))
+    return min(program.affordable, max(FEW_PARTICLES, min(pairs, MOST_PARTICLES)))
 
 
 PARTICLES = (
@@ -286,7 +287,7 @@ PARTICLES = (
     ParticleRule(
         "hindsight serves all sites",
         lambda p: bool(p.compared) and p.compared <= p.held,
-        lambda p: min(FEW_PARTICLES, _affordable(p)),
+        lambda p: min(FEW_PARTICLES, p.affordable),
     ),
     # Log-probabilities of layers take little time beside the model's run.
     ParticleRule(

@@ -68,7 +68,10 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
             others[cost.name] = parent
         elif cost.name == cost_of_model(site):
             priors[site] = parent
-            if not _is_known_pair(site, parent, parents) or not _has_values(traced.run.sites[site]):
+            record = traced.run.sites[site]
+            if not _is_known_pair(site, parent, parents):
+                return None
+            if record.prior is None or not have_same_values(record.prior, record.fn):
                 return None
         elif parent not in (None, parents[site]):
             return None
@@ -97,8 +100,3 @@ def _is_known_pair(site: str, other: str | None, parents: Mapping[str, str | Non
 def _root(site: str, parents: Mapping[str, str | None]) -> str:
     parent = parents[site]
     return site if parent is None else _root(parent, parents)
-
-
-def _has_values(record: Any) -> bool:
-    """Whether the model's distribution of a site has the values of the guide's."""
-    return record.prior is not None and have_same_values(record.prior, record.fn)

@@ -134,13 +134,13 @@ class _Pairs:
 
     def _compare(self, values: Mapping[str, Tensor], picked: Sequence[int]) -> bool | None:
         """Whether some particles cost alone what they cost together; ``None`` if a run fails."""
-        among, found = self.runs.costs(self.compared.together, values), list[bool]()
+        among, are_same = self.runs.costs(self.compared.together, values), True
         for index in picked:
             alone = None if among is None else self._alone(values, index)
             if among is None or alone is None:
                 return None
-            found.append(_is_same(among, alone, index, self.compared.nesting))
-        return all(found)
+            are_same &= _is_same(among, alone, index, self.compared.nesting)
+        return are_same
 
     def _drawn(self, values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
         """New values of all sites; those that all particles share are drawn once."""
@@ -249,10 +249,8 @@ def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: in
     """Whether a particle costs the same in the joint run and in a run of its own."""
     if among.keys() != alone.keys():
         return False
-    found = [particle_of(among[name], index, nesting) for name in alone]
-    if any(a.numel() != b.numel() for a, b in zip(found, alone.values(), strict=True)):
-        return False
-    return agree([cost.reshape(-1) for cost in found], [cost.reshape(-1) for cost in alone.values()])
+    found = [particle_of(among[name], index, nesting).reshape(-1) for name in alone]
+    return agree(found, [cost.reshape(-1) for cost in alone.values()])
 
 
 def particle_of(tensor: Tensor, index: int | Tensor, nesting: int, event_ndim: int = 0) -> Tensor:
@@ -319,6 +317,6 @@ def tracked_alone(trace: Callable[..., TracedRun], runs: Sequence[TracedRun], ha
 
 def costs_alike(one: TracedRun, other: TracedRun) -> bool:
     """Whether two runs at the same values cost the same; true if they have other sites, since values steer these."""
-    costs, others = one.run.costs, other.run.costs
-    names = costs.keys() if one.key == other.key else ()
-    return agree([costs[name].detach() for name in names], [others[name].detach() for name in names])
+    if one.key != other.key:
+        return True
+    return agree([*one.run.costs.values()], [other.run.costs[name] for name in one.run.costs])
