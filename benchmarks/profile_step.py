@@ -27,7 +27,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 PARTS: Mapping[tuple[str, str], str] = {
     ("tracer.py", "trace_run"): "run guide and model, read their traces",
     ("structure_cache.py", "graph"): "graph and plan (cached)",
-    ("plan_cache.py", "plan"): "graph and plan (cached)",
+    ("planner.py", "plan"): "graph and plan (cached)",
     ("flipped_costs.py", "flipped_costs"): "extra run of the model",
     ("at_values.py", "_fresh_run"): "runs at other values",
     ("at_values.py", "_run"): "runs at other values",

@@ -27,8 +27,8 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.objectives.programs import compared_alone, is_same_program, make_parameters
 from pyro_bpq.plan.particles import num_drawn_steps
-from pyro_bpq.reruns.apart import TrackedRuns, keeps_apart
-from pyro_bpq.reruns.row_runs import is_due
+from pyro_bpq.reruns.apart import keeps_apart
+from pyro_bpq.reruns.comparisons import TrackedRuns, is_due
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 from pyro_bpq.tracing.traced_run import TracedRun

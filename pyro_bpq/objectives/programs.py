@@ -12,7 +12,7 @@ from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.objectives.observation import Runner
 from pyro_bpq.reruns.apart import Comparison
-from pyro_bpq.reruns.runs_at import Trace
+from pyro_bpq.reruns.comparisons import Trace
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -21,14 +21,13 @@ from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.plan_cache import PlanCache
-from pyro_bpq.plan.planner import Planner, check_gradients
+from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
+from pyro_bpq.reruns.apart import tracked_alone
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.reruns.rows_apart import plated_costs, rows_that_meet
-from pyro_bpq.reruns.tracked_alone import tracked_alone
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments

@@ -12,11 +12,9 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Mode, Observation
 from pyro_bpq.objectives.programs import programs_of, traced_with
 from pyro_bpq.plan.particles import largest_value
-from pyro_bpq.plan.plan import SumPlan
+from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.reruns.apart import Comparison
-from pyro_bpq.reruns.probes import probe_generator
-from pyro_bpq.reruns.row_runs import agree
-from pyro_bpq.reruns.runs_at import RunsAt
+from pyro_bpq.reruns.comparisons import RunsAt, agree, probe_generator
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import costs_at, exact_sum

@@ -1,18 +1,25 @@
-r"""Which costs of a site are known at all of its values, and which ones an extra run of the model is to tell."""
+r"""The extra run of the model: which sites it flips, in which rows, and which of their costs it tells.
+
+Every component of a site is set to each of its other values, while everything else keeps its sampled value. Sites that
+no evaluated cost reads together are flipped in the same rows. The others get rows of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from pyro_bpq.batching.classes import Known
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_model_costs
-from pyro_bpq.plan.structure import Structure, StructureFacts
-from pyro_bpq.rollout.features import Components, have_same_values
+from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
+from pyro_bpq.plan.structure import Structure, has_like_prior
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -20,6 +27,27 @@ from pyro_bpq.tracing.traced_run import TracedRun
 DEAR = 1.0
 # Smallest share of the noise of unknown costs that an extra run has to remove. The share is only estimated.
 SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class FlipPlan:
+    """Which rows of the extra run flip which site."""
+
+    start: Mapping[str, int]  # first row of each flipped site; row 0 is the sample
+    rows: int  # number of rows in all
+    costs: Mapping[str, tuple[str, ...]]  # for each flipped site the model's sites whose costs are read off
+    _steps: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def steps(self, name: str, split: Components, device: torch.device) -> Tensor:
+        """How far each row moves each component of a site, ``(rows, D)``: the same in every step."""
+        key = (name, split.size, split.cardinality, device)
+        if key not in self._steps:
+            others = split.cardinality - 1
+            step = torch.arange(split.size * others)
+            delta = torch.zeros(self.rows, split.size, dtype=torch.long if others >> 15 else torch.int16)
+            delta[self.start[name] + step, step // others] = (step % others + 1).to(delta.dtype)
+            self._steps[key] = delta.to(device)
+        return self._steps[key]
 
 
 @dataclass(frozen=True)
@@ -35,17 +63,55 @@ class ExtraRun:
         return () if self.flips is None else self.flips.costs.get(name, ())
 
 
+def flip_plan(
+    graph: StochasticComputationGraph,
+    components: Mapping[str, Components],
+    costs: Mapping[str, tuple[str, ...]],
+    more: Mapping[str, int] | None = None,
+) -> FlipPlan:
+    """Assigns rows to sites by greedy colouring."""
+    colours: list[list[str]] = []
+    # The members of each colour, and what their costs read, as bits.
+    taken: list[tuple[int, int]] = []
+    for name in components:
+        own, reads = 1 << graph.index[name], graph.cost_set_bits(costs[name]) | (more or {}).get(name, 0)
+        for k, (inside, read) in enumerate(taken):
+            if not inside & reads and not own & read:
+                colours[k].append(name)
+                taken[k] = inside | own, read | reads
+                break
+        else:
+            colours.append([name])
+            taken.append((own, reads))
+    start, rows = {}, 1
+    for members in colours:
+        start.update(dict.fromkeys(members, rows))
+        rows += max(components[m].size * (components[m].cardinality - 1) for m in members)
+    return FlipPlan(start, rows, {name: tuple(costs[name]) for name in components})
+
+
+def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
+    """For each stochastic node its immediate costs of the model that can be read off row by row.
+
+    They are immediate, belong to another site of the model, and have all plates of the node. So all rows of the node
+    can be flipped at once: each row of the cost depends on one row of the node only.
+    """
+    found = {}
+    for name, costs in graph.last_costs.items():
+        plates, own = set(graph.node(name).plates), (cost_of_guide(name), cost_of_model(name))
+        others = [graph.cost(cost) for cost in costs if cost not in own]
+        found[name] = tuple(cost.name for cost in others if not cost.is_of_guide and plates <= set(cost.plates))
+    return found
+
+
 def known_costs(structure: Structure, name: str, estimator: Estimator) -> set[Known]:
     """The site's own costs that follow from its distributions alone."""
-    traced, graph = structure.traced, structure.graph
-    components, record = traced.infos[name].components, traced.run.sites[name]
-    if components is None or not estimator.uses_critic:
+    traced, graph, cost = structure.traced, structure.graph, cost_of_model(name)
+    if traced.infos[name].components is None or not estimator.uses_critic:
         return set()
     kinds = set() if name in traced.untraced or traced.only_costs else {Known.LOG_Q}
-    cost = cost_of_model(name)
-    if record.prior is not None and cost in structure.immediate[name]:
-        is_like = have_same_values(record.prior, record.fn) and record.prior.batch_shape == record.fn.batch_shape
-        if is_like and graph.cost(cost).plates == graph.node(name).plates:
+    if has_like_prior(traced, name) and cost in structure.immediate[name]:
+        if graph.cost(cost).plates == graph.node(name).plates:
             kinds.add(Known.LOG_P)
     return kinds
 
@@ -63,7 +129,7 @@ def _names(name: str, kinds: set[Known]) -> set[str]:
 
 def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], max_elements: int) -> ExtraRun:
     """Plans the extra run of the model; none where it does not pay."""
-    traced, graph, costs = structure.traced, structure.graph, _readable(structure)
+    traced, costs = structure.traced, _readable(structure)
     # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
     vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
     is_flat = all(is_complete(structure, name, costs[name]) for name in vectors)
@@ -85,13 +151,8 @@ def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], ma
         )
     if given:
         return ExtraRun()
-    flips = flip_plan(graph, components, costs)
-    names = {cost for chosen in flips.costs.values() for cost in chosen}
-    elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(structure, cost) for cost in names)
-    refused = ""
-    if wanted is None:
-        share = told_share(structure, estimators, flips.costs)
-        refused = _too_dear(structure.facts, flips.rows, elements, max_elements, share)
+    flips = flip_plan(structure.graph, components, costs)
+    refused = "" if wanted is not None else _too_dear(structure, estimators, flips, max_elements)
     return ExtraRun(refused=refused) if refused else ExtraRun(flips, components)
 
 
@@ -110,12 +171,11 @@ def told_share(
         costs: For each flipped site the model's costs that the run tells.
     """
     graph = structure.graph
-    told = graph.cost_bits_of({cost for found in costs.values() for cost in found})
     known = (_names(name, known_costs(structure, name, estimator)) for name, estimator in estimators.items())
     unknown = ~graph.cost_bits_of(set[str]().union(*known))
     shares = []
     # The told costs, as bits, by the number of sites that they read from the present one on.
-    by_number: dict[int, int] = {0: told}
+    by_number: dict[int, int] = {0: graph.cost_bits_of(set[str]().union(*costs.values()))}
     for i in reversed(range(len(graph.nodes))):
         for number in sorted(by_number, reverse=True):
             moved = by_number[number] & graph.cost_child_bits[i]
@@ -128,15 +188,19 @@ def told_share(
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def _too_dear(facts: StructureFacts, rows: int, elements: int, max_elements: int, share: float) -> str:
-    """Why an extra run of so many rows costs more than it is worth; empty where it does not."""
+def _too_dear(structure: Structure, estimators: Mapping[str, Estimator], flips: FlipPlan, max_elements: int) -> str:
+    """Why an extra run costs more than it is worth; empty where it does not."""
+    rows, costs = flips.rows, structure.traced.run.costs
+    told = set[str]().union(*flips.costs.values())
+    elements = rows * sum(costs[cost].numel() * _events(structure, cost) for cost in told)
     if elements > max_elements:
         return f"its {rows} rows evaluate {elements} costs, more than {max_elements}"
+    share = told_share(structure, estimators, flips.costs)
     if share < SHARE:
         return f"its {rows} rows tell about {share:.2f} of the noise of unknown costs"
-    if facts.work is None:
+    if structure.facts.work is None:
         return ""
-    guide, model = facts.work
+    guide, model = structure.facts.work
     # A backward pass takes about twice as long as the run itself; the extra run has none.
     ratio = model.of_rows(rows).seconds() / (guide + model).times(3).seconds()
     return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
@@ -146,16 +210,16 @@ def _readable(structure: Structure) -> dict[str, tuple[str, ...]]:
     """The model's costs that may be read off an extra run, by site."""
     traced, graph, facts = structure.traced, structure.graph, structure.facts
     given = traced.user_costs.items()
-    fixed = {cost for cost, options in given if not (options.exact and _is_rerun(traced, options))}
-    repeatable = graph.cost_index.keys() - fixed - facts.handed
-    costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
-    if not facts.cuts_plates:
-        # All rows of a plate are flipped at once.
-        costs = {name: () if graph.node(name).plates else found for name, found in costs.items()}
-    if traced.elimination is not None:
-        can_flip = traced.elimination.can_flip
-        costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
-    return costs
+    fixed = {cost for cost, options in given if not (options.exact and _is_rerun(traced, options))} | facts.handed
+    found = {}
+    for name, costs in immediate_model_costs(graph).items():
+        if graph.node(name).plates and not facts.cuts_plates:
+            # All rows of a plate are flipped at once.
+            costs = ()
+        if traced.elimination is not None:
+            costs = tuple(cost for cost in costs if traced.elimination.can_flip(cost, name))
+        found[name] = tuple(cost for cost in costs if cost not in fixed)
+    return found
 
 
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:

@@ -13,10 +13,9 @@ from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.flips import FlipPlan, flip_plan
-from pyro_bpq.plan.structure import Structure
-from pyro_bpq.rollout.features import Components, have_same_values
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.plan.extra_run import FlipPlan, flip_plan
+from pyro_bpq.plan.structure import Structure, has_like_prior
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.watch import carried, samples
 
 
@@ -45,6 +44,11 @@ class HeldSite:
     is_own_known: tuple[bool, bool] = (False, False)
     curvature: bool = True
     is_drawn: bool = False
+
+    @property
+    def is_sloped(self) -> bool:
+        """Whether its changes are predicted from slopes."""
+        return self.is_drawn and has_slopes(self.components)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class HeldPlan:
     @property
     def sloped(self) -> frozenset[str]:
         """Sites whose changes are predicted from slopes."""
-        return frozenset(name for name, site in self.sites.items() if site.is_drawn and has_slopes(site.components))
+        return frozenset(name for name, site in self.sites.items() if site.is_sloped)
 
     @property
     def curved(self) -> bool:
@@ -129,26 +133,23 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
         return None
     sites: dict[str, HeldSite] = {}
     for name, estimator in estimators.items():
-        components = traced.infos[name].components
-        if isinstance(estimator, Hindsight) and components is not None:
-            children = tuple(graph.children(name))
-            if all(_has_law(structure, name, child, estimators[child]) for child in children):
-                sites[name] = _site(structure, name, components, estimator, children)
+        if isinstance(estimator, Hindsight) and traced.infos[name].components is not None:
+            if all(_has_law(structure, name, child, estimators[child]) for child in graph.children(name)):
+                sites[name] = _site(structure, name, estimator)
     if not sites:
         return None
     if any(site.is_drawn for site in sites.values()):
         # All of them can then be served by one particle. A single component is too much for slopes to tell.
-        sites = {n: replace(site, is_drawn=site.is_drawn or _has_few_slopes(site)) for n, site in sites.items()}
+        for name, site in sites.items():
+            is_few = site.components.size > 1 and has_slopes(site.components)
+            sites[name] = replace(site, is_drawn=site.is_drawn or is_few)
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
-    laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
+    # What the probabilities of the children's values read, as bits.
+    children = {name: graph.bits_of(site.children) for name, site in sites.items()}
+    laws = {name: own | union(graph.parent_bits, own) for name, own in children.items()}
     asked = frozenset(name for name in sites if is_chosen or not traced.options[name].is_open)
     return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked, _groups(graph, sites))
-
-
-def _has_few_slopes(site: HeldSite) -> bool:
-    """Whether slopes may predict the changes of a site of a few components."""
-    return site.components.size > 1 and has_slopes(site.components)
 
 
 def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[SlopedCosts, ...]:
@@ -158,12 +159,11 @@ def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) ->
     """
     readers: dict[str, dict[str, bool]] = {}
     for name, site in sites.items():
-        if site.is_drawn and has_slopes(site.components):
-            for cost in site.costs:
-                if not graph.cost(cost).is_of_guide:
-                    kinds = readers.setdefault(cost, {})
-                    if cost != cost_of_model(name):
-                        kinds[name] = cost in site.immediate
+        for cost in site.costs if site.is_sloped else ():
+            if not graph.cost(cost).is_of_guide:
+                kinds = readers.setdefault(cost, {})
+                if cost != cost_of_model(name):
+                    kinds[name] = cost in site.immediate
     groups: list[tuple[list[str], dict[str, bool]]] = []
     for cost, kinds in readers.items():
         for members, known in groups:
@@ -179,36 +179,28 @@ def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) ->
     )
 
 
-def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
-    """What the probabilities of the children's values read, as bits."""
-    own = graph.bits_of(children)
-    return own | union(graph.parent_bits, own)
-
-
-def _site(
-    structure: Structure, name: str, components: Components, estimator: Hindsight, children: tuple[str, ...]
-) -> HeldSite:
-    graph = structure.graph
+def _site(structure: Structure, name: str, estimator: Hindsight) -> HeldSite:
+    traced, graph, components = structure.traced, structure.graph, structure.traced.infos[name].components
+    assert components is not None
     reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
     costs = tuple(cost for cost in reading if _is_known(structure, name, cost))
-    number, is_drawn = min(components.size, estimator.draws), components.size > estimator.draws
-    rest = tuple(cost for cost in reading if cost not in costs)
-    immediate = tuple(cost for cost in costs if _is_immediate(graph, name, cost))
-    own = _own(structure.traced, name, costs)
-    return HeldSite(components, number, costs, immediate, rest, children, own, estimator.curvature, is_drawn)
+    own = cost_of_guide(name) in costs, cost_of_model(name) in costs and has_like_prior(traced, name)
+    return HeldSite(
+        components,
+        number=min(components.size, estimator.draws),
+        costs=costs,
+        immediate=tuple(cost for cost in costs if _is_immediate(graph, name, cost)),
+        rest=tuple(cost for cost in reading if cost not in costs),
+        children=tuple(graph.children(name)),
+        is_own_known=own,
+        curvature=estimator.curvature,
+        is_drawn=components.size > estimator.draws,
+    )
 
 
 def _is_immediate(graph: StochasticComputationGraph, name: str, cost: str) -> bool:
     """Whether a cost reads no site downstream."""
     return not graph.cost_bits[graph.cost_index[cost]] & graph.descendant_bits[graph.index[name]]
-
-
-def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:
-    """Which of the site's own log-probabilities, of guide and model, are sums over its components."""
-    record = traced.run.sites[name]
-    has_prior = record.prior is not None and have_same_values(record.prior, record.fn)
-    has_prior = has_prior and record.prior.batch_shape == record.fn.batch_shape
-    return cost_of_guide(name) in costs, has_prior and cost_of_model(name) in costs
 
 
 def _is_known(structure: Structure, name: str, cost: str) -> bool:
@@ -225,9 +217,9 @@ def _is_known(structure: Structure, name: str, cost: str) -> bool:
 
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
     """Whether the probability of a child's value is known at other values of a site."""
-    traced = structure.traced
-    record = traced.run.sites[child]
-    if child in traced.untraced or estimator.attaches or _is_masked_within(record.fn) or carried(record.value):
+    record = structure.traced.run.sites[child]
+    is_unknown = child in structure.traced.untraced or estimator.attaches or carried(record.value)
+    if is_unknown or _is_masked_within(record.fn):
         return False
     return _keeps_rows(structure, name, structure.graph.node(child).plates)
 

@@ -9,8 +9,9 @@ from functools import cached_property
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
+from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import short
 from pyro_bpq.tracing.component_costs import Pattern
@@ -19,22 +20,6 @@ from pyro_bpq.tracing.component_costs import Pattern
 _OWN, _NUMBER = "\0", "\1"
 # Number of sites from which on those that are alike are printed together.
 _ALIKE = 3
-
-
-@dataclass(frozen=True)
-class SumPlan:
-    """The tables of a program."""
-
-    components: Mapping[str, Components]  # values of each site, in the order of draws
-    parents: Mapping[str, str | None]  # the site that the law of a site reads; ``None`` if it reads none
-    priors: Mapping[str, str | None]  # the site that the model's law of a site reads
-    others: Mapping[str, str | None]  # the site that another cost of a model or guide site reads, by name of the cost
-    shared: frozenset[str] = frozenset()  # reparameterised sites that are drawn once, for all rows
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the run."""
-        return max(split.cardinality for split in self.components.values())
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 r"""Decides per site what is done: its estimator, its critic, and which of its costs are known exactly.
 
-The estimator follows from the rules of :mod:`pyro_bpq.plan.rules`, the critic from
-:mod:`pyro_bpq.plan.critic_options`, exact costs from :mod:`pyro_bpq.plan.extra_run`.
+The estimator and the critic follow from the rules of :mod:`pyro_bpq.plan.rules`, exact costs from
+:mod:`pyro_bpq.plan.extra_run`. Plans are kept by structure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,25 +22,40 @@ from pyro_bpq.estimators.score_function import SecondRun
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.held import held_plan
 from pyro_bpq.plan.particles import largest_value
-from pyro_bpq.plan.plan import Plan, SumPlan
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, in_rows, revise, untold
-from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components, with_baseline
+from pyro_bpq.plan.rules import (
+    BY_OPTIONS,
+    SUMMED,
+    Choice,
+    SiteFacts,
+    checked_critic,
+    decide,
+    default_critic,
+    has_many_components,
+    with_baseline,
+)
 from pyro_bpq.plan.structure import Structure, StructureFacts
-from pyro_bpq.plan.sum_plan import sum_plan
+from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
+# What a plan may ask for: a run of the model at other values, gradients of costs to the values of sites, and a run of
+# the programs with sites held.
+Asked = Literal["flips", "slopes", "holding"]
+
+# Largest numbers of plans and of findings that are kept.
+_PLANS, _FINDINGS = 64, 768
+
 
 def check_gradients(traced: TracedRun) -> None:
     """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only."""
-    for cost in traced.user_costs if traced.reads is not None else ():
-        assert traced.reads is not None
-        if traced.run.costs[cost].requires_grad:
+    for cost in traced.user_costs:
+        if traced.reads is None or traced.run.costs[cost].requires_grad:
             continue
         for name in sorted(traced.reads[cost]):
             if traced.run.sites[name].value.requires_grad:
@@ -120,7 +136,7 @@ class Planner:
                 return None
             if record.score is None:
                 continue
-            facts = SiteFacts(traced.infos[name], options, self.estimator, self.max_support, is_partly_scored=True)
+            facts = self._facts(traced, name)
             estimator = self.choice(facts).estimator
             estimator = facts.score_function if estimator.is_pathwise else estimator
             if not estimator.needs_costs_alone:
@@ -165,20 +181,31 @@ class Planner:
             summed = sum_plan(structure, self.max_support)
         if facts.sums and summed is not None:
             return self._sum(structure, summed)
-        sites = self._sites(structure, has_slopes, can_hold)
+        sites = {
+            name: replace(
+                self._facts(traced, name), has_slopes=has_slopes, can_hold=can_hold, is_ordered=facts.is_ordered
+            )
+            for name in traced.run.sites
+        }
         choices = {name: self.choice(site) for name, site in sites.items()}
         for name, record in traced.run.sites.items():
             is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
             revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
-        can_flip = can_flip and structure.is_exact
-        extra = self._extra_run(structure, choices, can_flip and not facts.is_dynamic)
-        compared = self._compared(structure, extra)
+        can_flip = can_flip and structure.is_exact and not facts.is_dynamic
+        extra = self._extra_run(structure, choices) if can_flip else ExtraRun()
+        # Costs of a user's own may be dear: critics save calls.
+        is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
+        compared = Compared() if is_chosen or facts.is_dynamic else compare(structure, extra)
         for name in compared.served:
-            revise(choices, compared.facts(sites[name]))
-        if compared.served:
-            extra = self._extra_run(structure, choices, can_flip)
+            revise(choices, replace(sites[name], is_of_few=compared.is_few, is_by_row=not compared.is_few))
+        if compared.served and can_flip:
+            extra = self._extra_run(structure, choices)
         critics = self._critics(structure, choices, extra)
-        kinds = self._kinds(structure, choices, extra)
+        kinds = {name: set[Known]() for name in choices}
+        if structure.is_exact:
+            kinds = {name: known_costs(structure, name, choice.estimator) for name, choice in choices.items()}
+        for name in extra.components:
+            kinds[name].add(Known.MODEL)
         layers = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout = self._layout(structure, estimators, critics, kinds, extra)
@@ -199,6 +226,7 @@ class Planner:
             last | (frozenset() if held is None else held.sloped) if has_own else frozenset(),
             has_own and held is not None and held.curved,
             facts.handed,
+            facts.has_buffers,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
             held=held,
@@ -211,18 +239,9 @@ class Planner:
             elements=largest_value(traced),
         )
 
-    def _sites(self, structure: Structure, has_slopes: bool, can_hold: bool) -> dict[str, SiteFacts]:
-        """What rules look at, by site."""
-        traced, is_ordered = structure.traced, structure.facts.is_ordered
-        return {
-            name: SiteFacts(
-                *(traced.infos[name], traced.options[name], self.estimator, self.max_support),
-                has_slopes=has_slopes,
-                can_hold=can_hold,
-                is_ordered=is_ordered,
-            )
-            for name in traced.run.sites
-        }
+    def _facts(self, traced: TracedRun, name: str) -> SiteFacts:
+        """What rules look at, as far as a site and its options tell."""
+        return SiteFacts(traced.infos[name], traced.options[name], self.estimator, self.max_support)
 
     def _sum(self, structure: Structure, summed: SumPlan) -> Plan:
         """The plan of a loss that is summed over all values: no costs are estimated, and no critic learns."""
@@ -230,22 +249,17 @@ class Planner:
         choices = {name: Choice(AllAction(), SUMMED) for name in summed.components}
         for name in summed.shared:
             choices[name] = self.choice(SiteFacts(traced.infos[name], traced.options[name]))
-        names = [*traced.infos]
-        estimators = {name: choices[name].estimator for name in names}
+        estimators = {name: choices[name].estimator for name in traced.infos}
         # Nothing is charged to components either.
         plain = replace(structure, facts=replace(structure.facts, patterns=frozenset()), is_exact=False)
-        layout = self._layout(plain, estimators, dict.fromkeys(names), {name: set() for name in names}, ExtraRun())
-        return Plan(graph, layout, None, {}, rules={n: c.rule for n, c in choices.items()}, summed=summed, sums=True)
+        kinds = {name: set[Known]() for name in estimators}
+        layout = self._layout(plain, estimators, dict.fromkeys(estimators), kinds, ExtraRun())
+        rules, has_buffers = {n: c.rule for n, c in choices.items()}, structure.facts.has_buffers
+        return Plan(graph, layout, None, {}, has_buffers=has_buffers, rules=rules, summed=summed, sums=True)
 
-    def _extra_run(self, structure: Structure, choices: Mapping[str, Choice], can_flip: bool) -> ExtraRun:
+    def _extra_run(self, structure: Structure, choices: Mapping[str, Choice]) -> ExtraRun:
         estimators = {name: choice.estimator for name, choice in choices.items()}
-        return plan_extra_run(structure, estimators, self.max_elements) if can_flip else ExtraRun()
-
-    def _compared(self, structure: Structure, extra: ExtraRun) -> Compared:
-        """The sites that other particles serve; none if something is chosen, or the program is steered."""
-        # Costs of a user's own may be dear: critics save calls.
-        is_chosen = self.estimator is not None or self.asks_for_critics or bool(structure.traced.user_costs)
-        return Compared() if is_chosen or structure.facts.is_dynamic else compare(structure, extra)
+        return plan_extra_run(structure, estimators, self.max_elements)
 
     def _critics(
         self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun
@@ -261,15 +275,6 @@ class Planner:
             if learns and not asks and is_complete(structure, name, extra.costs(name)):
                 critics[name] = None
         return critics
-
-    def _kinds(self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun) -> dict[str, set[Known]]:
-        """The kinds of costs of each site that are known at its other values."""
-        if not structure.is_exact:
-            return {name: set() for name in choices}
-        kinds = {name: known_costs(structure, name, choice.estimator) for name, choice in choices.items()}
-        for name in extra.components:
-            kinds[name].add(Known.MODEL)
-        return kinds
 
     def _revise_vectors(
         self,
@@ -308,7 +313,7 @@ class Planner:
         """The batching of the sites."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
         charged: dict[str, frozenset[str]] = {}
-        specs, tabled, known = {}, {}, set()
+        specs, tabled, known = {}, {}, set[str]()
         for name, critic in critics.items():
             info = traced.infos[name]
             costs = {
@@ -317,18 +322,19 @@ class Planner:
                 Known.MODEL: extra.costs(name),
             }
             tabled[name] = tuple(cost for kind in sorted(kinds[name]) for cost in costs[kind])
+            known.update(tabled[name])
             # Many components at once: only an extra run knows their immediate costs.
             if critic is None or (
                 info.components is not None and info.components.size > 1 and name in extra.components
             ):
-                known |= set(structure.immediate[name])
-            known |= set(tabled[name])
-            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
+                known.update(structure.immediate[name])
             if critic is None:
                 charged[name] = charged_costs(structure, name, estimators[name], extra.costs(name))
-                spec = replace(spec, by_component=bool(charged[name]))
-            is_blind = reads_value(critic) and spec.context > 0
-            specs[name] = replace(spec, has_params=True) if facts.is_dynamic and not is_blind else spec
+            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
+            # The parameters move with the value, so that a critic that reads the value could not tell the two apart.
+            shows_rows = reads_value(critic) and spec.context > 0
+            has_params = (facts.is_dynamic or bool(spec.plates)) and not shows_rows
+            specs[name] = replace(spec, has_params=has_params, by_component=bool(charged.get(name)))
         network = None
         if any(spec.critic is not None for spec in specs.values()):
             if facts.is_dynamic:
@@ -350,34 +356,110 @@ class Planner:
             crossings=crossings(graph, crossable(structure)) if crosses else None,
         )
 
-    def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
-        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
-        options, components = traced.options[name], traced.infos[name].components
-        if options.critic is False or not (estimator.uses_critic or estimator.is_pathwise):
-            return None
-        if options.critic is not None:
-            return checked_critic(options.critic, name, traced.run.sites[name].fn, components, estimator)
-        if self.critic is None or estimator.is_pathwise:
-            return None
-        return default_critic(self.critic, traced.run.sites[name].fn, components, estimator)
-
     def _spec(
         self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[Known]
     ) -> SiteSpec:
-        info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
-        plates = traced.plates[name]
-        event = tuple(record.fn.event_shape)
-        # The parameters move with the value, so that a critic that reads the value could not tell the two apart.
-        shows_rows = reads_value(critic) and options.context is not None
+        options = traced.options[name]
         return SiteSpec(
-            plates=plates,
-            components=None if estimator.is_pathwise else info.components,
-            event_shape=event,
+            plates=traced.plates[name],
+            components=None if estimator.is_pathwise else traced.infos[name].components,
+            event_shape=tuple(traced.run.sites[name].fn.event_shape),
             estimator=estimator,
             critic=critic,
             has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
             tabled=kinds,
-            has_params=bool(plates) and not shows_rows,
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
+
+    def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
+        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
+        chosen, components, fn = traced.options[name].critic, traced.infos[name].components, traced.run.sites[name].fn
+        if chosen is False or not (estimator.uses_critic or estimator.is_pathwise):
+            return None
+        if chosen is not None:
+            return checked_critic(chosen, name, fn, components, estimator)
+        if self.critic is None or estimator.is_pathwise:
+            return None
+        return default_critic(self.critic, fn, components, estimator)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made for."""
+
+    key: Any  # key of the runs
+    graph: StochasticComputationGraph  # their graph
+    facts: StructureFacts  # what else is known of their structure
+    plan: Plan  # the plan
+
+
+class PlanCache:
+    """Plans by structure, and what was found out of the structures.
+
+    Attributes:
+        last: The plan of the last step; ``None`` before the first one.
+        plans: All plans, by what they were made for.
+        found: Whether something that a plan may ask for works, by what it is and the key of the structure. It has an
+            entry only where that was looked at.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.last: Planned | None = None
+        self.plans: dict[Any, Plan] = {}
+        self.found: dict[tuple[Asked, Any], bool] = {}
+
+    def __repr__(self) -> str:
+        return f"PlanCache({len(self.plans)} plans)"
+
+    def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
+        """The plan of a structure, a new one where there is none."""
+        last = self.last
+        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
+        if last is not None and last.graph is graph and last.facts == facts and last.key == traced.key:
+            return last.plan
+        key = (traced.key, graph, facts)
+        if key not in self.plans:
+            if len(self.plans) >= _PLANS:
+                self.plans.clear()
+            can_flip, has_slopes = self.works("flips", traced.key), self.works("slopes", traced.key)
+            can_hold = self.works("holding", traced.key)
+            self.plans[key] = self.planner.plan(traced, graph, facts, can_flip, has_slopes, can_hold)
+        self.last = Planned(traced.key, graph, facts, self.plans[key])
+        return self.last.plan
+
+    def works(self, asked: Asked, key: Any) -> bool:
+        """Whether something that a plan may ask for works on a structure, as far as is known."""
+        return self.found.get((asked, key), True)
+
+    def know(self, asked: Asked, key: Any, works: bool) -> None:
+        """Notes whether something that a plan may ask for works; plans are made anew where it does not."""
+        if len(self.found) >= _FINDINGS:
+            self.found.clear()
+        self.found[asked, key] = works
+        if not works:
+            self.forget()
+
+    def use(self, planner: Planner) -> None:
+        """Plans with other options from now on."""
+        self.planner = planner
+        self.forget()
+
+    @contextlib.contextmanager
+    def keeping_last(self) -> Iterator[None]:
+        """The plan of the last step stays the same, whatever is planned within."""
+        last = self.last
+        try:
+            yield
+        finally:
+            self.last = last
+
+    def forget(self) -> None:
+        """Forgets all plans."""
+        self.plans.clear()
+        self.forget_last()
+
+    def forget_last(self) -> None:
+        """Forgets the last step: the next one is planned anew."""
+        self.last = None

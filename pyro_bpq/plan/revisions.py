@@ -90,10 +90,6 @@ class Compared:
     served: frozenset[str] = frozenset()
     is_few: bool = False
 
-    def facts(self, site: SiteFacts) -> SiteFacts:
-        """The facts of a site that is served."""
-        return replace(site, is_of_few=self.is_few, is_by_row=not self.is_few)
-
 
 def compare(structure: Structure, extra: ExtraRun) -> Compared:
     """Finds the sites that leave-one-out over particles serves better than sums over their values and critics.
@@ -116,14 +112,11 @@ def compare(structure: Structure, extra: ExtraRun) -> Compared:
     if len(sites) >= MANY_SITES:
         return Compared(sites, untold, frozenset(served))
     if particles >= FEW_PARTICLES:
-        served = {name for name in sites if _size(traced.infos[name])} - _summed(structure, told - rows)
+        served = {name for name in sites if _size(traced.infos[name])}
+        if len(traced.infos) == 1:
+            # Sums over the values of the many components of the only site take off most of the noise.
+            served -= {name for name in told - rows if _size(traced.infos[name]) >= MANY_COMPONENTS}
     return Compared(sites, sites, frozenset(served), not rows)
-
-
-def _summed(structure: Structure, told: set[str]) -> set[str]:
-    """The only site, if sums over the values of its many components take off most of the noise."""
-    is_only = len(structure.traced.infos) == 1
-    return {name for name in told if is_only and _size(structure.traced.infos[name]) >= MANY_COMPONENTS}
 
 
 def _is_separate(structure: Structure, name: str) -> bool:
@@ -154,9 +147,7 @@ def crossable(structure: Structure) -> dict[str, bool]:
     """
     traced, graph = structure.traced, structure.graph
     found: dict[str, bool] = {}
-    if traced.elimination is not None:
-        return found
-    for name, site in traced.run.sites.items():
+    for name, site in traced.run.sites.items() if traced.elimination is None else ():
         components, cost = traced.infos[name].components, cost_of_model(name)
         if components is None or name in traced.untraced or not _is_plated(traced.guide_trace.nodes[name]):
             continue

@@ -1,7 +1,8 @@
-r"""The rules by which sites get estimators, and programs particles: tables, read from top to bottom; the first counts.
+r"""The rules by which sites get estimators and critics, and programs particles.
 
-The first table follows from the options and from the site's distribution alone. The second overrules it where the
-structure of the program tells more. The third says how many particles a program is good for.
+Tables are read from top to bottom; the first line that holds counts. The first table follows from the options and from
+the site's distribution alone. The second overrules it where the structure of the program tells more. The third says how
+many particles a program is good for. Critics follow at the end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pyro_bpq.critics.joint import JointCritic, MomentCritic, ValueCritic
+from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
+from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
@@ -27,6 +32,7 @@ from pyro_bpq.estimators.score_function import (
     TrimmedBaseline,
 )
 from pyro_bpq.plan.held import has_slopes
+from pyro_bpq.rollout.features import Components, has_moments
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
@@ -249,6 +255,11 @@ class ProgramFacts:
     crossed: frozenset[str] = frozenset()
     free: float = math.inf
 
+    @property
+    def affordable(self) -> int:
+        """Number of particles whose values are small enough for one call."""
+        return affordable(self.elements, self.particles)
+
 
 @dataclass(frozen=True)
 class ParticleRule:
@@ -264,19 +275,15 @@ def affordable(elements: int, particles: int) -> int:
     return min(MOST_PARTICLES, max(2, ELEMENTS * particles // max(elements, 1)))
 
 
-def _affordable(program: ProgramFacts) -> int:
-    return affordable(program.elements, program.particles)
-
-
 def _worthwhile(program: ProgramFacts) -> int:
     """As many as add at most half of the time of what they share, but not too few."""
-    return min(_affordable(program), max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
+    return min(program.affordable, max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
 
 
 def _paired(program: ProgramFacts) -> int:
     """As many as their pairs allow: each particle is scored beside the past of every other one."""
     pairs = math.isqrt(2 * ELEMENTS * program.particles // max(program.elements, 1))
-    return min(_affordable(program), max(FEW_PARTICLES, min(pairs, MOST_PARTICLES)))
+    return min(program.affordable, max(FEW_PARTICLES, min(pairs, MOST_PARTICLES)))
 
 
 PARTICLES = (
@@ -287,7 +294,7 @@ PARTICLES = (
     ParticleRule(
         "hindsight serves all sites",
         lambda p: bool(p.compared) and p.compared <= p.held,
-        lambda p: min(FEW_PARTICLES, _affordable(p)),
+        lambda p: min(FEW_PARTICLES, p.affordable),
     ),
     # Log-probabilities of layers take little time beside the model's run.
     ParticleRule(
@@ -315,3 +322,48 @@ def has_many_components(facts: SiteFacts) -> bool:
     """
     components, chosen = facts.info.components, facts.options.estimator or facts.chosen
     return chosen is None and components is not None and components.size > 1
+
+
+def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
+    """The critic of a site for which only the ELBO's is given.
+
+    A site of many components has none where that is a perceptron or a table: critics that read such a value as a whole
+    lower the variance, but as measured not the time to a given ELBO.
+    """
+    is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
+    if components is None:
+        fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()
+        own = critic if isinstance(critic, JointCritic) and not is_for_other else fitting
+        return own if has_moments(fn) else None
+    if is_for_other:
+        return None
+    if components.size == 1:
+        return critic
+    return None if isinstance(critic, MLPCritic | TabularCritic) else critic
+
+
+def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
+    """Returns the critic if the site has what it reads."""
+    kind = type(fn).__name__
+    if not isinstance(critic, JointCritic):
+        if estimator.is_pathwise:
+            raise OptionError(
+                f"Site {name!r} ({kind}) is reparameterised: a critic corrects the sites before it, and "
+                f"{critic} knows no expectation there. Write critic=MomentCritic() or critic=False."
+            )
+        return critic
+    if critic.is_finite and (components is None or estimator.is_pathwise):
+        raise OptionError(
+            f"Site {name!r} ({kind}) has no finite components, which {critic} sums over. Write critic=MomentCritic()."
+        )
+    if not critic.is_finite and components is not None and not estimator.is_pathwise:
+        raise OptionError(
+            f"Site {name!r} ({kind}) has finite components: write critic=MLPCritic() or critic=QuadraticCritic() "
+            f"instead of {critic}."
+        )
+    if not critic.is_finite and not has_moments(fn):
+        raise OptionError(
+            f"Site {name!r}: {kind} tells no finite mean and variance, which {critic} is centred by. "
+            "Write critic=False."
+        )
+    return critic

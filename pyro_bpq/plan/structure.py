@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
@@ -50,3 +51,9 @@ class Structure:
     def patterns(self) -> dict[tuple[str, str], Pattern]:
         """What components of sites read, by site and cost, in an order that is the same in every process."""
         return dict(sorted(self.facts.patterns, key=lambda pair: pair[0]))
+
+
+def has_like_prior(traced: TracedRun, name: str) -> bool:
+    """Whether the model's distribution of a site has the values and the batch shape of the guide's."""
+    fn, prior = traced.run.sites[name].fn, traced.run.sites[name].prior
+    return prior is not None and have_same_values(prior, fn) and prior.batch_shape == fn.batch_shape

@@ -9,13 +9,29 @@ read none of these sites are drawn once, for all rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.plan import SumPlan
 from pyro_bpq.plan.structure import Structure
-from pyro_bpq.rollout.features import have_same_values
+from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """The tables of a program."""
+
+    components: Mapping[str, Components]  # values of each site, in the order of draws
+    parents: Mapping[str, str | None]  # the site that the law of a site reads; ``None`` if it reads none
+    priors: Mapping[str, str | None]  # the site that the model's law of a site reads
+    others: Mapping[str, str | None]  # the site that another cost of a model or guide site reads, by name of the cost
+    shared: frozenset[str] = frozenset()  # reparameterised sites that are drawn once, for all rows
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the run."""
+        return max(split.cardinality for split in self.components.values())
 
 
 def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
@@ -52,7 +68,10 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
             others[cost.name] = parent
         elif cost.name == cost_of_model(site):
             priors[site] = parent
-            if not _is_known_pair(site, parent, parents) or not _has_values(traced.run.sites[site]):
+            record = traced.run.sites[site]
+            if not _is_known_pair(site, parent, parents):
+                return None
+            if record.prior is None or not have_same_values(record.prior, record.fn):
                 return None
         elif parent not in (None, parents[site]):
             return None
@@ -81,8 +100,3 @@ def _is_known_pair(site: str, other: str | None, parents: Mapping[str, str | Non
 def _root(site: str, parents: Mapping[str, str | None]) -> str:
     parent = parents[site]
     return site if parent is None else _root(parent, parents)
-
-
-def _has_values(record: Any) -> bool:
-    """Whether the model's distribution of a site has the values of the guide's."""
-    return record.prior is not None and have_same_values(record.prior, record.fn)

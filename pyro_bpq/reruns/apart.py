@@ -1,4 +1,4 @@
-r"""Checks that each particle in a vectorised call costs the same as in a run of its own."""
+r"""Particles that run in one call, and each of them in a run of its own, which is compared or tracked."""
 
 from __future__ import annotations
 
@@ -13,29 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import BPQWarning
-from pyro_bpq.reruns.probes import Kind, contrasted, kinds_at, probe, probe_generator
-from pyro_bpq.reruns.row_runs import agree, is_due
-from pyro_bpq.reruns.runs_at import RunsAt, drawn_sites, leaves_of, moved
+from pyro_bpq.errors import BPQWarning, ParticlesDifferError
+from pyro_bpq.reruns.comparisons import (
+    Kind,
+    RunsAt,
+    Trace,
+    agree,
+    contrasted,
+    drawn_sites,
+    is_due,
+    kinds_at,
+    leaves_of,
+    moved,
+    probe,
+    probe_generator,
+)
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import PARTICLES
+from pyro_bpq.tracing.watch import PARTICLES, samples
 
 # Smallest number of particles that are run alone, in the first comparison and in later ones.
 FIRST_LOOK, LATER = 16, 4
 # The same from so many sites on: a run takes long, so that each shows more.
 LONG, FIRST_OF_LONG, LATER_OF_LONG = 100, 4, 1
-# Number of tracked runs that are all compared.
-_NEW = 16
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The programs to compare: all particles in one run, and one particle on its own."""
 
-    # Wraps model and guide with a function, and traces the program. Takes ``one`` or ``together``.
-    trace: Callable[[Program, Callable[[Any], Any]], TracedRun]
+    trace: Trace  # traces ``one`` or ``together``
     one: Program  # model and guide for one particle, and their arguments
     together: Program  # model and guide for all particles, and their arguments
     many: TracedRun  # a run of all particles
@@ -51,10 +61,10 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
 
     If a tracked run has seen particles meet, nothing needs to be run. Else values have to tell. Sampled values may be
     equal in all particles, and equal values do not show that particles are mixed. So most particles get other ones
-    (:func:`~pyro_bpq.reruns.probes.probe`): drawn evenly, or the first value of every site, or the last one. In long
-    programs few particles run alone. There all other particles get other values than that one, which gets the first
-    value of every site, the last one, or other values than the one before. If the program fails at some values, the
-    comparison draws them evenly; if it fails there too, it uses the sampled ones.
+    (:func:`~pyro_bpq.reruns.comparisons.probe`): drawn evenly, or the first value of every site, or the last one. In
+    long programs few particles run alone. There all other particles get other values than that one, which gets the
+    first value of every site, the last one, or other values than the one before. If the program fails at some values,
+    the comparison draws them evenly; if it fails there too, it uses the sampled ones.
 
     In the first look every other comparison moves the parameters a little. A weight of zero hides what it multiplies.
 
@@ -65,14 +75,13 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     if compared.many.mixes:
         return False
     pairs = _Pairs(compared, seed)
-    # In the first look every other comparison moves the parameters a little.
     leaves = leaves_of(compared.many.run.costs.values()) if is_first else []
     found = pairs.look(is_first, leaves)
     if None in found:
         found = pairs.look(is_first, leaves, is_even=True)
     if None in found:
         found = [pairs.at_sampled(is_first)]
-        if found == [None] and pairs.never_runs:
+        if found == [None] and pairs.never_runs():
             return None
     return all(found) if pairs.runs.draw_alike else None
 
@@ -104,7 +113,6 @@ class _Pairs:
         """What a comparison at the sampled values finds."""
         return self._compare(self.sampled, self._order()[: self._wanted(is_first)])
 
-    @property
     def never_runs(self) -> bool:
         """Whether the program fails at given values both for all particles and for one."""
         return self.runs.costs(self.compared.together, self.sampled) is None and self._alone(self.sampled, 0) is None
@@ -120,20 +128,19 @@ class _Pairs:
 
     def _alone(self, values: Mapping[str, Tensor], index: int) -> dict[str, Tensor] | None:
         """The costs of a particle in a run of its own."""
-        own, nesting = {}, self.compared.nesting
-        for name, site in self.sites.items():
-            own[name] = _whole(site, value_alone(site, values[name], index, nesting))
+        nesting = self.compared.nesting
+        own = {n: _whole(site, value_alone(site, values[n], index, nesting)) for n, site in self.sites.items()}
         return self.runs.costs(self.compared.one, own)
 
     def _compare(self, values: Mapping[str, Tensor], picked: Sequence[int]) -> bool | None:
         """Whether some particles cost alone what they cost together; ``None`` if a run fails."""
-        among, found = self.runs.costs(self.compared.together, values), list[bool]()
+        among, are_same = self.runs.costs(self.compared.together, values), True
         for index in picked:
             alone = None if among is None else self._alone(values, index)
             if among is None or alone is None:
                 return None
-            found.append(_is_same(among, alone, index, self.compared.nesting))
-        return all(found)
+            are_same &= _is_same(among, alone, index, self.compared.nesting)
+        return are_same
 
     def _drawn(self, values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
         """New values of all sites; those that all particles share are drawn once."""
@@ -210,20 +217,6 @@ class Together:
         return False
 
 
-class TrackedRuns:
-    """Counts tracked runs: their structure may be new. Where most runs are tracked, few of them count."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def may_be_new(self, traced: TracedRun) -> bool:
-        """Whether particles of this run are to be compared as if for the first time; counts it if it is tracked."""
-        if traced.reads is None:
-            return False
-        self.number += 1
-        return self.number <= _NEW or is_due(self.number)
-
-
 def _frames(site: Any) -> list[Any]:
     """The vectorised plates of a site, but for that of the particles."""
     return [f for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES]
@@ -256,10 +249,8 @@ def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: in
     """Whether a particle costs the same in the joint run and in a run of its own."""
     if among.keys() != alone.keys():
         return False
-    found = [particle_of(among[name], index, nesting) for name in alone]
-    if any(a.numel() != b.numel() for a, b in zip(found, alone.values(), strict=True)):
-        return False
-    return agree([cost.reshape(-1) for cost in found], [cost.reshape(-1) for cost in alone.values()])
+    found = [particle_of(among[name], index, nesting).reshape(-1) for name in alone]
+    return agree(found, [cost.reshape(-1) for cost in alone.values()])
 
 
 def particle_of(tensor: Tensor, index: int | Tensor, nesting: int, event_ndim: int = 0) -> Tensor:
@@ -284,3 +275,48 @@ def value_alone(site: Any, value: Tensor, index: int | Tensor, nesting: int) -> 
     while value.dim() - event_ndim > plates and value.shape[0] == 1:
         value = value[0]
     return value
+
+
+def tracked_alone(trace: Callable[..., TracedRun], runs: Sequence[TracedRun], has_buffers: bool) -> list[TracedRun]:
+    """Tracks each particle in a run of its own, at the values that it has drawn together with the others.
+
+    Generators and buffers stay as the runs of the step have left them.
+
+    Args:
+        trace: Traces the program for one particle; takes ``track`` and ``put``, which wraps model and guide.
+        runs: The particles as they ran together.
+        has_buffers: Whether the programs may call modules with buffers.
+
+    Returns:
+        The tracked runs.
+
+    Raises:
+        ParticlesDifferError: If a particle costs something else alone. Nobody can tell where programs draw more
+            noise, may have changed buffers in the meantime, or cost something else each time.
+    """
+
+    def alone(run: TracedRun, track: bool) -> TracedRun:
+        sites = {**samples(run.model_trace), **samples(run.guide_trace)}
+        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        return trace(track=track, put=Substitute({**values, **run.subsamples}))
+
+    found, is_comparable = [], True
+    for run in runs:
+        with Sandbox(torch.get_rng_state(), has_buffers) as sandbox:
+            found.append(alone(run, True))
+        is_comparable &= not found[-1].has_buffers and all(map(torch.equal, sandbox.before, sandbox.after))
+    differing = [pair for pair in zip(runs, found, strict=True) if not costs_alike(*pair)]
+    if is_comparable and differing:
+        run, own = differing[0]
+        with Sandbox(torch.get_rng_state(), has_buffers):
+            again = [alone(run, False) for _ in range(2)]
+        if all(costs_alike(own, one) for one in again):
+            raise ParticlesDifferError("a particle costs something else on its own, at the same values of all sites")
+    return found
+
+
+def costs_alike(one: TracedRun, other: TracedRun) -> bool:
+    """Whether two runs at the same values cost the same; true if they have other sites, since values steer these."""
+    if one.key != other.key:
+        return True
+    return agree([*one.run.costs.values()], [other.run.costs[name] for name in one.run.costs])

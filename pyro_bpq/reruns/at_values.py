@@ -55,8 +55,8 @@ class Reruns:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.plan, self.generator, self.share = plan, generator, share
         self.held = held
-        self._fresh: tuple[Run, ...] | None = None
-        self._led: dict[int, SharedBackward] = {}
+        # The backward pass through the costs of each run, which all sites share; empty before it is asked for.
+        self._led: list[SharedBackward] = []
 
     def with_plan(self, plan: Plan) -> Reruns:
         """The same runs, by another plan of the same graph."""
@@ -79,34 +79,28 @@ class Reruns:
         # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
         with torch.set_grad_enabled(value.requires_grad):
             values = value.split(1) if len(self.traced) > 1 else (value,)
-        return tuple(
-            self._run(name, values[i], fresh, None if held is None else held[i], means, *pair)
-            for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
-        )
+            each = zip(values, held or [None] * len(values), self.programs, self.traced, strict=True)
+            return tuple(self._run(name, fresh, means, *one) for one in each)
 
     def _run(
-        self, name: str, value: Tensor, fresh: set[str], held: Run | None, means: bool, program: Any, traced: TracedRun
+        self, name: str, fresh: set[str], means: bool, value: Tensor, held: Run | None, program: Any, traced: TracedRun
     ) -> Run:
+        """One of these runs; gradients are enabled where the value requires one."""
         model, _, args, kwargs = program
         sites = traced.run.sites
         values: dict[str, Any] = {site: detached(record.value) for site, record in sites.items() if site not in fresh}
         if held is not None:
             values.update({site: detached(record.value) for site, record in held.sites.items() if site in fresh})
         values.update(traced.subsamples)
-        own = sites[name].value
-        with torch.set_grad_enabled(value.requires_grad):
-            values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
-            if value.requires_grad:
-                # A program may change the value in place, which autograd forbids for a leaf.
-                values[name] = values[name].clone()
-        seed = self._seed()
-        relaxed = frozenset({name}) if value.requires_grad else frozenset()
-        with (
-            Sandbox(seed, self.plan.has_buffers),
-            pyro.validation_enabled(False),
-            torch.set_grad_enabled(value.requires_grad),
-        ):
-            put = Substitute(values, relaxed, frozenset(fresh - {name}) if means else frozenset())
+        own, relaxed = sites[name].value, frozenset[str]()
+        values[name] = value.reshape(own.shape)
+        if value.requires_grad:
+            # A program may change the value in place, which autograd forbids for a leaf.
+            values[name], relaxed = values[name].clone(), frozenset({name})
+        else:
+            values[name] = values[name].to(own.dtype)
+        put = Substitute(values, relaxed, frozenset(fresh - {name}) if means else frozenset())
+        with Sandbox(self._seed(), self.plan.has_buffers), pyro.validation_enabled(False):
             if len(fresh) == 1 and self._is_last(name, traced):
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
             else:
@@ -118,12 +112,9 @@ class Reruns:
         ndim = len(self.traced[0].run.sites[name].fn.event_shape)
         value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
         leaf = value.clone().requires_grad_()
-        return bool((slope_of(self(name, leaf), self._others(name), leaf) != 0).any())
-
-    def _others(self, name: str) -> list[str]:
-        """The costs downstream of a site, without the site's own log-probabilities."""
         own = (cost_of_guide(name), cost_of_model(name))
-        return [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
+        others = [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
+        return bool((slope_of(self(name, leaf), others, leaf) != 0).any())
 
     def slopes(self, name: str) -> tuple[Tensor, ...] | None:
         """The gradient of all downstream costs to the value of a site, for each run of the step.
@@ -133,29 +124,27 @@ class Reruns:
         """
         if any(traced.run.sites[name].leaf is None for traced in self.traced):
             return None
-        found = [(self._led_back(i).slopes[name], traced.run) for i, traced in enumerate(self.traced)]
-        return tuple(slope + _own_slope(run, name) for slope, run in found)
-
-    def _led_back(self, i: int) -> SharedBackward:
-        """The backward pass through the costs of run ``i``, shared by all sites."""
-        if i not in self._led:
-            self._led[i] = shared_backward(self.traced[i].run, self.share)
-        return self._led[i]
+        if not self._led:
+            self._led = [shared_backward(traced.run, self.share) for traced in self.traced]
+        pairs = zip(self._led, self.traced, strict=True)
+        return tuple(led.slopes[name] + _own_slope(traced.run, name) for led, traced in pairs)
 
     def differentiable(self) -> list[Tensor]:
         """The differentiable costs of each run, for the surrogate; call it after all sites are done."""
-        costs = [traced.run.differentiable for traced in self.traced]
-        return [self._led[i].differentiable if i in self._led else cost for i, cost in enumerate(costs)]
+        if self._led:
+            return [led.differentiable for led in self._led]
+        return [traced.run.differentiable for traced in self.traced]
 
     def fresh(self) -> tuple[Run, ...]:
         """Runs the program again for each run of the step, with all sites drawn afresh.
 
         Later calls return the same runs.
         """
-        if self._fresh is None:
-            pairs = zip(self.programs, self.traced, strict=True)
-            self._fresh = tuple(self._fresh_run(program, traced) for program, traced in pairs)
         return self._fresh
+
+    @cached_property
+    def _fresh(self) -> tuple[Run, ...]:
+        return tuple(self._fresh_run(*pair) for pair in zip(self.programs, self.traced, strict=True))
 
     def _fresh_run(self, program: Any, traced: TracedRun) -> Run:
         (model, guide, args, kwargs), put = program, Substitute(traced.subsamples)

@@ -26,8 +26,8 @@ from pyro.ops import packed
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError
-from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.reruns.factors import Packed, Recipe, Term, average, make, pack
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
+from pyro_bpq.reruns.enumeration import Packed, Recipe, Term, average, make, pack
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.tracing.traced_run import TracedRun, entropy_term
 
@@ -66,16 +66,17 @@ class Elimination:
             Each cost in nats, with its plate dimensions, or ``(rows, 1.., plate dims)``. A cost that does not depend
             on the rows has no dimension for them.
         """
-        used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
-        free = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
-        row = {} if rows is None else {-1 - batch_ndim: free}
+        row: dict[int, str] = {}
+        if rows is not None:
+            used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
+            row[-1 - batch_ndim] = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
         dims = {**self.dims, **{symbol: dim for dim, symbol in row.items()}}
         found = {}
         with shared_intermediates():
             for cost in names:
-                terms = {name: self._term(trace, name, row) for name in self.recipes[cost].sites}
-                made = make(self.recipes[cost], terms, self.summed)
-                found[cost] = packed.unpack(average(made, self.recipes[cost], self.log_q, self.averaged), dims)
+                recipe = self.recipes[cost]
+                made = make(recipe, {name: self._term(trace, name, row) for name in recipe.sites}, self.summed)
+                found[cost] = packed.unpack(average(made, recipe, self.log_q, self.averaged), dims)
         return found
 
     def _term(self, trace: Any, name: str, row: Mapping[int, str]) -> Term:
@@ -99,14 +100,11 @@ class _Eliminator:
         self.summed = {n: s["infer"]["_enumerate_symbol"] for n, s in _enumerated(model) if n not in guide.nodes}
         self.model = self._terms(model, model.plate_to_symbol, {**symbols, **self.summed})
         self.averaged = symbols
-        names = {symbol: name for name, symbol in model.plate_to_symbol.items()}
-        frames = [
-            frame
-            for term in (*self.guide.values(), *self.model.values())
-            for frame in term.site["cond_indep_stack"]
-            if frame.vectorized
-        ]
-        self.plate_names = names
+        self.plate_names = {symbol: name for name, symbol in model.plate_to_symbol.items()}
+        # The plates of each cost.
+        self.plates = {cost: entry[1] for entry, cost in zip(traced.entries, traced.run.costs, strict=True)}
+        terms = (*self.guide.values(), *self.model.values())
+        frames = [frame for term in terms for frame in term.site["cond_indep_stack"] if frame.vectorized]
         self.dims = {model.plate_to_symbol[frame.name]: frame.dim for frame in frames}
         for frame in frames:
             dim = self.dims[model.plate_to_symbol[frame.name]]
@@ -126,32 +124,28 @@ class _Eliminator:
 
     def recipes(self) -> list[Recipe]:
         """The recipes of all costs, with the costs of the guide first."""
-        plates = self._plates()
+        plates = self.plates
         recipes = [Recipe((name,), plates=plates[cost_of_guide(name)], is_guide=True) for name in self.guide]
         groups = self._groups()
-        grouped = {name for group in groups for name in group}
-        for name in self.model:
-            if name not in grouped:
-                recipes.append(Recipe((name,), plates=plates[cost_of_model(name)]))
+        alone = [name for name in self.model if not any(name in group for group in groups)]
+        recipes += [Recipe((name,), plates=plates[cost_of_model(name)]) for name in alone]
         for group in groups:
             common = frozenset.intersection(*(frozenset(plates[cost_of_model(name)]) for name in group))
             summed = tuple(name for name in group if name in self.summed)
             recipes.append(Recipe(group, summed, plates=tuple(sorted(common))))
         return [replace(recipe, averaged=self._averaged(recipe)) for recipe in recipes]
 
-    def _plates(self) -> dict[str, tuple[Plate, ...]]:
-        return {cost: entry[1] for entry, cost in zip(self.traced.entries, self.traced.run.costs, strict=True)}
-
     def _groups(self) -> list[tuple[str, ...]]:
         """Groups of the model's sites that are linked by enumerated sites that only the model has."""
-        groups: list[tuple[set[str], set[str]]] = []
+        groups: list[tuple[set[str], frozenset[str]]] = []
         for name, term in self.model.items():
             reads = (term.reads | {name}) & self.summed.keys()
             if reads:
-                linked = [group for group in groups if group[1] & reads]
-                apart = [group for group in groups if not group[1] & reads]
-                members, found = {name}.union(*(group[0] for group in linked)), reads.union(*(g[1] for g in linked))
-                groups = [*apart, (members, set(found))]
+                members = {name}
+                for group in [group for group in groups if group[1] & reads]:
+                    groups.remove(group)
+                    members, reads = members | group[0], reads | group[1]
+                groups.append((members, reads))
         return [tuple(name for name in self.model if name in members) for members, _ in groups]
 
     def _averaged(self, recipe: Recipe) -> tuple[str, ...]:
@@ -212,10 +206,13 @@ class _Eliminator:
         traced = self.traced
         if traced.reads is None:
             return
-        sizes = {**self._sizes(self.guide, self.averaged), **self._sizes(self.model, self.summed)}
+        symbols = {**self.averaged, **self.summed}
+        # The enumerated sites of more than one value.
+        owners = {**self.model, **self.guide}
+        many = {name for name, symbol in symbols.items() if symbol in owners[name].cost._pyro_dims}
         for prefix, terms in ((cost_of_guide, self.guide), (cost_of_model, self.model)):
             for name, term in terms.items():
-                lost = {read for read in traced.reads[prefix(name)] if sizes.get(read, 1) > 1} - term.reads
+                lost = (traced.reads[prefix(name)] & many) - term.reads
                 if not lost:
                     continue
                 if name in traced.run.sites and prefix is cost_of_guide:
@@ -226,17 +223,9 @@ class _Eliminator:
                     f'remove infer={{"enumerate": ...}} at {min(lost)!r}, so that it is sampled.'
                 )
         for name in traced.untraced:
-            lost = {read for read in traced.reads[cost_of_guide(name)] if sizes.get(read, 1) > 1}
+            lost = traced.reads[cost_of_guide(name)] & many
             if lost:
                 self._raise_sampled_below(name, min(lost))
-
-    @staticmethod
-    def _sizes(terms: Mapping[str, Term], symbols: Mapping[str, str]) -> dict[str, int]:
-        """Number of values of enumerated sites."""
-        return {
-            name: dict(zip(terms[name].cost._pyro_dims, terms[name].cost.shape, strict=True)).get(symbol, 1)
-            for name, symbol in symbols.items()
-        }
 
     @staticmethod
     def _raise_sampled_below(name: str, read: str) -> None:
@@ -255,11 +244,10 @@ class _Eliminator:
 
     def result(self, recipes: Mapping[str, Recipe]) -> Elimination:
         """The :class:`Elimination`, which makes the costs of other runs."""
-        log_q = {name: self.log_q[name].detach() for name in self.log_q}
+        log_q = {name: tensor.detach() for name, tensor in self.log_q.items()}
         for name, tensor in log_q.items():
             tensor._pyro_dims = self.log_q[name]._pyro_dims
-        order = tuple(self.guide)
-        return Elimination(recipes, self.model, log_q, self.summed, self.averaged, order, self.dims)
+        return Elimination(recipes, self.model, log_q, self.summed, self.averaged, tuple(self.guide), self.dims)
 
     def rows_meet(self, recipes: Iterable[Recipe]) -> bool:
         """Whether a mean over a site outside of a plate has weights that read the rows of the plate.
@@ -267,10 +255,10 @@ class _Eliminator:
         ``q(z)`` outside of the plate may read all rows. Each row of a mean over ``z`` then reads all rows too. Only
         tracked runs can tell; for others the result is ``False``.
         """
-        traced, plates = self.traced, self._plates()
+        traced = self.traced
         for recipe in recipes if traced.reads is not None else ():
             for name in recipe.averaged:
-                outside = set(recipe.plates) - set(plates[cost_of_guide(name)])
+                outside = set(recipe.plates) - set(self.plates[cost_of_guide(name)])
                 read = (traced.reads or {})[cost_of_guide(name)] & traced.run.sites.keys()
                 if any(outside & set(traced.plates[site]) for site in read):
                     return True
@@ -313,14 +301,14 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
             made[recipe.name] = recipe, traced.run.costs[recipe.name] if is_as_it_was else work.cost(recipe)
     for name in traced.untraced:
         cost = cost_of_guide(name)
-        made[cost] = Recipe((name,), plates=work._plates()[cost], is_guide=True), traced.run.costs[cost]
+        made[cost] = Recipe((name,), plates=work.plates[cost], is_guide=True), traced.run.costs[cost]
     entries = dict(zip(traced.run.costs, traced.entries, strict=True))
-    costs, own_entries, kept = {}, [], {}
-    for name in [*(n for n in entries if n in made), *(n for n in made if n not in entries)]:
-        recipe, costs[name] = made[name]
-        kept[name] = recipe
-        label = recipe.sites[0] if name in entries else name
-        own_entries.append((label, recipe.plates, entries[name] if name in entries else recipe))
+    order = [*(name for name in entries if name in made), *(name for name in made if name not in entries)]
+    kept, costs = {name: made[name][0] for name in order}, {name: made[name][1] for name in order}
+    own_entries = [
+        (recipe.sites[0], recipe.plates, entries[name]) if name in entries else (name, recipe.plates, recipe)
+        for name, recipe in kept.items()
+    ]
     # A site whose own -log p became part of a sum has no table of -log p over its values.
     sites = {
         name: record if cost_of_model(name) in made else replace(record, prior=None)
@@ -342,9 +330,8 @@ def _sums(traced: TracedRun, recipes: Mapping[str, Recipe], costs: Mapping[str, 
     """The sum of the costs that carry pathwise gradients, and the loss."""
     paths, losses = torch.zeros(()), torch.zeros(())
     for name, recipe in recipes.items():
-        cost = costs[name]
+        cost, site = costs[name], recipe.sites[0]
         losses = losses + cost.detach().sum()
-        site = recipe.sites[0]
         if recipe.is_guide and site in traced.run.sites:
             # Only the part of log q of a sampled site whose gradient has a nonzero expectation.
             term: Any = 0.0

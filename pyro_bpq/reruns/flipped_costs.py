@@ -10,9 +10,9 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
+from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Rows
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
@@ -48,23 +48,16 @@ def flipped_costs(
     """
     graph, flips = plan.graph, plan.flips
     assert flips is not None
-    model, guide, args, kwargs = program
-    part = guide if traced[0].only_costs else model
     tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
-
-    def again(values: Mapping[str, Any]) -> Any:
-        return trace_at(values, part, args, kwargs)
-
     for run in traced:
-        rows = _run_flipped(plan, run, again, runs, learning, is_checked)
+        rows = _run_flipped(plan, run, program, runs, learning, is_checked)
         if rows is None:
             return None
         for name, split in plan.components.items():
             plates = graph.node(name).plates
             shape = rollout.run_shape(plates)
-            total = next(iter(rows.values())).new_zeros(())
-            for cost in flips.costs[name]:
-                total = total + reduced(rows[cost], graph.cost(cost).plates, plates, shape)
+            costs = [reduced(rows[cost], graph.cost(cost).plates, plates, shape) for cost in flips.costs[name]]
+            total = sum(costs, next(iter(rows.values())).new_zeros(()))
             index = sampled_index(run.run.sites[name].value, run.run.sites[name].fn, split, shape)
             start = flips.start[name]
             moved = total[start : start + split.size * (split.cardinality - 1)]
@@ -73,11 +66,13 @@ def flipped_costs(
 
 
 def _run_flipped(
-    plan: Plan, traced: TracedRun, again: Callable[..., Any], runs: RowRuns, learning: bool, is_checked: bool
+    plan: Plan, traced: TracedRun, program: Program, runs: RowRuns, learning: bool, is_checked: bool
 ) -> dict[str, Tensor] | None:
-    """The costs ``(rows, batch)`` of the extra run, by name; ``again`` is the trace of the model at values."""
+    """The costs ``(rows, batch)`` of the extra run, by name."""
     flips, records = plan.flips, traced.run.sites
     assert flips is not None
+    model, guide, args, kwargs = program
+    part = guide if traced.only_costs else model
     moved = {
         name: flipped(records[name].value, records[name].fn, split, flips, name)
         for name, split in plan.components.items()
@@ -87,18 +82,16 @@ def _run_flipped(
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
 
     def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
-        trace = again(values)
-        found = {}
+        trace, found = trace_at(values, part, args, kwargs), dict[str, Tensor]()
         if traced.elimination is not None:
             found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
         add_costs(found, trace, False, sampled)
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
-    program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
-    key = traced.key, traced.batch_ndim
-    fixed = fixed_values(traced, sites, moved)
-    return runs.run(key, program, sites, fixed, moved, sampled, learning, is_checked)
+    again = RowProgram(costs, sites, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
+    rows = Rows(fixed_values(traced, sites, moved), moved)
+    return runs.run((traced.key, traced.batch_ndim), again, rows, sampled, learning, is_checked)
 
 
 def trace_at(values: Mapping[str, Any], program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -161,8 +154,7 @@ def reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: t
 
 def sampled_index(value: Tensor, fn: Any, split: Components, shape: tuple[int, ...]) -> Tensor:
     """Index ``(M, plates, D)`` of the sampled value of each component."""
-    index = split.index(value, fn)
-    return index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
+    return split.index(value, fn).expand(*shape, -1)
 
 
 def table(cost: Tensor, index: Tensor, cardinality: int) -> Tensor:

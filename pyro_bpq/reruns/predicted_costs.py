@@ -5,12 +5,21 @@ With ``g`` and ``H`` the first and second derivatives of the costs that read a s
 value to ``v`` changes them by about
 
     g · δ + ½ δ · H δ,   δ = e_v - e_{x_d}.
+
+Curvatures follow from squared weights. If ``h = W u + b`` reads a value and a cost is a sum over the entries of ``h``,
+the cost's second derivative in entry ``d`` of ``u`` is
+
+    Σ_j W_jd² ∂²cost/∂h_j².
+
+Otherwise the second derivatives in ``h`` are probed by one random vector of signs, which neglects those in two entries.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -20,8 +29,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
-from pyro_bpq.plan.held import has_slopes
-from pyro_bpq.reruns.expansions import expansions
+from pyro_bpq.estimators.noise import signs
 from pyro_bpq.reruns.flipped_costs import trace_at
 from pyro_bpq.reruns.held_costs import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
@@ -65,13 +73,19 @@ def predicted_costs(
         for name in parts:
             shape = rollout.run_shape(run.graph.node(name).plates)
             split, record = run.plan.sites[name].components, one.run.sites[name]
-            value = record.value.detach()
-            if split.kind == "bernoulli":
-                step = _step(split, value)
-                tables = [_table_of_bits(step, found.get(name), shape) for found in expansions]
+            value, has_bits = record.value.detach(), split.kind == "bernoulli"
+            if has_bits:
+                # The step of each bit to its other value.
+                at = (1.0 - 2.0 * value).reshape(*value.shape[: value.dim() - split.value_ndim], split.size)
             else:
-                index = split.index(value, record.fn)
-                tables = [_table(split, index, found.get(name), shape) for found in expansions]
+                at = split.index(value, record.fn)
+            size = (split.size,) if has_bits else (split.size, split.cardinality)
+            tables = []
+            for found in expansions:
+                table = torch.zeros((), device=value.device)
+                if name in found:
+                    table = _table_of_bits(at, *found[name]) if has_bits else _table(split, at, *found[name])
+                tables.append(table.nan_to_num_(0.0, 0.0, 0.0).expand(*shape, *size))
             parts[name].append(Changes(*tables))
     return {name: joined(found) for name, found in parts.items()}
 
@@ -80,21 +94,29 @@ def _expansions(
     run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, nesting: int | None
 ) -> Expansions:
     """Expansions by site; empty where the program has no gradients."""
-    sites = traced.run.sites
-    names = [n for n, site in run.plan.sites.items() if site.is_drawn and has_slopes(site.components)]
-    names = [name for name in names if sites[name].value.is_floating_point()]
+    sites, plan = traced.run.sites, run.plan
+    names = [name for name in plan.sites if name in plan.sloped and sites[name].value.is_floating_point()]
     if not names or traced.elimination is not None:
         return {}, {}, {}
     own = {name: leaf for name in names if (leaf := sites[name].leaf) is not None}
+    blocks = {n: s.components.cardinality for n, s in plan.sites.items() if s.components.kind == "one_hot"}
+    curves = any(plan.sites[name].curvature for name in names)
     try:
         with pyro.validation_enabled(False), torch.enable_grad():
             if len(own) == len(names):
-                pair = traced.guide_trace, None if traced.only_costs else traced.model_trace
-                return _expanded(run, traced, pair, own, traced.maps, generator, nesting)
-            leaves = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
+                traces = traced.guide_trace, None if traced.only_costs else traced.model_trace
+                leaves = Leaves(own, traced.maps if curves else (), blocks, generator, nesting)
+                return _expanded(run, traced, traces, leaves)
+            model, guide, args, kwargs = program
+            new = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
+            values: dict[str, Any] = {name: record.value.detach() for name, record in sites.items()}
+            values |= {name: leaf.clone() for name, leaf in new.items()} | dict(traced.subsamples)
             with Sandbox(traced.rng[0], run.has_buffers):
-                pair, maps = _run_again(traced, program, leaves)
-                return _expanded(run, traced, pair, leaves, maps, generator, nesting)
+                with LinearReads(new) as reads:
+                    first = trace_at(values, guide, args, kwargs)
+                    second = None if traced.only_costs else trace_at(values, model, args, kwargs)
+                leaves = Leaves(new, reads.found if curves else (), blocks, generator, nesting)
+                return _expanded(run, traced, (first, second), leaves)
     except BPQError:
         raise
     except RuntimeError as error:
@@ -108,44 +130,13 @@ def _expansions(
         return {}, {}, {}
 
 
-def _run_again(
-    traced: TracedRun, program: Program, leaves: Mapping[str, Tensor]
-) -> tuple[tuple[Any, Any], tuple[LinearRead, ...]]:
-    """The traces of guide and model at leaves, and the linear maps that read these."""
-    model, guide, args, kwargs = program
-    values: dict[str, Any] = {name: record.value.detach() for name, record in traced.run.sites.items()}
-    values |= {name: leaf.clone() for name, leaf in leaves.items()}
-    values |= traced.subsamples
-    with LinearReads(leaves) as reads:
-        first = trace_at(values, guide, args, kwargs)
-        second = None if traced.only_costs else trace_at(values, model, args, kwargs)
-    return (first, second), tuple(reads.found)
-
-
-def _expanded(
-    run: HeldRun,
-    traced: TracedRun,
-    traces: tuple[Any, Any],
-    leaves: Mapping[str, Tensor],
-    maps: Sequence[LinearRead],
-    generator: torch.Generator | None,
-    nesting: int | None,
-) -> Expansions:
+def _expanded(run: HeldRun, traced: TracedRun, traces: tuple[Any, Any], leaves: Leaves) -> Expansions:
     of_model, of_guide, laws = _totals(run, traced, traces)
-    maps = maps if any(run.plan.sites[name].curvature for name in leaves) else ()
-    blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
-
-    def expansion(total: Tensor | None) -> dict[str, Expansion]:
-        if total is None or not total.requires_grad:
-            return {}
-        slopes, bent = expansions(total, maps, leaves, blocks, generator, nesting)
-        return {name: (slope, bent.get(name)) for name, slope in slopes.items()}
-
-    found = expansion(laws)
-    later: dict[str, Expansion] = dict(found if of_guide is laws else expansion(of_guide))
+    found = leaves.expansion(laws)
+    later = dict(found if of_guide is laws else leaves.expansion(of_guide))
     immediate: dict[str, Expansion] = {}
     for group, total in zip(run.plan.groups, of_model, strict=True):
-        for name, part in expansion(total).items():
+        for name, part in leaves.expansion(total).items():
             side = immediate if name in group.immediate else later
             if name in side:
                 (slope, bent), (more, bent_more) = side[name], part
@@ -198,40 +189,115 @@ def _total(terms: Sequence[Tensor]) -> Tensor | None:
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _step(split: Components, value: Tensor) -> Tensor:
-    """The step of each bit to its other value, ``(batch, D)``."""
-    return (1.0 - 2.0 * value).reshape(*value.shape[: value.dim() - split.value_ndim], split.size)
-
-
-def _table_of_bits(step: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+def _table_of_bits(step: Tensor, slope: Tensor, bent: Tensor | None) -> Tensor:
     """Changes ``(M, plates, D)`` of the other values from an expansion at the drawn ones."""
-    if found is None:
-        return _spread(step.new_zeros(()).expand_as(step), shape, 1)
-    slope, bent = found
     table = slope.reshape(step.shape) * step
-    if bent is not None:
-        lead = step.shape if bent.shape == slope.shape else (1, *step.shape[1:])
-        table = table.add_(bent.reshape(lead), alpha=0.5)
-    return _spread(table.nan_to_num_(0.0, 0.0, 0.0), shape, 1)
+    if bent is None:
+        return table
+    lead = step.shape if bent.shape == slope.shape else (1, *step.shape[1:])
+    return table.add_(bent.reshape(lead), alpha=0.5)
 
 
-def _table(split: Components, index: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+def _table(split: Components, index: Tensor, slope: Tensor, bent: Tensor | None) -> Tensor:
     """Changes ``(M, plates, D, K)`` from an expansion at the drawn values."""
     size, cardinality, batch, at = split.size, split.cardinality, index.shape[:-1], index.unsqueeze(-1)
-    if found is None:
-        return torch.zeros((), device=index.device).expand(*shape, size, cardinality)
-    slope, bent = found
     table = slope.reshape(*batch, size, cardinality)
     table = table - table.gather(-1, at)
-    if bent is not None:
-        mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
-        own = mixed.diagonal(dim1=-2, dim2=-1)
-        across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
-        table = table + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
-    return _spread(table.nan_to_num_(0.0, 0.0, 0.0), shape, 2)
+    if bent is None:
+        return table
+    mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
+    own = mixed.diagonal(dim1=-2, dim2=-1)
+    across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
+    return table + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
 
 
-def _spread(table: Tensor, shape: tuple[int, ...], ndim: int) -> Tensor:
-    """A table with ``ndim`` last dimensions at all places of ``shape``."""
-    missing = len(shape) + ndim - table.dim()
-    return table.reshape(*(1,) * missing, *table.shape).expand(*shape, *table.shape[-ndim:])
+@dataclass(frozen=True)
+class Leaves:
+    """Where costs are expanded.
+
+    Args:
+        values: The leaves by name.
+        reads: The linear maps that read them.
+        blocks: For some leaves the size ``K`` of the blocks within which mixed derivatives are found too; for the
+            others the derivatives lie on the diagonal.
+        generator: Draws the signs.
+        nesting: Second derivatives are averaged over the leftmost of so many batch dimensions; ``None`` for no average.
+    """
+
+    values: Mapping[str, Tensor]
+    reads: Sequence[LinearRead]
+    blocks: Mapping[str, int]
+    generator: torch.Generator | None
+    nesting: int | None
+
+    def expansion(self, total: Tensor | None) -> dict[str, Expansion]:
+        """First and second derivatives of a sum of costs in the entries of leaves.
+
+        Second ones are found as far as linear maps read the leaves. They may lack the size of the particles, and have
+        another dimension ``K`` for mixed derivatives. Leaves that nothing reads are left out.
+        """
+        if total is None or not total.requires_grad:
+            return {}
+        asked = [*self.values.values(), *(read.output for read in self.reads)]
+        first = torch.autograd.grad(total, asked, create_graph=bool(self.reads), allow_unused=True, retain_graph=True)
+        bent = self._curvatures(first[len(self.values) :])
+        slopes = zip(self.values, first, strict=False)
+        return {name: (slope.detach(), bent.get(name)) for name, slope in slopes if slope is not None}
+
+    def _curvatures(self, first: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Second derivatives in leaves, from first derivatives in the outputs of linear maps."""
+        pairs = zip(self.reads, first, strict=True)
+        known = [(read, slope) for read, slope in pairs if slope is not None and slope.requires_grad]
+        if not known:
+            return {}
+        outputs, slopes = [read.output for read, _ in known], [slope for _, slope in known]
+        drawn = _signs(slopes, self.generator)
+        probes = [sign.expand_as(slope) for sign, slope in zip(drawn, slopes, strict=True)]
+        second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
+        found: dict[str, Tensor] = {}
+        for (read, _), sign, bent in zip(known, drawn, second, strict=True):
+            if bent is None:
+                continue
+            curved = bent.detach()
+            if self.nesting is not None and read.scale is not None and curved.dim() == self.nesting + 1:
+                # Each particle's own would be hardly better, and takes a product of matrices for each.
+                curved = curved.mean(0, keepdim=True)
+            curved = sign * curved
+            curved = curved if curved.shape[-1:] == read.weight.shape[:1] else curved.unsqueeze(-1)
+            for name in read.leaves:
+                part = _in_leaf(read, curved, self.values[name], self.blocks.get(name))
+                if part is not None:
+                    found[name] = found[name] + part if name in found else part
+        return found
+
+
+def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+    """Random signs for each slope, the same for all of its rows."""
+    assert generator is not None
+    sizes = [slope.shape[-1] if slope.dim() else 1 for slope in slopes]
+    parts = signs(slopes[0].new_empty(sum(sizes)), generator).split(sizes)
+    return [part.reshape(slope.shape[-1:]).to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
+
+
+def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) -> Tensor | None:
+    """From second derivatives in the output of a map to those in a leaf."""
+    if block is not None:
+        if read.scale is None:
+            return None
+        weight = (read.scale * read.weight).reshape(len(read.weight), -1, block)
+        mixed = (weight.unsqueeze(-1) * weight.unsqueeze(-2)).flatten(1)
+        return _shaped(curved @ mixed, (*leaf.shape, block))
+    if read.scale is not None:
+        return _shaped((curved @ read.weight.square()) * read.scale.square(), leaf.shape)
+    squared = curved @ read.weight.square()
+    # Each entry of the source reads at most one entry of the leaf, with a slope that enters squared.
+    outer = torch.zeros_like(read.source, requires_grad=True)
+    (back,) = torch.autograd.grad(read.source, leaf, outer, create_graph=True)
+    (slope,) = torch.autograd.grad(back, outer, torch.ones_like(leaf))
+    (found,) = torch.autograd.grad(read.source, leaf, squared * slope, retain_graph=True)
+    return found
+
+
+def _shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor in the shape of a leaf; averages keep a first dimension of one."""
+    return tensor.reshape(shape) if tensor.numel() == math.prod(shape) else tensor.reshape(1, *shape[1:])

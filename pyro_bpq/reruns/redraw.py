@@ -125,19 +125,15 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
             )
         number *= split.cardinality
         like = split.index(record.value, record.fn)
-        supports.append(
-            [
-                split.value(torch.full_like(like, k), record.fn).to(record.value.dtype).reshape(record.value.shape)
-                for k in range(split.cardinality)
-            ]
-        )
+        values = [split.value(torch.full_like(like, k), record.fn) for k in range(split.cardinality)]
+        supports.append([value.to(record.value.dtype).reshape(record.value.shape) for value in values])
     if number > limit:
         raise OptionError(
             f'Replay(coparents="expected", max_assignments={limit}): the co-parents {list(names)} of site {site!r} '
             f"have {number} joint values. {advice}"
         )
-    for values in itertools.product(*supports):
-        yield dict(zip(names, values, strict=True))
+    for joint in itertools.product(*supports):
+        yield dict(zip(names, joint, strict=True))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.reruns.probes import Kind, kinds_at, probe, probe_generator
+from pyro_bpq.reruns.comparisons import Kind, agree, is_due, kinds_at, probe, probe_generator
 from pyro_bpq.tracing.sandbox import Sandbox, Wrapped
 
 LOG = logging.getLogger("pyro_bpq")
@@ -38,8 +38,6 @@ MOST_SINGLES = 16
 MOST_ELEMENTS = 1 << 21
 # Number of rows at which ways are compared, and number of these rows that single runs check.
 PROBES, REFEREES = 8, 2
-# A way is compared with the others again after 1, 2, 4, ... uses, and then every ``LONGEST`` uses.
-LONGEST = 128
 _CAPACITY = 256
 
 
@@ -59,18 +57,11 @@ class Rows:
 
     fixed: Mapping[str, Any]  # values that are the same in all rows, by name of the site
     varied: Mapping[str, Tensor]  # values ``(rows, batch, event)``, by name of the site
-    event_ndims: Mapping[str, int]  # number of event dimensions of these values
 
     @property
     def number(self) -> int:
         """Number of rows."""
         return len(next(iter(self.varied.values())))
-
-    def repeated(self) -> Rows:
-        """The same values, with those of all sites given in every row."""
-        sites = {name: self.fixed[name] for name in self.event_ndims if isinstance(self.fixed.get(name), Tensor)}
-        varied = {name: value.expand(self.number, *value.shape) for name, value in sites.items()}
-        return replace(self, varied={**varied, **self.varied})
 
 
 @dataclass(frozen=True)
@@ -80,6 +71,7 @@ class RowProgram:
     # Computes the costs of a run, by name, from the values of all sites. The second argument is the number of rows in
     # a dimension to the left of all plates, or ``None`` for a single run.
     costs: Callable[[Mapping[str, Any], int | None], dict[str, Tensor]]
+    sites: Mapping[str, tuple[Any, Tensor]]  # distribution and value of each latent site, by name
     shapes: Mapping[str, torch.Size]  # the batch shape of each wanted cost in a single run
     batch_ndim: int  # number of dimensions to the right of the rows
     rng: tuple[Tensor, Tensor]  # state of the global generator before and after a single run
@@ -106,7 +98,7 @@ class RowProgram:
         sandbox = Sandbox(self.rng[0], self.has_buffers)
         run = {
             Way.BROADCAST: self._broadcast,
-            Way.REPEATED: lambda rows: self._broadcast(rows.repeated()),
+            Way.REPEATED: lambda rows: self._broadcast(self._repeated(rows)),
             Way.HIDDEN: self._hidden,
             Way.SINGLE: self._singles,
         }[way]
@@ -143,10 +135,16 @@ class RowProgram:
             found.append(self._single({**rows.fixed, **dict(zip(rows.varied, values, strict=True))}))
         return {name: torch.stack(costs) for name, costs in zip(self.shapes, zip(*found, strict=True), strict=True)}
 
+    def _repeated(self, rows: Rows) -> Rows:
+        """The same values, with those of all sites given in every row."""
+        given = {name: rows.fixed[name] for name in self.sites if isinstance(rows.fixed.get(name), Tensor)}
+        repeated = {name: value.expand(rows.number, *value.shape) for name, value in given.items()}
+        return Rows(rows.fixed, {**repeated, **rows.varied})
+
     def _broadcast(self, rows: Rows) -> dict[str, Tensor] | None:
         padded = {}
         for name, value in rows.varied.items():
-            lead = self.batch_ndim - (value.dim() - 1 - rows.event_ndims[name])
+            lead = self.batch_ndim - (value.dim() - 1 - len(self.sites[name][0].event_shape))
             padded[name] = value.reshape(rows.number, *(1,) * lead, *value.shape[1:])
         found = self.costs({**rows.fixed, **padded}, rows.number)
         costs = {}
@@ -203,9 +201,7 @@ class RowRuns:
         self,
         key: Any,
         program: RowProgram,
-        sites: Mapping[str, Any],
-        fixed: Mapping[str, Any],
-        rows: Mapping[str, Tensor],
+        rows: Rows,
         learning: bool,
         is_checked: bool = True,
     ) -> dict[str, Tensor] | None:
@@ -218,15 +214,13 @@ class RowRuns:
         if way is Way.NONE or (is_checked and is_due(uses)):
             return None
         self._ways[key] = way, uses + (learning and is_checked)
-        return program.run(way, Rows(fixed, rows, _event_ndims(sites)))
+        return program.run(way, rows)
 
     def run(
         self,
         key: Any,
         program: RowProgram,
-        sites: Mapping[str, Any],
-        fixed: Mapping[str, Any],
-        rows: Mapping[str, Tensor],
+        rows: Rows,
         sampled: Mapping[str, Tensor],
         learning: bool,
         is_checked: bool = True,
@@ -236,9 +230,7 @@ class RowRuns:
         Args:
             key: The structure of the program.
             program: The program.
-            sites: Distribution and value of each latent site of the program, by name.
-            fixed: Values that are the same in all rows.
-            rows: Values ``(rows, batch, event)``, by name of the site.
+            rows: The values.
             sampled: The costs of the sampled run. The costs of row 0 have to match them.
             learning: Whether this run counts as a use.
             is_checked: Whether the costs of row 0 are compared with ``sampled``; the way has to be known otherwise.
@@ -247,36 +239,26 @@ class RowRuns:
             Each cost ``(rows, batch)``. ``None`` if the program runs in no way.
         """
         if not is_checked:
-            return self.unchecked(key, program, sites, fixed, rows, learning, is_checked)
+            return self.unchecked(key, program, rows, learning, is_checked)
         way, uses = self._ways.get(key, (None, 0))
-        wanted = Rows(fixed, rows, _event_ndims(sites))
-        is_proved = False
-        if way is None or (way in (Way.BROADCAST, Way.REPEATED) and learning and is_due(uses)):
-            is_proved, way = True, _prove(program, sites, wanted, uses)
-        found = _as_sampled(way, program, wanted, sampled)
+        is_proved = way is None or (way in (Way.BROADCAST, Way.REPEATED) and learning and is_due(uses))
+        if way is None or is_proved:
+            way = _prove(program, rows, uses)
+        found = _as_sampled(way, program, rows, sampled)
         if found is None and not is_proved:
             # The program has changed since the way was chosen.
-            way = _prove(program, sites, wanted, uses)
-            found = _as_sampled(way, program, wanted, sampled)
+            way = _prove(program, rows, uses)
+            found = _as_sampled(way, program, rows, sampled)
         if found is None and way is Way.BROADCAST:
             # Where all values differ between rows, it was proved to keep the rows apart.
             way = Way.REPEATED
-            found = _as_sampled(way, program, wanted, sampled)
+            found = _as_sampled(way, program, rows, sampled)
         if len(self._ways) >= _CAPACITY and key not in self._ways:
             self._ways.clear()
         if found is not None and self.way(key) is not way:
-            self.say(f"The extra run of the model has {wanted.number} rows: {way.value}.")
+            self.say(f"The extra run of the model has {rows.number} rows: {way.value}.")
         self._ways[key] = Way.NONE if found is None else way, uses + learning
         return found
-
-
-def _event_ndims(sites: Mapping[str, Any]) -> dict[str, int]:
-    return {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
-
-
-def is_due(uses: int) -> bool:
-    """Whether a finding is checked again after this number of uses: 1, 2, 4, ..., and every 128."""
-    return uses & (uses - 1) == 0 or uses % LONGEST == 0
 
 
 def _as_sampled(way: Way, program: RowProgram, rows: Rows, sampled: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -289,14 +271,14 @@ def _as_sampled(way: Way, program: RowProgram, rows: Rows, sampled: Mapping[str,
     return found
 
 
-def _prove(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int) -> Way:
+def _prove(program: RowProgram, rows: Rows, seed: int) -> Way:
     """Finds the fastest way that gives the costs of single runs."""
-    generator = probe_generator(seed)
+    generator, sites = probe_generator(seed), program.sites
     rest = {name: value for name, value in rows.fixed.items() if name not in sites}
 
     def probed(kinds: Sequence[Kind]) -> Rows:
         drawn = {n: probe(fn, value.expand(PROBES, *value.shape), kinds, generator) for n, (fn, value) in sites.items()}
-        return replace(rows, fixed=rest, varied=drawn)
+        return Rows(rest, drawn)
 
     # The program may fail at some values. The rows themselves then serve for the comparison.
     mixed = kinds_at(torch.randperm(PROBES, generator=generator).tolist())
@@ -305,7 +287,7 @@ def _prove(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int)
         program = replace(program, is_strict=compared is not rows)
         picked = torch.randperm(compared.number, generator=generator)[:REFEREES]
         some = {name: value[picked.to(value.device)] for name, value in compared.varied.items()}
-        truth = program.run(Way.SINGLE, replace(compared, varied=some))
+        truth = program.run(Way.SINGLE, Rows(compared.fixed, some))
         if truth is not None:
             return _fastest(program, compared, picked, list(truth.values()))
     return Way.NONE
@@ -327,28 +309,3 @@ def _fastest(program: RowProgram, rows: Rows, picked: Tensor, truth: Sequence[Te
     if hidden is None or program.keeps_hidden_rows(rows):
         return Way.SINGLE
     return Way.HIDDEN
-
-
-def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    r"""Whether the costs of two runs agree up to rounding, element by element and in total.
-
-    With ``t = eps ** 0.75`` of the coarsest type,
-
-        |a_i - b_i| <= t (1 + |b_i|)   and   |Σ_i (a_i - b_i)| <= t (1 + |b|).
-
-    The total matters: a mixed mean over many rows changes each cost by less than its rounding.
-    """
-    if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
-        return False
-    if not found:
-        return True
-    types = [cost.dtype for cost in (*found, *expected) if cost.is_floating_point()]
-    tolerance = max((torch.finfo(dtype).eps for dtype in types), default=0.0) ** 0.75
-    # Some devices lack float64.
-    wide = torch.float32 if found[0].device.type == "mps" else torch.float64
-    left, right = (torch.cat([cost.detach().reshape(-1).to(wide) for cost in costs]) for costs in (found, expected))
-    difference = torch.where(left == right, 0.0, left - right)
-    difference = torch.where(left.isnan() & right.isnan(), 0.0, difference)
-    finite = torch.where(right.isfinite(), right, 0.0)
-    is_near = (difference.abs() <= tolerance * (1.0 + finite.abs())).all()
-    return bool(is_near & (difference.sum().abs() <= tolerance * (1.0 + finite.norm())))

@@ -6,28 +6,30 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.reruns.probes import Kind, probe, probe_generator, shifted
-from pyro_bpq.reruns.row_runs import agree
-from pyro_bpq.reruns.runs_at import RunsAt, Trace, drawn_sites, leaves_of, moved
+from pyro_bpq.reruns.comparisons import (
+    Kind,
+    RunsAt,
+    Trace,
+    agree,
+    drawn_sites,
+    leaves_of,
+    moved,
+    probe,
+    probe_generator,
+    shifted,
+)
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.traced_run import TracedRun
 
+# Pyro's record of a vectorised plate: its name, the dimension that it has in a batch, and its size.
+Frame = Any
+
 _KINDS = (Kind.EVEN, Kind.FIRST, Kind.LAST)
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """A plate: its name, the dimension that it has in a batch, and its size."""
-
-    name: str
-    dim: int
-    size: int
 
 
 def rows_that_meet(
@@ -57,11 +59,11 @@ def rows_that_meet(
     leaves, found = leaves_of(run.run.costs.values()), dict[str, tuple[str, ...]]()
     kinds = _KINDS if is_first else (_KINDS[seed % len(_KINDS)],)
 
-    def put(frame: _Frame, values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+    def put(frame: Frame, values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
         """New values of the sites in a plate."""
         return {n: draw(sites[n], v) if _has(sites[n], v, frame) else v for n, v in values.items()}
 
-    def meeting(frame: _Frame, kind: Kind) -> set[str]:
+    def meeting(frame: Frame, kind: Kind) -> set[str]:
         """Costs whose rows do not all stay as they are if others change, from values of a kind on."""
         own = [cost for cost, plates in run.unfollowed.items() if frame.name in plates]
         start = put(frame, sampled, lambda site, value: probe(site["fn"], value.unsqueeze(0), [kind], generator)[0])
@@ -72,8 +74,10 @@ def rows_that_meet(
             if before is not None and after is not None:
                 met |= {name for name in own if not _is_kept(before.get(name), after.get(name), half, frame)}
         # Costs that change from run to run, as by a counter or a clock, show nothing.
-        again = [before, *(runs.costs(program, start) for _ in range(2 if met else 0))]
-        return {name for name in met if all(_is_repeated(name, *pair) for pair in itertools.pairwise(again))}
+        again = [before or {}, *((runs.costs(program, start) or {}) for _ in range(2 if met else 0))]
+        for one, other in itertools.pairwise(again):
+            met = {n for n in met if n in one and n in other and agree([one[n]], [other[n]])}
+        return met
 
     for frame in _frames(sites, run.unfollowed):
         for kind in kinds:
@@ -96,26 +100,14 @@ def plated_costs(run: TracedRun) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _is_repeated(name: str, one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor] | None) -> bool:
-    """Whether a cost is the same in two runs at the same values."""
-    if one is None or other is None or name not in one or name not in other:
-        return False
-    return agree([one[name]], [other[name]])
-
-
-def _frames(sites: Mapping[str, Any], unfollowed: Mapping[str, tuple[str, ...]]) -> list[_Frame]:
+def _frames(sites: Mapping[str, Any], unfollowed: Mapping[str, tuple[str, ...]]) -> list[Frame]:
     """The plates in which rows may meet."""
     names = {name for plates in unfollowed.values() for name in plates}
-    frames = {
-        _Frame(frame.name, frame.dim, frame.size): None
-        for site in sites.values()
-        for frame in site["cond_indep_stack"]
-        if frame.vectorized and frame.name in names and frame.size > 1
-    }
-    return list(frames)
+    frames = dict.fromkeys(frame for site in sites.values() for frame in site["cond_indep_stack"])
+    return [frame for frame in frames if frame.vectorized and frame.name in names and frame.size > 1]
 
 
-def _has(site: Any, value: Tensor, frame: _Frame) -> bool:
+def _has(site: Any, value: Tensor, frame: Frame) -> bool:
     """Whether the rows of a site's value are those of a plate."""
     dim = frame.dim - len(site["fn"].event_shape)
     is_inside = any(own.name == frame.name and own.vectorized for own in site["cond_indep_stack"])
@@ -131,14 +123,14 @@ def _halves(size: int, generator: torch.Generator) -> Iterator[Tensor]:
     yield ~half
 
 
-def _changed(site: Any, value: Tensor, rows: Tensor, frame: _Frame, generator: torch.Generator) -> Tensor:
+def _changed(site: Any, value: Tensor, rows: Tensor, frame: Frame, generator: torch.Generator) -> Tensor:
     """The value with other ones in some rows of a plate."""
     dim = frame.dim - len(site["fn"].event_shape)
     where = rows.reshape(-1, *(1,) * (-dim - 1)).to(value.device)
     return torch.where(where, shifted(site["fn"], value, generator), value)
 
 
-def _is_kept(before: Tensor | None, after: Tensor | None, changed: Tensor, frame: _Frame) -> bool:
+def _is_kept(before: Tensor | None, after: Tensor | None, changed: Tensor, frame: Frame) -> bool:
     """Whether a cost is the same in all rows but those that have changed."""
     if before is None or after is None or before.shape != after.shape or before.dim() < -frame.dim:
         return True

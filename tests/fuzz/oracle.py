@@ -29,7 +29,7 @@ from pyro_bpq.estimators import (
     disarm,
 )
 from pyro_bpq.plan import rules
-from pyro_bpq.reruns import expansions
+from pyro_bpq.reruns import predicted_costs
 from pyro_bpq.step import hindsight_signal
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
@@ -277,7 +277,7 @@ def _enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(hindsight_signal, "_draw", component))
-        stack.enter_context(mock.patch.object(expansions, "_signs", signs))
+        stack.enter_context(mock.patch.object(predicted_costs, "_signs", signs))
         stack.enter_context(mock.patch.object(debiased_straight_through, "_draw", entry))
         stack.enter_context(mock.patch.object(disarm, "uniform_given", partner))
         stack.enter_context(mock.patch.object(rules, "MOST_PARTICLES", rules.FEW_PARTICLES))

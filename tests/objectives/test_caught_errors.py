@@ -12,7 +12,7 @@ from pyro.infer import SVI
 from pyro.optim import SGD
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.reruns import tracked_alone
+from pyro_bpq.reruns import apart
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -88,7 +88,7 @@ def hiding() -> tuple[Any, Any]:
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_hidden_particles_cost_what_they_cost_alone(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_checked:
-        monkeypatch.setattr(tracked_alone, "costs_alike", lambda *runs: True)
+        monkeypatch.setattr(apart, "costs_alike", lambda *runs: True)
     with pytest.warns(UserWarning):
         elbo = after(6, *hiding(), num_particles=2, vectorize_particles=True)
     assert elbo.particles.now.is_hidden is not is_checked, elbo.settled

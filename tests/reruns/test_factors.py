@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyro_bpq.reruns.factors import Recipe
+from pyro_bpq.reruns.enumeration import Recipe
 
 
 @pytest.mark.parametrize(

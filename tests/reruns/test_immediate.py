@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.plan.flips import flip_plan, immediate_model_costs
+from pyro_bpq.plan.extra_run import flip_plan, immediate_model_costs
 from pyro_bpq.reruns import flipped_costs as module
 from pyro_bpq.reruns.row_runs import REFEREES, Way
 from pyro_bpq.rollout.features import finite_components

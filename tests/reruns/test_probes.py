@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bpq.reruns.probes import Kind, contrasted, probe, probe_generator
+from pyro_bpq.reruns.comparisons import Kind, contrasted, probe, probe_generator
 from pyro_bpq.rollout.features import finite_components
 
 

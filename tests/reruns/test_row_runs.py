@@ -15,16 +15,8 @@ from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.reruns import row_runs as module
-from pyro_bpq.reruns.row_runs import (
-    LONGEST,
-    PROBES,
-    RowProgram,
-    RowRuns,
-    Rows,
-    Way,
-    agree,
-    is_due,
-)
+from pyro_bpq.reruns.comparisons import LONGEST, agree, is_due
+from pyro_bpq.reruns.row_runs import PROBES, RowProgram, RowRuns, Rows, Way
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
 
@@ -257,7 +249,7 @@ def test_what_a_program_keeps_can_be_looked_at(made: bool) -> None:
 # One program at a time.
 
 
-def program_of(model: Callable[[], None]) -> tuple[RowProgram, dict[str, Any], dict[str, Tensor]]:
+def program_of(model: Callable[[], None]) -> tuple[RowProgram, dict[str, Tensor]]:
     def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
         trace = poutine.trace(Substitute(values)(model)).get_trace()
         return {"x": -trace.nodes["x"]["fn"].log_prob(trace.nodes["x"]["value"])}
@@ -267,11 +259,11 @@ def program_of(model: Callable[[], None]) -> tuple[RowProgram, dict[str, Any], d
     fn = dist.Bernoulli(torch.full((3,), 0.5)).to_event(1)
     state = torch.get_rng_state()
     shapes = {name: cost.shape for name, cost in sampled.items()}
-    return RowProgram(costs, shapes, 0, (state, state)), {"z": (fn, value)}, sampled
+    return RowProgram(costs, {"z": (fn, value)}, shapes, 0, (state, state)), sampled
 
 
 ROWS = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-AT = Rows({}, {"z": ROWS}, {"z": 1})
+AT = Rows({}, {"z": ROWS})
 
 
 @pytest.mark.parametrize("name", ["right", "left", "unpacked", "looped", "stacked", "flattened"])
@@ -299,10 +291,10 @@ def test_a_program_that_starts_to_mix_is_proved_anew() -> None:
         z = coins()
         observed(z.sum() if mixes[0] else z.sum(-1))
 
-    program, sites, sampled = program_of(model)
+    program, sampled = program_of(model)
     runs = RowRuns()
     for use in range(10):
-        found = runs.run("key", program, sites, {}, {"z": ROWS}, sampled, True)
+        found = runs.run("key", program, AT, sampled, True)
         assert runs.way("key") is (Way.BROADCAST if use < 5 else Way.HIDDEN)
         torch.testing.assert_close(found, program.run(Way.SINGLE, AT))
         mixes[0] = use >= 4
@@ -316,11 +308,11 @@ def test_mixing_that_the_sampled_row_does_not_tell_is_found_where_a_look_is_due(
         # The first row reads itself.
         observed(z.sum(-1) + (z.reshape(-1, 3)[0, 1] - z[..., 1] if mixes[0] else 0.0))
 
-    program, sites, sampled = program_of(model)
+    program, sampled = program_of(model)
     runs = RowRuns()
     for use in range(9):
         mixes[0] = use >= 5
-        found = runs.run("key", program, sites, {}, {"z": ROWS}, sampled, True)
+        found = runs.run("key", program, AT, sampled, True)
         assert runs.way("key") is (Way.HIDDEN if is_due(use) and mixes[0] else Way.BROADCAST)
     torch.testing.assert_close(found, program.run(Way.SINGLE, AT))
 
