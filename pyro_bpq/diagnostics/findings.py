@@ -18,7 +18,7 @@ from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.planned import PlannedObjective
-from pyro_bpq.plan.plan_cache import Planned
+from pyro_bpq.plan.planner import Planned
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.sandbox import LentBuffers

@@ -13,8 +13,8 @@ from pyro.poutine.messenger import Messenger
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.objectives.open_number import OpenNumber
 from pyro_bpq.objectives.programs import compared_alone, make_parameters
-from pyro_bpq.reruns.apart import Together, TrackedRuns
-from pyro_bpq.reruns.row_runs import is_due
+from pyro_bpq.reruns.apart import Together
+from pyro_bpq.reruns.comparisons import TrackedRuns, is_due
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 

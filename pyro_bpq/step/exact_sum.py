@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan.plan import SumPlan
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.sums import common_type, in_single
 from pyro_bpq.step.values import Step
