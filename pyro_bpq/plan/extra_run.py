@@ -13,7 +13,7 @@ from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_model_costs
 from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.rollout.features import Components, have_same_values
-from pyro_bpq.tracing.cost_statement import CostOptions
+from pyro_bpq.tracing.config import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
 # Longest time of an extra run, in units of the step without it. In a longer time more particles win more.

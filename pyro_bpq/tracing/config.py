@@ -1,11 +1,11 @@
-"""Options per site: ``infer={"bpq": {...}}`` and ``config_bpq``."""
+"""Options per site: ``infer={"bpq": {...}}`` and ``config_bpq``, those of baselines, and those of cost statements."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import dropwhile
 from typing import Any
 
@@ -88,7 +88,7 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
         return SiteOptions(baseline=baseline_options(name, infer["baseline"]))
     if not isinstance(given, dict):
         raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
-    known = [field.name for field in fields(SiteOptions) if field.name != "baseline"]
+    known = [option.name for option in fields(SiteOptions) if option.name != "baseline"]
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -197,3 +197,20 @@ def baseline_options(name: str, given: Any) -> BaselineOptions | None:
     if decay is None and network is None and value is None:
         return None
     return BaselineOptions(network, given["nn_baseline_input"], value, decay)
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """The options of a cost statement, ``infer["bpq_cost"]``."""
+
+    exact: bool = False  # whether the cost may be evaluated at values that were not sampled
+    is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
+    # Two runs of the same structure may differ in whether the function was called.
+    size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
+    in_guide: bool = False  # whether the statement is in the guide
+    shape: tuple[int, ...] = field(default=(), compare=False)  # shape of the value, before plates expand it
+
+
+def cost_options(site: Any) -> CostOptions | None:
+    """Returns the options of a cost statement; ``None`` for any other site."""
+    return site["infer"].get("bpq_cost")

@@ -123,7 +123,7 @@ def trace_particles(
             lent.keep()
     rng, flags = (start, torch.get_rng_state()), flags_of(args, kwargs)
     return [
-        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), number, subsamples, rng, flags)
+        record_run(model_trace, guide_trace, samples(guide_trace), number, subsamples, rng, flags)
         for model_trace, guide_trace, subsamples in traces
     ]
 

@@ -10,7 +10,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError
-from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.watch import PARTICLES, Frames, distribution_name, number_of_values, samples
 
 # Parts of the errors that torch raises when Python asks a tensor with several elements for one value.

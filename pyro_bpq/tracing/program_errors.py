@@ -2,9 +2,8 @@ r"""Errors about mistakes in guide and model: they name the site and say what to
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -32,7 +31,7 @@ from pyro_bpq.tracing.plate_errors import (
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, number_of_values
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -50,43 +49,28 @@ _TWICE = re.compile("Multiple sample sites named '(.*)'")
 _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
 
 
-@contextlib.contextmanager
-def _explained(errors: tuple[type[Exception], ...], find: Callable[[Exception], BPQError | None]) -> Iterator[None]:
-    """Raises, in place of one of ``errors``, what ``find`` makes of it, if it makes anything of it."""
-    try:
-        yield
-    except BPQError:
-        raise
-    except errors as error:
-        found = find(error)
-        if found is None:
-            raise
+def explain_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> None:
+    """Raises, for an error of a run of guide and model, one that names the site and says what to write, if it can."""
+    found = None if isinstance(error, BPQError) else _of_run(error, watch, inputs)
+    if found is not None:
         raise found from error
 
 
-def explain_runs(
-    watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Raises errors of a run of guide and model again, with the name of the site and what to write."""
-    return _explained(_EXPLAINED, lambda error: _of_run(error, watch, tracker, inputs))
+def explain_scores(error: Exception, model_trace: Any, guide_trace: Any) -> None:
+    """The same for an error of log-probabilities and shape checks."""
+    if isinstance(error, BPQError):
+        return
+    found = plate_error_of_traces(error, model_trace, guide_trace) or _support_error(
+        error, statements(model_trace), statements(guide_trace)
+    )
+    if found is not None:
+        raise found from error
 
 
-def explain_scores(model_trace: Any, guide_trace: Any) -> contextlib.AbstractContextManager[None]:
-    """Raises errors of log-probabilities and shape checks again, with what guide and model have at the site."""
-
-    def find(error: Exception) -> BPQError | None:
-        found = plate_error_of_traces(error, model_trace, guide_trace)
-        return found or _support_error(error, statements(model_trace), statements(guide_trace))
-
-    return _explained((ValueError, RuntimeError), find)
-
-
-def _of_run(
-    error: Exception, watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
-) -> BPQError | None:
+def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, plates = own_text(error), watch.plates.values()
-    unlike = watch.unlike()
+    unlike = [name for name, law in watch.scored_as.items() if _differ(law, watch.drawn_as.get(name, law))]
     if unlike:
         # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
         lines = [unlike_line(name, watch.scored_as[name], watch.drawn_as[name]) for name in unlike]
@@ -112,12 +96,19 @@ def _of_run(
     if asks_for_one and watch.enumerated:
         # Enumerated sites have several values too, and an error of their own.
         return None
-    if asks_for_one and tracker is not None:
-        return _one_value_error(error, watch.options.num_particles, tracker)
+    if asks_for_one and watch.tracker is not None:
+        return _one_value_error(error, watch.options.num_particles, watch.tracker)
     if asks_for_one or (_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
         kind = PlateError if isinstance(error, ValueError) else UnsupportedProgramError
         return kind(told(error, *particle_advice(plates)))
     return None
+
+
+def _differ(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether the values of two distributions, each given with its plates, have different forms."""
+    # Distributions of users may not say how many event dimensions they have.
+    forms = [(getattr(fn, "event_dim", 0), number_of_values(fn)) for fn, _ in (one, other)]
+    return forms[0] != forms[1]
 
 
 def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) -> BPQError | None:

@@ -11,7 +11,7 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.plate_errors import described, is_discrete, nan_line, number_missing, own_plates, plates_of
 from pyro_bpq.tracing.watch import distribution_name, is_enumerated
 
