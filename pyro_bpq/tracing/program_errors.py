@@ -1,28 +1,35 @@
-r"""Errors about mistakes in guide and model: they name the site and say what to write."""
+r"""Errors and warnings about mistakes in guide and model: they name the site and say what to write."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 import pyro
+from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
     described,
+    is_discrete,
     left_torch,
     nan_line,
     nesting_error,
     number_missing,
+    own_plates,
     own_text,
     particle_advice,
     plate_error,
     plate_error_of_traces,
+    plates_of,
     rows_of,
     statements,
     support,
@@ -31,7 +38,7 @@ from pyro_bpq.tracing.plate_errors import (
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, number_of_values
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, is_enumerated, number_of_values
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -224,3 +231,152 @@ def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
         f"cannot score that value. Give it the same support in both: write {distribution_name(model['fn'])}, or a "
         "distribution with its support, in the guide."
     )
+
+
+def warn_of_program(
+    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+) -> None:
+    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only."""
+    for text in _warnings(model_sites, guide_sites, loss, is_first, is_enumerating):
+        warnings.warn(text, BPQWarning, stacklevel=3)
+
+
+def _warnings(
+    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+) -> Iterator[str]:
+    everything = [*guide_sites.values(), *model_sites.values()]
+    if is_first:
+        for warn in (_repeated, _misspelt):
+            for site in everything:
+                yield from warn(site)
+        if model_sites:
+            yield from _observed(guide_sites.values())
+    if is_first and is_validation_enabled():
+        for name, site in guide_sites.items():
+            yield from _unlike(site, model_sites.get(name, site))
+        yield from _other_names(model_sites, guide_sites)
+        if not is_enumerating:
+            yield from _marked(guide_sites.values())
+    if not bool(loss.isfinite().all()):
+        yield from [*_of_nan(everything)] or _of_infinity(everything)
+
+
+def _of_nan(sites: list[Any]) -> Iterator[str]:
+    """Explains a loss that is NaN: by data that are NaN, else by the first log-probability that is."""
+    data = [site for site in sites if site["is_observed"] and cost_options(site) is None]
+    missing = [site for site in data if number_missing(site["value"])]
+    yield from map(nan_line, missing)
+    site = next((site for site in sites if number_missing(site.get("log_prob"))), None)
+    if site is not None and not missing:
+        yield (
+            f"The log-probability of site {site['name']!r} is NaN: its factor is, or a parameter of its "
+            f"distribution, {distribution_name(site['fn'])}, is NaN or outside of its range. "
+            "pyro.enable_validation(True) says which."
+        )
+
+
+def _of_infinity(sites: list[Any]) -> Iterator[str]:
+    """Explains an infinite loss by the first log-probability or factor that is infinite."""
+    for site in sites:
+        density = site.get("log_prob")
+        if isinstance(density, Tensor) and bool(density.isinf().any()):
+            kind = "factor" if hasattr(site["fn"], "log_factor") else "log-probability"
+            yield (
+                f"The {kind} of site {site['name']!r} is infinite at {int(density.isinf().sum())} of {density.numel()} "
+                "elements, so that this step has no finite gradient. Write a large finite cost in place of an infinite "
+                "one, or draw only values that are possible."
+            )
+            return
+
+
+def _misspelt(site: Any) -> Iterator[str]:
+    """Warns if a key of ``infer`` looks like a misspelt ``"bpq"``."""
+    for key in site["infer"]:
+        if isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq"):
+            yield f'Site {site["name"]!r} has infer={{{key!r}: ...}}, which nothing reads: write infer={{"bpq": ...}}.'
+            return
+
+
+def _observed(guide: Iterable[Any]) -> Iterator[str]:
+    """Warns if the guide observes data."""
+    names = [
+        site["name"]
+        for site in guide
+        if site["is_observed"]
+        and not site["infer"].get("_deterministic")
+        and cost_options(site) is None
+        and type(site["fn"]).__name__ not in ("Unit", "Delta")
+    ]
+    if names:
+        yield (
+            f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over "
+            "in the wrong order? It is loss(model, guide, ...) and SVI(model, guide, ...)."
+        )
+
+
+def _repeated(site: Any) -> Iterator[str]:
+    """Warns if a cost or ``pyro.factor`` in a plate is a single number, which counts once per row."""
+    options, own = cost_options(site), _rows_around(site)
+    factor = getattr(site["fn"], "log_factor", None)
+    if options is not None and own:
+        shape = options.shape
+        if options.size and not any(-f.dim <= len(shape) and shape[f.dim] > 1 for f in own):
+            yield _counted(site["name"], own, "cost", "pyro_bpq.cost")
+    elif own and isinstance(factor, Tensor):
+        # Plates expand a single number: without a stride it is still one.
+        if not any(-f.dim <= factor.dim() and factor.shape[f.dim] > 1 and factor.stride(f.dim) for f in own):
+            yield _counted(site["name"], own, "factor", "pyro.factor")
+
+
+def _rows_around(site: Any) -> list[Any]:
+    return [frame for frame in own_plates(plates_of(site)) if frame.size > 1]
+
+
+def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
+    number, names = math.prod(frame.size for frame in own), [frame.name for frame in own]
+    rows = [1] * max(-frame.dim for frame in own)
+    for frame in own:
+        rows[frame.dim] = frame.size
+    return (
+        f"The {kind} {name!r} is a single number in the plate {', '.join(map(repr, names))}, and is counted once per "
+        f"row, {number} times. To count it once, write {function}({name!r}, ...) outside of the plate; if each row "
+        f"is meant to cost that much, say so: value + torch.zeros({', '.join(map(str, rows))})."
+    )
+
+
+def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> Iterator[str]:
+    """Warns if guide and model name a plate differently: nothing then shows that its rows are the same."""
+    known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
+    for name in (name for name in guide if name in model):
+        there = {frame.dim: frame for frame in _rows_around(model[name])}
+        for frame in _rows_around(guide[name]):
+            other = there.get(frame.dim)
+            if other is not None and other.size == frame.size and other.name != frame.name and frame.name not in known:
+                yield (
+                    f"The plate of site {name!r} is {frame.name!r} in the guide, and {other.name!r} in the model. So "
+                    f"each row gets the costs of all rows, which is noisy. Write {other.name!r} in the guide."
+                )
+                return
+
+
+def _unlike(guide: Any, model: Any) -> Iterator[str]:
+    """Warns if a site is discrete in the guide and continuous in the model."""
+    is_compared = not (guide["is_observed"] or model["is_observed"] or type(model["fn"]).__name__ == "Delta")
+    if is_compared and is_discrete(guide["fn"]) is True and is_discrete(model["fn"]) is False:
+        yield (
+            f"Site {guide['name']!r} is drawn from {described(guide['fn'])} in the guide, and has a density in the "
+            f"model, {described(model['fn'])}: probabilities and densities cannot be compared, and the ELBO means "
+            "nothing. Give it the same support in both."
+        )
+
+
+def _marked(sites: Iterable[Any]) -> Iterator[str]:
+    """Warns if sites are marked for enumeration but sampled."""
+    marked = [site for site in sites if site["infer"].get("enumerate") and not site["is_observed"]]
+    names = [site["name"] for site in marked if not is_enumerated(site)]
+    if names:
+        yield (
+            f'The sites {names} are marked with infer={{"enumerate": ...}}, which counts with enumeration="exact" '
+            'only. Write TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO) to sum them out, or remove the '
+            "mark."
+        )

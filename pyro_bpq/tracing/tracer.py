@@ -26,8 +26,7 @@ from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
-from pyro_bpq.tracing.program_errors import explain_run, explain_scores
-from pyro_bpq.tracing.program_warnings import warn_of_program
+from pyro_bpq.tracing.program_errors import explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.substitute import unchecked
