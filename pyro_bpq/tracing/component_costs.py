@@ -82,16 +82,16 @@ Patterns = frozenset[tuple[tuple[str, str], Pattern]]
 class ElementWatch:
     """Follows the components of latent sites through a tracked run of guide and model."""
 
-    def __init__(self, tracker: DependencyTracker, components: bool = True, rows: bool = False) -> None:
+    def __init__(self, tracker: DependencyTracker, components: bool, rows: bool) -> None:
         self.tracker, self.elements = tracker, ElementTracker(tracker.ledger)
         self.rows = PlateRows(self.elements) if rows else None
         self.particles = PlateRows(self.elements) if rows else None
         self.components = components
         self.sizes: dict[str, tuple[torch.Size, int]] = {}
 
-    def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = (), particles: Sequence[Any] = ()) -> None:
+    def drawn(self, name: str, fn: Any, value: Tensor, frames: Sequence[Any], particles: Sequence[Any]) -> None:
         """Starts to follow a newly drawn site in vectorised plates; both trackers must be active."""
-        if not isinstance(value, Tensor) or name in self.sizes:
+        if name in self.sizes:
             return
         for rows, own in ((self.rows, frames), (self.particles, particles)):
             if rows is not None:
@@ -223,35 +223,33 @@ class PlateRows:
 
         It reports only certain cases: after an unknown operator, it reports nothing. See :meth:`unfollowed`.
         """
-        return self._costs_where(self._meet, costs)
+        return self._costs_where(_meet, costs)
 
     def unfollowed(self, costs: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
         """Finds the costs that read sites of their own plates by an unknown operator, with these plates."""
-        return self._costs_where(self._is_unknown, costs)
+        return self._costs_where(lambda positions, *_: positions is None, costs)
 
     def _costs_where(
-        self, holds: Callable[[_Plates, tuple[int, ...], Tensor], bool], costs: Iterable[tuple[str, Any]]
+        self, holds: Callable[[Positions | None, _Plates, tuple[int, ...]], bool], costs: Iterable[tuple[str, Any]]
     ) -> dict[str, tuple[str, ...]]:
         found = {}
         for cost, site in costs if self.plates else ():
             where = {(frame.name, frame.dim) for frame in site["cond_indep_stack"] if frame.vectorized}
             own = dict[str, None]()
             for plates, sizes in self.plates.items():
-                if where.issuperset(plates) and holds(plates, sizes, site["log_prob"]):
+                if where.issuperset(plates) and holds(self.elements.positions(plates, site["log_prob"]), plates, sizes):
                     own.update((name, None) for name, _ in plates)
             if own:
                 found[cost] = tuple(own)
         return found
 
-    def _is_unknown(self, plates: _Plates, sizes: tuple[int, ...], log_prob: Tensor) -> bool:
-        return self.elements.positions(plates, log_prob) is None
 
-    def _meet(self, plates: _Plates, sizes: tuple[int, ...], log_prob: Tensor) -> bool:
-        positions, shape = self.elements.positions(plates, log_prob), log_prob.shape
-        if positions is None or any(-dim > len(shape) for _, dim in plates):
-            return False
-        is_alike = tuple(shape[dim] for _, dim in plates) == sizes
-        return is_alike and bool(((positions != NONE) & (positions != _rows(shape, plates))).any())
+def _meet(positions: Positions | None, plates: _Plates, sizes: tuple[int, ...]) -> bool:
+    """Whether a row of these plates reads another row."""
+    if positions is None or any(-dim > positions.ndim for _, dim in plates):
+        return False
+    is_alike = tuple(positions.shape[dim] for _, dim in plates) == sizes
+    return is_alike and bool(((positions != NONE) & (positions != _rows(positions.shape, plates))).any())
 
 
 def _rows(batch: Sequence[int], plates: _Plates) -> np.ndarray:

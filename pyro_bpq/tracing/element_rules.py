@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -182,10 +182,15 @@ def _put_now(find: _Find, target: Any, indices: Any, values: Any, *rest: Any) ->
     return result
 
 
-def _moved(positions: Positions, move: Callable[[Tensor], Tensor]) -> Positions:
-    """Positions that torch moves as it moves values. Entries that it fills with zeros depend on no element."""
+def _moved(move: Callable[..., Tensor], find: _Find, *args: Any) -> Positions:
+    """Rule for operators that only move elements: torch moves their positions. Zeros that fill depend on none."""
+
+    def numbers(arg: Any) -> Any:
+        return torch.from_numpy(np.asarray(find(arg) - NONE)) if isinstance(arg, Tensor) else arg
+
     with torch._C.DisableTorchFunction():
-        return move(torch.from_numpy(positions - NONE)).numpy() + NONE
+        moved = move(*([numbers(item) for item in arg] if isinstance(arg, list) else numbers(arg) for arg in args))
+        return moved.numpy() + NONE
 
 
 def _group_norm(find: _Find, tensor: Any, *rest: Any) -> Positions:
@@ -235,16 +240,6 @@ _SHARED: Mapping[str, Callable[..., Positions]] = MappingProxyType(
         "addmm baddbmm": lambda find, bias, left, right, *rest: _combine(find(bias), _matmul(find, left, right)),
         "addmv": lambda find, bias, left, right: _combine(find(bias), _mv(find, left, right)),
         "copy_": lambda find, target, source, *rest: find(source),
-        "cat": lambda find, tensors, dim=0: np.concatenate([*map(find, tensors)], dim),
-        "stack": lambda find, tensors, dim=0: np.stack([*map(find, tensors)], dim),
-        "flip": lambda find, tensor, dims: np.flip(find(tensor), tuple(dims)),
-        "repeat": lambda find, tensor, repeats: np.tile(find(tensor), tuple(repeats)),
-        "roll": lambda find, tensor, shifts, dims=(): np.roll(find(tensor), tuple(shifts), tuple(dims) or None),
-        "rot90": lambda find, tensor, number=1, dims=(0, 1): np.rot90(find(tensor), number, tuple(dims)),
-        "diag_embed": lambda find, tensor, *where: _moved(find(tensor), lambda x: torch.diag_embed(x, *where)),
-        "constant_pad_nd": lambda find, tensor, pad, *rest: _moved(
-            find(tensor), lambda x: torch.constant_pad_nd(x, pad)
-        ),
         "glu": lambda find, tensor, dim=-1: _combine(*np.split(find(tensor), 2, dim)),
         "topk": lambda find, tensor, number, dim=-1, *rest: np.repeat(_reduce(find(tensor), dim, True), number, dim),
         "take": lambda find, tensor, index: _combine(_reduce(find(tensor), None, False), find(index)),
@@ -260,6 +255,7 @@ _SHARED: Mapping[str, Callable[..., Positions]] = MappingProxyType(
     }
 )
 _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
+_MOVING = frozenset("cat stack flip repeat roll rot90 diag_embed constant_pad_nd".split())
 # For rows, only this run matters: it shows whether rows meet.
 _ROW_RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
     {
@@ -288,5 +284,5 @@ def plan_of(func: Any) -> Plan:
     # ``squeeze_`` and the like change a tensor's shape, not its memory. ``set_`` and ``resize_`` change memory.
     is_view |= torch.Tag.inplace_view in tags and not name.startswith(("set_", "resize_"))
     is_pointwise = torch.Tag.pointwise in tags and not any(isinstance(target, str) for target in writes)
-    rule = _RULES.get(name, _pointwise if is_pointwise else _unknown)
+    rule = partial(_moved, func) if name in _MOVING else _RULES.get(name, _pointwise if is_pointwise else _unknown)
     return Plan(is_view, writes, rule, _ROW_RULES.get(name, rule))

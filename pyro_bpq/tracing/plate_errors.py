@@ -269,64 +269,6 @@ def left_torch(sites: Iterable[str], number: int, text: str = "") -> str:
     )
 
 
-def described(fn: Any) -> str:
-    """Name and support of a distribution."""
-    return f"{distribution_name(fn)} (support {support(fn)})"
-
-
-def support(fn: Any) -> str:
-    """The support of a distribution in words, without the dimensions of events."""
-    try:
-        found = fn.support
-    except (NotImplementedError, AttributeError):
-        return "unknown"
-    return str(getattr(found, "base_constraint", found))
-
-
-def is_discrete(fn: Any) -> bool | None:
-    """Whether a support is discrete; ``None`` if it is not known."""
-    try:
-        found = fn.support.is_discrete
-    except (NotImplementedError, AttributeError):
-        return None
-    return bool(found)
-
-
-def number_missing(value: Any) -> int:
-    """Number of NaN in data."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return 0
-    return int(value.detach().isnan().sum())
-
-
-def nan_line(site: Any) -> str:
-    """Says how many elements of a site's data are NaN, and how to leave them out."""
-    name, value, events = site["name"], site["value"], site["fn"].event_dim
-    base = getattr(site["fn"], "base_dist", None)
-    how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
-    if events and base is not None and not base.event_dim:
-        # A mask of the elements of an event belongs inside of to_event.
-        fn = f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({events})"
-        how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
-    count = f"{number_missing(value)} of {value.numel()}"
-    return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
-
-
-def support_line(site: Any) -> str:
-    """Says how many values of a site's data lie outside of the support; empty if that is not known."""
-    value, fn = site["value"], site["fn"]
-    try:
-        inside = fn.support.check(value)
-    except (NotImplementedError, AttributeError, RuntimeError):
-        return ""
-    number, first = int((~inside).sum()), value[~inside].flatten()[:1].tolist() if inside.dim() == value.dim() else []
-    shown = f", {first[0]} among them" if first else ""
-    return (
-        f"The data of site {site['name']!r} has {number} of {inside.numel()} values outside of the support of its "
-        f"distribution, {described(fn)}{shown}. Give other data, or a distribution with their support."
-    )
-
-
 def data_line(site: Any, rows: tuple[int, ...]) -> str:
     """Says how the shape of a site's data differs from that of its distribution, and what to write; else empty."""
     value, fn = site["value"], site["fn"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, OperatorMode, memory_of, signature_of
+from pyro_bpq.tracing.ledger import OWN, Ledger, OperatorMode, memory_of, signature_of
 
 _storage = Tensor.untyped_storage
 _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
@@ -170,20 +170,10 @@ class _Operators(OperatorMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        self._find = ledger.entries.get
 
     def __torch_dispatch__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
-        mask, find, ledger = 0, self._find, self._ledger
-        try:
-            for arg in args:
-                if isinstance(arg, Tensor):
-                    entry = find(id(_storage(arg)))
-                    if entry is not None:
-                        mask |= entry.mask if entry.views is None else entry.mask_of(arg)
-                elif isinstance(arg, (list, tuple)):
-                    mask |= ledger.mask(arg)
-        except NO_STORAGE:
-            mask = ledger.mask(args)
+        ledger = self._ledger
+        mask = ledger.mask(args)
         if kwargs:
             mask |= ledger.mask([*kwargs.values()])
         try:
