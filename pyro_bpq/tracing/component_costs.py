@@ -99,7 +99,7 @@ class ElementWatch:
         if not self.components:
             return
         if self.elements.followed:
-            self._inherit(name, fn, value)
+            self.elements.inherit(name, fn, value)
         number = independent_components(fn)
         if number is None or number == 1 or getattr(fn, "has_rsample", False) or len(self.sizes) >= _MAX_FOLLOWED:
             return
@@ -108,22 +108,6 @@ class ElementWatch:
         elements = np.arange(batch.numel() * number, dtype=np.int32)
         width = value.numel() // max(len(elements), 1)
         self.elements.follow(name, name, value, elements.repeat(width).reshape(tuple(value.shape)))
-
-    def _inherit(self, name: str, fn: Any, value: Tensor) -> None:
-        """Records what each element of a value was drawn from: the elements that its log-probability reads."""
-        log_prob, _ = element_log_prob(fn, value)
-        ledger = self.tracker.ledger
-        origins = ledger.origins.get(name, 0)
-        scored = ledger.mask(log_prob) & ~ledger.bits[name]
-        found = {}
-        for source in self.elements.followed:
-            positions = self.elements.positions(source, log_prob)
-            if positions is not None:
-                extra = (1,) * (value.dim() - positions.ndim)
-                positions = np.broadcast_to(positions.reshape(positions.shape + extra), tuple(value.shape))
-            # The draw depended on a source that the log-probability does not depend on: the elements are unknown.
-            found[source] = None if origins & ~scored else positions
-        self.elements.inherit(name, value, origins | scored | ledger.escaped, found)
 
     def patterns(self, sites: Iterable[tuple[str, Any]]) -> dict[tuple[str, str], Pattern]:
         """Returns the patterns of costs; both trackers must be active."""
@@ -286,17 +270,23 @@ class ElementTracker(OperatorMode):
         self._slots.setdefault(key, {})
         self._record(key, value, positions)
 
-    def inherit(self, name: str, value: Tensor, drawn_from: int, positions: Mapping[str, Positions | None]) -> None:
-        """Records the elements that a new source was drawn from; its dependents then depend on them too.
+    def inherit(self, name: str, fn: Any, value: Tensor) -> None:
+        """Records what each element of a new source was drawn from: the elements that its log-probability reads.
 
-        ``drawn_from`` are the sources, as bits, that its distribution depends on. ``positions`` are, for each followed
-        source, the element that each element of the value depends on; ``None`` if unknown.
+        What depends on the new source then depends on those that it was drawn from too.
         """
-        for source, found in positions.items():
-            if drawn_from & self._followed[source]:
-                self._followed[source] |= self._ledger.bits[name]
-                if found is not None:
-                    self._record(source, value, found)
+        ledger, (log_prob, _) = self._ledger, element_log_prob(fn, value)
+        origins = ledger.origins.get(name, 0)
+        scored = ledger.mask(log_prob) & ~ledger.bits[name]
+        for source in self.followed:
+            if not (origins | scored | ledger.escaped) & self._followed[source]:
+                continue
+            positions = self.positions(source, log_prob)
+            self._followed[source] |= ledger.bits[name]
+            # If the draw depended on a source that the log-probability does not depend on, the elements are unknown.
+            if positions is not None and not origins & ~scored:
+                extra = (1,) * (value.dim() - positions.ndim)
+                self._record(source, value, np.broadcast_to(positions.reshape(positions.shape + extra), value.shape))
 
     def mixes(self, name: str) -> bool:
         """Whether a source, or one drawn from it, has left torch: anything may then depend on any element."""

@@ -10,7 +10,7 @@ from itertools import dropwhile
 from typing import Any
 
 import torch
-from pyro.poutine.messenger import Messenger
+from pyro import poutine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -123,19 +123,14 @@ def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Calla
     site_options("(config_bpq)", {"bpq": options})
     if guide is None:
         return functools.partial(config_bpq, **options)
-    return _ConfigMessenger(options)(guide)
 
-
-class _ConfigMessenger(Messenger):
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.options = options
-
-    def _pyro_sample(self, msg: Any) -> None:
-        own = msg["infer"].get("bpq")
+    def options_of(site: Any) -> dict[str, Any]:
+        own = site["infer"].get("bpq")
         # What is no dictionary is refused with the site's other options.
-        if not msg["is_observed"] and (own is None or isinstance(own, dict)):
-            msg["infer"]["bpq"] = {**self.options, **(own or {})}
+        is_open = site["type"] == "sample" and not site["is_observed"] and (own is None or isinstance(own, dict))
+        return {"bpq": {**options, **(own or {})}} if is_open else {}
+
+    return poutine.infer_config(guide, options_of)
 
 
 @dataclass(frozen=True, eq=False)

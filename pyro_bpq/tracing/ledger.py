@@ -71,18 +71,17 @@ class Entry(weakref.ref[torch.UntypedStorage]):
         """Returns the sources of a view of the storage, as bits."""
         if self.views is None:
             return self.mask
-        known = self.views.get(id(view))
-        if known is not None and known[0]() is view:
-            return self.mask | known[1]
-        return self.mask if _is_whole(view) else self.mask | self.chosen
+        return self.mask | self._choice(view, 0 if _is_whole(view) else self.chosen)
+
+    def _choice(self, view: Tensor, unseen: int) -> int:
+        """The sources that chose a view; ``unseen`` if it is not known."""
+        known = (self.views or {}).get(id(view))
+        return known[1] if known is not None and known[0]() is view else unseen
 
     def add(self, view: Tensor, mask: int) -> None:
         """Records that the choice of ``view`` depends on ``mask``."""
         self.views = self.views or {}
-        known = self.views.get(id(view))
-        if known is not None and known[0]() is view:
-            mask |= known[1]
-        self.views[id(view)] = (weakref.ref(view), mask)
+        self.views[id(view)] = (weakref.ref(view), mask | self._choice(view, 0))
         self.chosen |= mask
 
 

@@ -147,7 +147,7 @@ def _number_error(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> U
     found = _OUT_OF_RANGE.search(text)
     if found is None:
         return None
-    seen = [*(watch.scored_as if watch.is_past_guide else watch.plates)]
+    seen = [*(watch.scored_as if watch.where == "model" else watch.plates)]
     after = f" after the statement {seen[-1]!r}" if seen else ""
     constraint = _CONSTRAINTS.get(found[3], "")
     advice = (

@@ -62,7 +62,7 @@ class StructureCache:
     - ``"auto"``: track until the structure proves static, then reuse the graph and track again now and then. A program
       that lets a sampled value leave torch stays tracked, unless its steps may go in program order.
     - ``"dynamic"``: always track.
-    - ``"dense"``: every earlier site is an ancestor. The cache is cleared when 256 graphs are stored.
+    - ``"dense"``: every earlier site is an ancestor.
     - ``"static"``: track once, and raise if a later tracked run contradicts.
 
     An untracked run with a new key gets the dense graph once. Then runs are tracked until 2 in a row bring nothing
@@ -255,11 +255,8 @@ class StructureCache:
             return build_graph(traced, reads)
         if learn:
             self._learn_facts(traced)
-        if self.mode == "dense":
-            return self._dense(traced, learn)
-        if learn:
             self._count(traced, traced.key not in self.reads)
-        new = Reads.over(traced.run.sites, reads)
+        new = _dense_reads(traced) if self.mode == "dense" else Reads.over(traced.run.sites, reads)
         known, agreements = self.reads.get(traced.key, (Reads(new.sites, {}), 0))
         merged = known.union(new)
         changed = bool(known) and merged.bits != known.bits
@@ -275,7 +272,7 @@ class StructureCache:
             self.graphs.pop(forgotten, None)
             self.facts.pop(forgotten, None)
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
-        if was_unknown and not self.unknown:
+        if was_unknown and not self.unknown and self.mode != "dense":
             self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
         self.met = self.met.seen()
         if self.untracked_steps >= self.next_look:
@@ -330,18 +327,6 @@ class StructureCache:
                 stacklevel=2,
             )
 
-    def _dense(self, traced: TracedRun, learn: bool) -> StochasticComputationGraph:
-        if traced.key in self.graphs:
-            return self.graphs[traced.key]
-        if not learn:
-            return dense_graph(traced)
-        self.unknown = False
-        if len(self.graphs) >= _CAPACITY:
-            self.graphs.clear()
-            self.facts.clear()
-            self._learn_facts(traced)
-        return self.graphs.setdefault(traced.key, dense_graph(traced))
-
     def _contradicted(self, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]) -> None:
         added = {cost: sorted(merged[cost] - known[cost]) for cost in merged}
         new = [f"{cost} also reads {names}" for cost, names in added.items() if names]
@@ -385,6 +370,10 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
     It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
     more variance.
     """
+    return build_graph(traced, _dense_reads(traced))
+
+
+def _dense_reads(traced: TracedRun) -> Reads:
     names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
     position = {name: i for i, name in enumerate(names)}
     for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
@@ -392,7 +381,7 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
             # The log-probability of a latent site's own draw. Data of the guide have no position.
             earlier |= 1 << position[name] if name in position else 0
         bits[cost] = earlier
-    return build_graph(traced, Reads(names, bits))
+    return Reads(names, bits)
 
 
 def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:

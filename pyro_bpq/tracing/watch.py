@@ -79,7 +79,8 @@ class Watch(Messenger):
     ) -> None:
         super().__init__()
         self.options, self.tracker, self.elements, self.work = options, tracker, elements, work
-        self.is_guide = self.is_past_guide = self.has_model = False
+        self.is_guide = self.has_model = False
+        self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
         self.drawn_as: dict[str, tuple[Any, Frames]] = {}
         self.scored_as: dict[str, tuple[Any, Frames]] = {}
@@ -100,11 +101,6 @@ class Watch(Messenger):
     def _noise(self) -> torch.Generator:
         """What estimators draw from that attach gradients, made when the first one does."""
         return self.options.noise()
-
-    @property
-    def where(self) -> str:
-        """Which program is running: ``"guide"`` or ``"model"``."""
-        return "model" if self.is_past_guide else "guide"
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the guide, so that its draws become sources."""
@@ -273,7 +269,7 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
     watch.is_guide = True
     try:
         value = guide(*args, **kwargs)
-        watch.is_past_guide = True
+        watch.where = "model"
         return value
     finally:
         watch.is_guide = False
