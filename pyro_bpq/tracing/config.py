@@ -124,7 +124,7 @@ def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Calla
     if guide is None:
         return functools.partial(config_bpq, **options)
 
-    def options_of(site: Any) -> dict[str, Any]:
+    def options_of(site: Any) -> Any:
         own = site["infer"].get("bpq")
         # What is no dictionary is refused with the site's other options.
         is_open = site["type"] == "sample" and not site["is_observed"] and (own is None or isinstance(own, dict))

@@ -64,11 +64,10 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
         found = _call(name, exact, value, *args, name=name, infer={"exact": exact})
     else:
         found = _tensor(name, exact, value, ())
-    # Otherwise a handler skipped the function, or gave the result of an earlier call.
-    is_called = isinstance(found, Tensor)
+    # What is no tensor is of a handler that skipped the function, or gave the result of an earlier call.
     tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
-        size = tensor.numel() if is_called else 0
+        size = tensor.numel() if isinstance(found, Tensor) else 0
         options = CostOptions(exact, is_function, size, shape=tuple(tensor.shape))
         pyro.sample(
             name,

@@ -155,9 +155,11 @@ def _hidden_traces(run: Callable[[], _Traces], number: int) -> list[_Traces]:
     finally:
         _tell(None, number)
     rows = [tensor.unbind(0) for tensor in stacked]
-    return [
-        _map(kept[0], lambda item, i=i: rows[item.index][i] if isinstance(item, _Slot) else item) for i in range(number)
-    ]
+
+    def particle(i: int) -> Any:
+        return _map(kept[0], lambda item: rows[item.index][i] if isinstance(item, _Slot) else item)
+
+    return [particle(i) for i in range(number)]
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,8 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
             lines.append(unlike_line(name, *((site["fn"], plates_of(site)) for site in sites)))
         elif line := data_line(sites[0], rows_of(sites[0])):
             lines.append(line)
-        elif len(sites) == 2:
-            lines.append(_both_line(name, plates_of(sites[0]), plates_of(sites[1])))
         else:
-            lines.append(f"Site {name!r} is in the plates {_listed(plates_of(sites[0]))} (name, dim, size).")
+            lines.append(_both_line(name, plates_of(sites[0]), plates_of(sites[-1])))
         if len({tuple(_listed(plates_of(site))) for site in sites}) == 1:
             lines += list(filter(None, map(_loose_line, reversed(sites))))[:1]
     return PlateError(told(error, *lines, *particle_advice(frames)))
@@ -123,27 +121,24 @@ def nesting_error(error: Exception, plates: Iterable[Frames], declared: int = 0)
         needed, where = max((_depth(frames) for frames in plates), default=0), "The plates of the program lie"
     else:
         return None
-    return PlateError(
-        told(
-            error,
-            f"{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it is "
-            "found in the first step. Particles need no dimension of their own there.",
-        )
+    line = (
+        f"{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it is "
+        "found in the first step. Particles need no dimension of their own there."
     )
+    return PlateError(told(error, line))
 
 
 def particle_advice(plates: Iterable[Frames]) -> list[str]:
     """What to write where shapes do not fit with several particles at once; empty where these have no plate."""
-    for frames in plates:
-        for frame in frames:
-            if frame.name == PARTICLES:
-                return [
-                    f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all "
-                    "plates. A program that indexes, unpacks or reduces dimensions from the left meets the particles "
-                    "there. If it runs with vectorize_particles=False, write that, so that particles run one after the "
-                    "other; or count dimensions from the right, as in z[..., 0] and z.sum(-1)."
-                ]
-    return []
+    frame = next((frame for frames in plates for frame in frames if frame.name == PARTICLES), None)
+    if frame is None:
+        return []
+    return [
+        f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all plates. A "
+        "program that indexes, unpacks or reduces dimensions from the left meets the particles there. If it runs with "
+        "vectorize_particles=False, write that, so that particles run one after the other; or count dimensions from "
+        "the right, as in z[..., 0] and z.sum(-1)."
+    ]
 
 
 def check_declared(sites: Iterable[Any]) -> None:

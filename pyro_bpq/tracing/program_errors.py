@@ -128,36 +128,30 @@ def _number_error(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> U
     """Says which parameters are broken, or where the distribution was made whose parameter is out of range."""
     store = pyro.get_param_store()
     broken = [name for name in store.keys() if not bool(store[name].isfinite().all())]
-    if broken:
-        names = ", ".join(map(repr, broken))
-        line = (
-            f"The parameters {names} have elements that are not finite: an earlier step has broken them, or they were "
-            "made so. Look for the first loss that is not finite; take a smaller learning rate, or "
-            "clip gradients, as by pyro.optim.ClippedAdam."
-        )
-        return UnsupportedSiteError(f"{line}\n{text}")
-    for key, value in inputs.items():
-        if number_missing(value):
-            line = (
-                f"Argument {key!r} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
-                f"the {watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
-                "observe under pyro.poutine.mask(mask=~x.isnan())."
-            )
-            return UnsupportedSiteError(f"{line}\n{text}")
+    missing = next((key for key, value in inputs.items() if number_missing(value)), None)
     found = _OUT_OF_RANGE.search(text)
-    if found is None:
+    if broken:
+        line = (
+            f"The parameters {', '.join(map(repr, broken))} have elements that are not finite: an earlier step has "
+            "broken them, or they were made so. Look for the first loss that is not finite; take a smaller learning "
+            "rate, or clip gradients, as by pyro.optim.ClippedAdam."
+        )
+    elif missing is not None:
+        value = inputs[missing]
+        line = (
+            f"Argument {missing!r} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
+            f"the {watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
+            "observe under pyro.poutine.mask(mask=~x.isnan())."
+        )
+    elif found is not None:
+        seen = [*(watch.scored_as if watch.where == "model" else watch.plates)]
+        after = f" after the statement {seen[-1]!r}" if seen else ""
+        line = f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there."
+        if found[3] in _CONSTRAINTS:
+            constraint = f"dist.constraints.{_CONSTRAINTS[found[3]]}"
+            line += f" If it is a parameter, write pyro.param(name, value, constraint={constraint})."
+    else:
         return None
-    seen = [*(watch.scored_as if watch.where == "model" else watch.plates)]
-    after = f" after the statement {seen[-1]!r}" if seen else ""
-    constraint = _CONSTRAINTS.get(found[3], "")
-    advice = (
-        f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{constraint})."
-        if constraint
-        else ""
-    )
-    line = (
-        f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there.{advice}"
-    )
     return UnsupportedSiteError(f"{line}\n{text}")
 
 

@@ -119,8 +119,7 @@ def record_run(
     """
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
-    user: dict[str, CostOptions] = {}
-    entries: list[Any] = []
+    user, entries = dict[str, CostOptions](), list[Any]()
     model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)

@@ -259,10 +259,9 @@ class Watch(Messenger):
             sites[name] = {**site, "score_parts": ScoreParts(*parts)}
         if not self.untraced:
             return sites
-        drawn = [name for name in self.drawn_as if name not in self.enumerated]
-        order = {name: i for i, name in enumerate(drawn)}
+        order = {name: i for i, name in enumerate(self.drawn_as) if name not in self.enumerated}
         merged = {**sites, **self.untraced}
-        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(merged)))}
 
 
 def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -291,8 +290,7 @@ def draw_bits(msg: Any) -> Tensor | None:
         return None
     base = base_distribution(fn)
     shape, dtype = base.batch_shape, base.probs.dtype
-    is_served = base.probs.device.type == "cpu" and dtype in (torch.float32, torch.float64)
-    if not is_served:
+    if base.probs.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
         return None
     # Half the distance of two of torch's uniform numbers.
     half_step = torch.finfo(dtype).eps / 4.0
