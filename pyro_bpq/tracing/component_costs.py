@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -307,8 +307,8 @@ class ElementTracker(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        named = self._mask([*kwargs.values()]) if self._followed else 0
-        mask = named | self._mask(args) if self._followed else 0
+        named = self._ledger.mask([*kwargs.values()]) if self._followed else 0
+        mask = named | self._ledger.mask(args) if self._followed else 0
         keys = [key for key, bits in self._followed.items() if mask & bits]
         plan = plan_of(func) if keys else None
         if plan is None or plan.is_view:
@@ -323,7 +323,7 @@ class ElementTracker(OperatorMode):
                 rule = plan.rule if isinstance(key, str) else plan.row_rule
                 found[key] = rule(partial(self._known, key), *args, **shaping)
         targets = [kwargs.get(name) if isinstance(name, str) else args[name] for name in plan.writes]
-        written = self._mask(targets)
+        written = self._ledger.mask(targets)
         result = func(*args, **kwargs)
         for key in keys:
             if targets:
@@ -349,9 +349,6 @@ class ElementTracker(OperatorMode):
                 slots.view(target)[...] = found
             elif is_clean:
                 self._record(key, target, np.broadcast_to(found, tuple(target.shape)))
-
-    def _mask(self, args: Sequence[Any]) -> int:
-        return reduce(lambda mask, tensor: mask | self._ledger.mask(tensor), tensors_in(args), 0)
 
     def _find(self, key: Hashable, tensor: Tensor) -> _Slots | None:
         memory = memory_of(tensor)

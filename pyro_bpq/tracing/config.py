@@ -84,8 +84,7 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     given = infer.get("bpq")
     if given is None and not infer.get("baseline"):
         return _UNSET
-    if given is None:
-        return SiteOptions(baseline=baseline_options(name, infer["baseline"]))
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
     known = [option.name for option in fields(SiteOptions) if option.name != "baseline"]
