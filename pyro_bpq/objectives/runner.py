@@ -32,9 +32,8 @@ from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
-from pyro_bpq.tracing.program_graph import merged_graph
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, UngraphedBuffers
-from pyro_bpq.tracing.structure_cache import StructureCache
+from pyro_bpq.tracing.structure_cache import StructureCache, merged_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples

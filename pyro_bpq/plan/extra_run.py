@@ -20,7 +20,7 @@ from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.structure import Structure, has_like_prior
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.tracing.cost_statement import CostOptions
+from pyro_bpq.tracing.config import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
 # Longest time of an extra run, in units of the step without it. In a longer time more particles win more.

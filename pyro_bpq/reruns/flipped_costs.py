@@ -15,7 +15,8 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Rows
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
-from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
+from pyro_bpq.tracing.config import cost_options
+from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples

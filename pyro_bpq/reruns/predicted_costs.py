@@ -34,7 +34,7 @@ from pyro_bpq.reruns.flipped_costs import trace_at
 from pyro_bpq.reruns.held_costs import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout
-from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site

@@ -1,16 +1,16 @@
-"""Options per site: ``infer={"bpq": {...}}`` and ``config_bpq``."""
+"""Options per site: ``infer={"bpq": {...}}`` and ``config_bpq``, those of baselines, and those of cost statements."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import dropwhile
 from typing import Any
 
 import torch
-from pyro.poutine.messenger import Messenger
+from pyro import poutine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -84,11 +84,10 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     given = infer.get("bpq")
     if given is None and not infer.get("baseline"):
         return _UNSET
-    if given is None:
-        return SiteOptions(baseline=baseline_options(name, infer["baseline"]))
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
-    known = [field.name for field in fields(SiteOptions) if field.name != "baseline"]
+    known = [option.name for option in fields(SiteOptions) if option.name != "baseline"]
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -123,19 +122,14 @@ def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Calla
     site_options("(config_bpq)", {"bpq": options})
     if guide is None:
         return functools.partial(config_bpq, **options)
-    return _ConfigMessenger(options)(guide)
 
-
-class _ConfigMessenger(Messenger):
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.options = options
-
-    def _pyro_sample(self, msg: Any) -> None:
-        own = msg["infer"].get("bpq")
+    def options_of(site: Any) -> Any:
+        own = site["infer"].get("bpq")
         # What is no dictionary is refused with the site's other options.
-        if not msg["is_observed"] and (own is None or isinstance(own, dict)):
-            msg["infer"]["bpq"] = {**self.options, **(own or {})}
+        is_open = site["type"] == "sample" and not site["is_observed"] and (own is None or isinstance(own, dict))
+        return {"bpq": {**options, **(own or {})}} if is_open else {}
+
+    return poutine.infer_config(guide, options_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,3 +191,20 @@ def baseline_options(name: str, given: Any) -> BaselineOptions | None:
     if decay is None and network is None and value is None:
         return None
     return BaselineOptions(network, given["nn_baseline_input"], value, decay)
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """The options of a cost statement, ``infer["bpq_cost"]``."""
+
+    exact: bool = False  # whether the cost may be evaluated at values that were not sampled
+    is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
+    # Two runs of the same structure may differ in whether the function was called.
+    size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
+    in_guide: bool = False  # whether the statement is in the guide
+    shape: tuple[int, ...] = field(default=(), compare=False)  # shape of the value, before plates expand it
+
+
+def cost_options(site: Any) -> CostOptions | None:
+    """Returns the options of a cost statement; ``None`` for any other site."""
+    return site["infer"].get("bpq_cost")

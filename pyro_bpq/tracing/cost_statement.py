@@ -7,7 +7,7 @@ Pyro's own ELBOs count the cost too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -20,18 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError
-
-
-@dataclass(frozen=True)
-class CostOptions:
-    """The options of a cost statement, ``infer["bpq_cost"]``."""
-
-    exact: bool = False  # whether the cost may be evaluated at values that were not sampled
-    is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
-    # Two runs of the same structure may differ in whether the function was called.
-    size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
-    in_guide: bool = False  # whether the statement is in the guide
-    shape: tuple[int, ...] = field(default=(), compare=False)  # shape of the value, before plates expand it
+from pyro_bpq.tracing.config import CostOptions, cost_options
 
 
 def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
@@ -75,11 +64,10 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
         found = _call(name, exact, value, *args, name=name, infer={"exact": exact})
     else:
         found = _tensor(name, exact, value, ())
-    # Otherwise a handler skipped the function, or gave the result of an earlier call.
-    is_called = isinstance(found, Tensor)
+    # What is no tensor is of a handler that skipped the function, or gave the result of an earlier call.
     tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
-        size = tensor.numel() if is_called else 0
+        size = tensor.numel() if isinstance(found, Tensor) else 0
         options = CostOptions(exact, is_function, size, shape=tuple(tensor.shape))
         pyro.sample(
             name,
@@ -145,11 +133,6 @@ def check_particles(name: str, args: Iterable[Any], value: Tensor, number: int, 
             f"{tuple(value.shape)}, which has no dimension for them. Keep dimension {dim}: write "
             "z.sum(-1, keepdim=True), not z.sum() or float(...). Or write vectorize_particles=False."
         )
-
-
-def cost_options(site: Any) -> CostOptions | None:
-    """Returns the options of a cost statement; ``None`` for any other site."""
-    return site["infer"].get("bpq_cost")
 
 
 class _Cost(TorchDistribution):

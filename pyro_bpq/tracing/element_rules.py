@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pyro_bpq.tracing.ledger import signature_of
 
 NONE, MANY = -1, -2
 """``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
@@ -87,10 +89,6 @@ def _matmul(find: _Find, left: Any, right: Any) -> Positions:
     return _combine(_reduce(find(left), -1, True), _reduce(find(right), -2, True))
 
 
-def _addmm(find: _Find, bias: Any, left: Any, right: Any, *rest: Any) -> Positions:
-    return _combine(find(bias), _matmul(find, left, right))
-
-
 def _mv(find: _Find, left: Any, right: Any) -> Positions:
     return _combine(_reduce(find(left), -1, False), _reduce(find(right), -1, False))
 
@@ -148,10 +146,6 @@ def _select_now(find: _Find, tensor: Any, dim: int, index: Any) -> Positions:
         return np.take(find(tensor), np.atleast_1d(index.detach().cpu().numpy()), axis=dim)
 
 
-def _take(find: _Find, tensor: Any, index: Any) -> Positions:
-    return _combine(_reduce(find(tensor), None, False), find(index))
-
-
 def _scatter(find: _Find, tensor: Any, dim: int, index: Any, source: Any, *rest: Any) -> Positions:
     """Rule for ``scatter`` and ``index_add``: an entry keeps its own, and may get any one along the dimension."""
     target = find(tensor)
@@ -188,53 +182,21 @@ def _put_now(find: _Find, target: Any, indices: Any, values: Any, *rest: Any) ->
     return result
 
 
-def _masked_scatter(find: _Find, target: Any, mask: Any, source: Any) -> Positions:
-    found = _combine(find(target), find(mask), _reduce(find(source), None, False))
-    return np.broadcast_to(found, tuple(target.shape))
+def _moved(move: Callable[..., Tensor], find: _Find, *args: Any) -> Positions:
+    """Rule for operators that only move elements: torch moves their positions. Zeros that fill depend on none."""
 
+    def numbers(arg: Any) -> Any:
+        return torch.from_numpy(np.asarray(find(arg) - NONE)) if isinstance(arg, Tensor) else arg
 
-def _diagonal(find: _Find, tensor: Any, offset: int = 0, first: int = -2, second: int = -1) -> Positions:
-    found = find(tensor)
-    number = found.shape[-1]
-    size = number + abs(offset)
-    result = np.full((*found.shape[:-1], size, size), NONE, dtype=np.int32)
-    result[..., np.arange(number) + max(-offset, 0), np.arange(number) + max(offset, 0)] = found
-    return np.moveaxis(result, (-2, -1), (first, second))
-
-
-def _pad(find: _Find, tensor: Any, pad: Sequence[int], *rest: Any) -> Positions:
-    found = find(tensor)
-    for i in range(len(pad) // 2):
-        axis, ends = found.ndim - 1 - i, pad[2 * i : 2 * i + 2]
-        found = found.take(range(max(-ends[0], 0), found.shape[axis] - max(-ends[1], 0)), axis)
-        found = np.pad(
-            found,
-            [tuple(max(n, 0) for n in ends) if j == axis else (0, 0) for j in range(found.ndim)],
-            constant_values=NONE,
-        )
-    return found
-
-
-def _norm(find: _Find, tensor: Any, order: Any = 2, dims: Any = None, keepdim: Any = False, *rest: Any) -> Positions:
-    return _reduce(find(tensor), dims, bool(keepdim))
-
-
-def _topk(find: _Find, tensor: Any, number: int, dim: int = -1, *rest: Any) -> Positions:
-    return np.repeat(_reduce(find(tensor), dim, True), number, dim)
-
-
-def _glu(find: _Find, tensor: Any, dim: int = -1) -> Positions:
-    return _combine(*np.split(find(tensor), 2, dim))
+    with torch._C.DisableTorchFunction():
+        moved = move(*([numbers(item) for item in arg] if isinstance(arg, list) else numbers(arg) for arg in args))
+        return moved.numpy() + NONE
 
 
 def _group_norm(find: _Find, tensor: Any, *rest: Any) -> Positions:
     found = find(tensor)
     others = [_reduce(find(part), None, False) for part in tensors_in(rest)]
     return _combine(_spread(found, list(range(1, found.ndim))), *others)
-
-
-def _distances(find: _Find, left: Any, right: Any, *rest: Any) -> Positions:
-    return _combine(_reduce(find(left), -1, True), _reduce(find(right), -1, True).swapaxes(-1, -2))
 
 
 def _attention(find: _Find, query: Any, keys: Any, values: Any, *rest: Any) -> Positions:
@@ -254,51 +216,46 @@ def _unknown(find: _Find, *args: Any) -> Positions:
     raise Unknown
 
 
-_RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
+# Operators that share a rule.
+_SHARED: Mapping[str, Callable[..., Positions]] = MappingProxyType(
     {
-        **dict.fromkeys(("_to_copy", "masked_fill", "masked_fill_", "binary_cross_entropy"), _pointwise),
-        **dict.fromkeys(("binary_cross_entropy_with_logits", "where", "fill_", "zero_"), _pointwise),
-        **dict.fromkeys(("sum", "mean", "logsumexp", "amax", "amin", "prod", "var", "std", "any", "all"), _sum),
-        **dict.fromkeys(("argmax", "argmin", "nansum", "count_nonzero", "var_mean", "std_mean"), _sum),
-        **dict.fromkeys(("max", "min"), _extreme),
-        **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort"), _along),
-        **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _along),
-        **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
-        **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
-        **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "index_copy", "index_copy_"), _scatter),
-        **dict.fromkeys(("index_add", "index_add_"), _scatter),
-        **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
-        **dict.fromkeys(("_scaled_dot_product_flash_attention_for_cpu",), _attention),
-        **dict.fromkeys(("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), _attention),
-        **dict.fromkeys(("tril", "triu"), _pointwise),
-        **dict.fromkeys(("mv", "dot"), _mv),
-        **dict.fromkeys(("mm", "bmm"), _matmul),
-        **dict.fromkeys(("addmm", "baddbmm"), _addmm),
+        "_to_copy masked_fill masked_fill_ where fill_ zero_ tril triu": _pointwise,
+        "binary_cross_entropy binary_cross_entropy_with_logits": _pointwise,
+        "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
+        "var_mean std_mean median": _sum,
+        "max min": _extreme,
+        "cumsum cumprod logcumsumexp cummax cummin sort _softmax _log_softmax _safe_softmax": _along,
+        "linalg_vector_norm norm": lambda find, tensor, order=2, *rest, **dims: _sum(find, tensor, *rest, **dims),
+        "mode": lambda find, tensor, dim=-1, keepdim=False: _sum(find, tensor, dim, keepdim),
+        "kthvalue": lambda find, tensor, k, dim=-1, keepdim=False: _sum(find, tensor, dim, keepdim),
+        "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_": _scatter,
+        "index_copy index_copy_ index_add index_add_": _scatter,
+        "masked_scatter masked_scatter_": lambda find, target, mask, source: np.broadcast_to(
+            _combine(find(target), find(mask), _reduce(find(source), None, False)), tuple(target.shape)
+        ),
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention": _attention,
+        "_scaled_dot_product_efficient_attention": _attention,
+        "mv dot": _mv,
+        "mm bmm": _matmul,
+        "addmm baddbmm": lambda find, bias, left, right, *rest: _combine(find(bias), _matmul(find, left, right)),
         "addmv": lambda find, bias, left, right: _combine(find(bias), _mv(find, left, right)),
         "copy_": lambda find, target, source, *rest: find(source),
-        "cat": lambda find, tensors, dim=0: np.concatenate([*map(find, tensors)], dim),
-        "stack": lambda find, tensors, dim=0: np.stack([*map(find, tensors)], dim),
-        "flip": lambda find, tensor, dims: np.flip(find(tensor), tuple(dims)),
-        "repeat": lambda find, tensor, repeats: np.tile(find(tensor), tuple(repeats)),
-        "roll": lambda find, tensor, shifts, dims=(): np.roll(find(tensor), tuple(shifts), tuple(dims) or None),
+        "glu": lambda find, tensor, dim=-1: _combine(*np.split(find(tensor), 2, dim)),
+        "topk": lambda find, tensor, number, dim=-1, *rest: np.repeat(_reduce(find(tensor), dim, True), number, dim),
+        "take": lambda find, tensor, index: _combine(_reduce(find(tensor), None, False), find(index)),
         "embedding": lambda find, table, index, *rest: _index(find, table, [index]),
-        "topk": _topk,
-        "mode": lambda find, tensor, dim=-1, keepdim=False: _sum(find, tensor, dim, keepdim),
-        "median": _sum,
-        "kthvalue": lambda find, tensor, k, dim=-1, keepdim=False: _sum(find, tensor, dim, keepdim),
-        "index_select": _select,
-        "diag_embed": _diagonal,
-        "rot90": lambda find, tensor, number=1, dims=(0, 1): np.rot90(find(tensor), number, tuple(dims)),
-        "take": _take,
-        "constant_pad_nd": _pad,
-        "glu": _glu,
-        "native_group_norm": _group_norm,
-        "_cdist_forward": _distances,
         "index": _index,
+        "index_select": _select,
         "gather": _gather,
+        "native_group_norm": _group_norm,
         "native_layer_norm": _layer_norm,
+        "_cdist_forward": lambda find, left, right, *rest: _combine(
+            _reduce(find(left), -1, True), _reduce(find(right), -1, True).swapaxes(-1, -2)
+        ),
     }
 )
+_RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
+_MOVING = frozenset("cat stack flip repeat roll rot90 diag_embed constant_pad_nd".split())
 # For rows, only this run matters: it shows whether rows meet.
 _ROW_RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
     {
@@ -310,35 +267,22 @@ _ROW_RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
 )
 
 
-class Plan:
-    """What an operator does to positions.
+class Plan(NamedTuple):
+    """What an operator does to positions."""
 
-    Attributes:
-        is_view: Whether it only gives memory another shape.
-        writes: Positions, or names, of the arguments that it writes into.
-        rule: Its rule for elements.
-        row_rule: Its rule for rows.
-    """
-
-    def __init__(self, func: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        name = "" if schema is None else schema.name.removeprefix("aten::")
-        returns, arguments = ([], []) if schema is None else (schema.returns, schema.arguments)
-        self.is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        tags = getattr(func, "tags", ())
-        # ``squeeze_`` and the like change a tensor's shape, not its memory. ``set_`` and ``resize_`` change memory.
-        self.is_view |= torch.Tag.inplace_view in tags and not name.startswith(("set_", "resize_"))
-        self.writes = tuple(
-            argument.name if argument.kwarg_only else i
-            for i, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        is_pointwise = torch.Tag.pointwise in tags and not any(isinstance(w, str) for w in self.writes)
-        self.rule = _RULES.get(name, _pointwise if is_pointwise else _unknown)
-        self.row_rule = _ROW_RULES.get(name, self.rule)
+    is_view: bool  # whether it only gives memory another shape
+    writes: tuple[int | str, ...]  # positions, or names, of the arguments that it writes into
+    rule: Callable[..., Positions]
+    row_rule: Callable[..., Positions]
 
 
 @cache
 def plan_of(func: Any) -> Plan:
     """What an operator does to positions."""
-    return Plan(func)
+    name, writes, is_view = signature_of(func)
+    tags = getattr(func, "tags", ())
+    # ``squeeze_`` and the like change a tensor's shape, not its memory. ``set_`` and ``resize_`` change memory.
+    is_view |= torch.Tag.inplace_view in tags and not name.startswith(("set_", "resize_"))
+    is_pointwise = torch.Tag.pointwise in tags and not any(isinstance(target, str) for target in writes)
+    rule = partial(_moved, func) if name in _MOVING else _RULES.get(name, _pointwise if is_pointwise else _unknown)
+    return Plan(is_view, writes, rule, _ROW_RULES.get(name, rule))

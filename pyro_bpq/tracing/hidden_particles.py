@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -123,7 +123,7 @@ def trace_particles(
             lent.keep()
     rng, flags = (start, torch.get_rng_state()), flags_of(args, kwargs)
     return [
-        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), number, subsamples, rng, flags)
+        record_run(model_trace, guide_trace, samples(guide_trace), number, subsamples, rng, flags)
         for model_trace, guide_trace, subsamples in traces
     ]
 
@@ -134,10 +134,17 @@ def _hidden_traces(run: Callable[[], _Traces], number: int) -> list[_Traces]:
 
     def one(index: Tensor) -> tuple[Tensor, ...]:
         tensors: list[Tensor] = []
+
+        def emptied(tensor: Tensor) -> Any:
+            if not is_wrapped(tensor):
+                return tensor
+            tensors.append(tensor)
+            return _Slot(len(tensors) - 1)
+
         _tell(index, number)
         with HiddenFactories(number):
             found = run()
-        kept.append(_map(found, lambda tensor: _Slot(tensors, tensor) if is_wrapped(tensor) else tensor))
+        kept.append(_map(found, emptied))
         return tuple(tensors)
 
     try:
@@ -147,21 +154,19 @@ def _hidden_traces(run: Callable[[], _Traces], number: int) -> list[_Traces]:
             stacked = torch.func.vmap(one, randomness="different")(torch.arange(number))
     finally:
         _tell(None, number)
-    particles = list(zip(*(tensor.unbind(0) for tensor in stacked), strict=True)) or [()] * number
-    return [_map(kept[0], functools.partial(_filled, own)) for own in particles]
+    rows = [tensor.unbind(0) for tensor in stacked]
+
+    def particle(i: int) -> Any:
+        return _map(kept[0], lambda item: rows[item.index][i] if isinstance(item, _Slot) else item)
+
+    return [particle(i) for i in range(number)]
 
 
-def _filled(own: Sequence[Tensor], item: Any) -> Any:
-    """Replaces a slot by the tensor of one particle; other items stay."""
-    return own[item.index] if isinstance(item, _Slot) else item
-
-
+@dataclass(frozen=True)
 class _Slot:
     """Placeholder for a tensor of which each particle has its own."""
 
-    def __init__(self, tensors: list[Tensor], tensor: Tensor) -> None:
-        self.index = len(tensors)
-        tensors.append(tensor)
+    index: int
 
 
 def _map(item: Any, change: Callable[[Any], Any]) -> Any:
@@ -169,7 +174,14 @@ def _map(item: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(item, (Tensor, _Slot)):
         return change(item)
     if isinstance(item, Trace):
-        return _trace(item, change)
+        # Its arguments and its return value are left out.
+        copied = Trace()
+        for name, node in item.nodes.items():
+            if node["type"] == "sample":
+                copied.nodes[name] = {key: _map(value, change) for key, value in node.items()}  # type: ignore[assignment]
+            elif node["type"] == "param":
+                copied.nodes[name] = node
+        return copied
     if isinstance(item, dict):
         return _changed(item, change) or item
     if isinstance(item, (list, tuple)):
@@ -193,14 +205,3 @@ def _changed(parts: dict[Any, Any], change: Callable[[Any], Any]) -> dict[Any, A
     """Applies ``change`` to all tensors in some parts; ``None`` if it changes nothing."""
     found = {key: _map(value, change) for key, value in parts.items()}
     return found if any(found[key] is not value for key, value in parts.items()) else None
-
-
-def _trace(trace: Trace, change: Callable[[Any], Any]) -> Trace:
-    """Copies the sites of a trace; its arguments and its return value are left out."""
-    found = Trace()
-    for name, node in trace.nodes.items():
-        if node["type"] == "sample":
-            found.nodes[name] = {key: _map(value, change) for key, value in node.items()}  # type: ignore[assignment]
-        elif node["type"] == "param":
-            found.nodes[name] = node
-    return found

@@ -6,13 +6,14 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "elements", "work"))
+OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "component_costs", "work"))
 """The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
 
 # Modules that read booleans and shapes only to check arguments; the caller sees no effect of it.
@@ -36,6 +37,21 @@ class OperatorMode(TorchDispatchMode):
         return False  # True wraps every operator call in two more Python frames
 
 
+@cache
+def signature_of(func: Any) -> tuple[str, tuple[int | str, ...], bool]:
+    """An operator's name, the positions or names of what it writes into, and whether its result is a view."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return "", (), False
+    writes = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    return schema.name.removeprefix("aten::"), writes, is_view
+
+
 class Entry(weakref.ref[torch.UntypedStorage]):
     """The record of one storage. It vanishes with the storage, so that a reused address starts clean.
 
@@ -55,18 +71,17 @@ class Entry(weakref.ref[torch.UntypedStorage]):
         """Returns the sources of a view of the storage, as bits."""
         if self.views is None:
             return self.mask
-        known = self.views.get(id(view))
-        if known is not None and known[0]() is view:
-            return self.mask | known[1]
-        return self.mask if _is_whole(view) else self.mask | self.chosen
+        return self.mask | self._choice(view, 0 if _is_whole(view) else self.chosen)
+
+    def _choice(self, view: Tensor, unseen: int) -> int:
+        """The sources that chose a view; ``unseen`` if it is not known."""
+        known = (self.views or {}).get(id(view))
+        return known[1] if known is not None and known[0]() is view else unseen
 
     def add(self, view: Tensor, mask: int) -> None:
         """Records that the choice of ``view`` depends on ``mask``."""
         self.views = self.views or {}
-        known = self.views.get(id(view))
-        if known is not None and known[0]() is view:
-            mask |= known[1]
-        self.views[id(view)] = (weakref.ref(view), mask)
+        self.views[id(view)] = (weakref.ref(view), mask | self._choice(view, 0))
         self.chosen |= mask
 
 

@@ -86,9 +86,6 @@ class ReachedValues:
         self._changes: dict[tuple[int, str], int] = {}
         self._calls = 0
 
-    def __deepcopy__(self, memo: Any) -> ReachedValues:
-        return ReachedValues()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return ReachedValues, ()
 
@@ -138,12 +135,11 @@ class MetValues:
         Where values differ in many steps, only the first of them count as new.
         """
         known = self.known.get(kind, frozenset())
-        if values in known:
-            return self if self.counts or not has_counters else replace(self, counts=True)
-        if len(known) >= _MOST_KNOWN:
-            return self if self.counts else replace(self, counts=True)
-        found = {**self.known, kind: known | {values}}
-        return replace(self, known=found, counts=self.counts or has_counters, has_switched=bool(known))
+        is_known, is_full = values in known, len(known) >= _MOST_KNOWN
+        counts = self.counts or has_counters or (is_full and not is_known)
+        if is_known or is_full:
+            return self if counts == self.counts else replace(self, counts=counts)
+        return replace(self, known={**self.known, kind: known | {values}}, counts=counts, has_switched=bool(known))
 
     def seen(self) -> MetValues:
         """The same after a tracked run."""

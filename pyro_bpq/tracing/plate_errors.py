@@ -10,7 +10,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError
-from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.watch import PARTICLES, Frames, distribution_name, number_of_values, samples
 
 # Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
@@ -63,10 +63,8 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
             lines.append(unlike_line(name, *((site["fn"], plates_of(site)) for site in sites)))
         elif line := data_line(sites[0], rows_of(sites[0])):
             lines.append(line)
-        elif len(sites) == 2:
-            lines.append(_both_line(name, plates_of(sites[0]), plates_of(sites[1])))
         else:
-            lines.append(f"Site {name!r} is in the plates {_listed(plates_of(sites[0]))} (name, dim, size).")
+            lines.append(_both_line(name, plates_of(sites[0]), plates_of(sites[-1])))
         if len({tuple(_listed(plates_of(site))) for site in sites}) == 1:
             lines += list(filter(None, map(_loose_line, reversed(sites))))[:1]
     return PlateError(told(error, *lines, *particle_advice(frames)))
@@ -123,27 +121,24 @@ def nesting_error(error: Exception, plates: Iterable[Frames], declared: int = 0)
         needed, where = max((_depth(frames) for frames in plates), default=0), "The plates of the program lie"
     else:
         return None
-    return PlateError(
-        told(
-            error,
-            f"{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it is "
-            "found in the first step. Particles need no dimension of their own there.",
-        )
+    line = (
+        f"{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it is "
+        "found in the first step. Particles need no dimension of their own there."
     )
+    return PlateError(told(error, line))
 
 
 def particle_advice(plates: Iterable[Frames]) -> list[str]:
     """What to write where shapes do not fit with several particles at once; empty where these have no plate."""
-    for frames in plates:
-        for frame in frames:
-            if frame.name == PARTICLES:
-                return [
-                    f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all "
-                    "plates. A program that indexes, unpacks or reduces dimensions from the left meets the particles "
-                    "there. If it runs with vectorize_particles=False, write that, so that particles run one after the "
-                    "other; or count dimensions from the right, as in z[..., 0] and z.sum(-1)."
-                ]
-    return []
+    frame = next((frame for frames in plates for frame in frames if frame.name == PARTICLES), None)
+    if frame is None:
+        return []
+    return [
+        f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all plates. A "
+        "program that indexes, unpacks or reduces dimensions from the left meets the particles there. If it runs with "
+        "vectorize_particles=False, write that, so that particles run one after the other; or count dimensions from "
+        "the right, as in z[..., 0] and z.sum(-1)."
+    ]
 
 
 def check_declared(sites: Iterable[Any]) -> None:
@@ -266,64 +261,6 @@ def left_torch(sites: Iterable[str], number: int, text: str = "") -> str:
         f"while {number} particles ran at once, and each particle has a value of its own{text and f': {text}'}. Write "
         "vectorize_particles=False, so that they run one after the other; or stay in torch, as by torch.where(z > 0, "
         "a, b) or table[z.long()]."
-    )
-
-
-def described(fn: Any) -> str:
-    """Name and support of a distribution."""
-    return f"{distribution_name(fn)} (support {support(fn)})"
-
-
-def support(fn: Any) -> str:
-    """The support of a distribution in words, without the dimensions of events."""
-    try:
-        found = fn.support
-    except (NotImplementedError, AttributeError):
-        return "unknown"
-    return str(getattr(found, "base_constraint", found))
-
-
-def is_discrete(fn: Any) -> bool | None:
-    """Whether a support is discrete; ``None`` if it is not known."""
-    try:
-        found = fn.support.is_discrete
-    except (NotImplementedError, AttributeError):
-        return None
-    return bool(found)
-
-
-def number_missing(value: Any) -> int:
-    """Number of NaN in data."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return 0
-    return int(value.detach().isnan().sum())
-
-
-def nan_line(site: Any) -> str:
-    """Says how many elements of a site's data are NaN, and how to leave them out."""
-    name, value, events = site["name"], site["value"], site["fn"].event_dim
-    base = getattr(site["fn"], "base_dist", None)
-    how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
-    if events and base is not None and not base.event_dim:
-        # A mask of the elements of an event belongs inside of to_event.
-        fn = f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({events})"
-        how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
-    count = f"{number_missing(value)} of {value.numel()}"
-    return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
-
-
-def support_line(site: Any) -> str:
-    """Says how many values of a site's data lie outside of the support; empty if that is not known."""
-    value, fn = site["value"], site["fn"]
-    try:
-        inside = fn.support.check(value)
-    except (NotImplementedError, AttributeError, RuntimeError):
-        return ""
-    number, first = int((~inside).sum()), value[~inside].flatten()[:1].tolist() if inside.dim() == value.dim() else []
-    shown = f", {first[0]} among them" if first else ""
-    return (
-        f"The data of site {site['name']!r} has {number} of {inside.numel()} values outside of the support of its "
-        f"distribution, {described(fn)}{shown}. Give other data, or a distribution with their support."
     )
 
 

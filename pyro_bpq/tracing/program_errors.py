@@ -1,38 +1,38 @@
-r"""Errors about mistakes in guide and model: they name the site and say what to write."""
+r"""Errors and warnings about mistakes in guide and model: they name the site and say what to write."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 import pyro
+from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
-    described,
     left_torch,
-    nan_line,
     nesting_error,
-    number_missing,
+    own_plates,
     own_text,
     particle_advice,
     plate_error,
     plate_error_of_traces,
+    plates_of,
     rows_of,
     statements,
-    support,
-    support_line,
     told,
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, is_enumerated, number_of_values
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -50,43 +50,28 @@ _TWICE = re.compile("Multiple sample sites named '(.*)'")
 _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
 
 
-@contextlib.contextmanager
-def _explained(errors: tuple[type[Exception], ...], find: Callable[[Exception], BPQError | None]) -> Iterator[None]:
-    """Raises, in place of one of ``errors``, what ``find`` makes of it, if it makes anything of it."""
-    try:
-        yield
-    except BPQError:
-        raise
-    except errors as error:
-        found = find(error)
-        if found is None:
-            raise
+def explain_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> None:
+    """Raises, for an error of a run of guide and model, one that names the site and says what to write, if it can."""
+    found = None if isinstance(error, BPQError) else _of_run(error, watch, inputs)
+    if found is not None:
         raise found from error
 
 
-def explain_runs(
-    watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Raises errors of a run of guide and model again, with the name of the site and what to write."""
-    return _explained(_EXPLAINED, lambda error: _of_run(error, watch, tracker, inputs))
+def explain_scores(error: Exception, model_trace: Any, guide_trace: Any) -> None:
+    """The same for an error of log-probabilities and shape checks."""
+    if isinstance(error, BPQError):
+        return
+    found = plate_error_of_traces(error, model_trace, guide_trace) or _support_error(
+        error, statements(model_trace), statements(guide_trace)
+    )
+    if found is not None:
+        raise found from error
 
 
-def explain_scores(model_trace: Any, guide_trace: Any) -> contextlib.AbstractContextManager[None]:
-    """Raises errors of log-probabilities and shape checks again, with what guide and model have at the site."""
-
-    def find(error: Exception) -> BPQError | None:
-        found = plate_error_of_traces(error, model_trace, guide_trace)
-        return found or _support_error(error, statements(model_trace), statements(guide_trace))
-
-    return _explained((ValueError, RuntimeError), find)
-
-
-def _of_run(
-    error: Exception, watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
-) -> BPQError | None:
+def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, plates = own_text(error), watch.plates.values()
-    unlike = watch.unlike()
+    unlike = [name for name, law in watch.scored_as.items() if _differ(law, watch.drawn_as.get(name, law))]
     if unlike:
         # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
         lines = [unlike_line(name, watch.scored_as[name], watch.drawn_as[name]) for name in unlike]
@@ -112,12 +97,19 @@ def _of_run(
     if asks_for_one and watch.enumerated:
         # Enumerated sites have several values too, and an error of their own.
         return None
-    if asks_for_one and tracker is not None:
-        return _one_value_error(error, watch.options.num_particles, tracker)
+    if asks_for_one and watch.tracker is not None:
+        return _one_value_error(error, watch.options.num_particles, watch.tracker)
     if asks_for_one or (_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
         kind = PlateError if isinstance(error, ValueError) else UnsupportedProgramError
         return kind(told(error, *particle_advice(plates)))
     return None
+
+
+def _differ(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether the values of two distributions, each given with its plates, have different forms."""
+    # Distributions of users may not say how many event dimensions they have.
+    forms = [(getattr(fn, "event_dim", 0), number_of_values(fn)) for fn, _ in (one, other)]
+    return forms[0] != forms[1]
 
 
 def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) -> BPQError | None:
@@ -136,36 +128,30 @@ def _number_error(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> U
     """Says which parameters are broken, or where the distribution was made whose parameter is out of range."""
     store = pyro.get_param_store()
     broken = [name for name in store.keys() if not bool(store[name].isfinite().all())]
-    if broken:
-        names = ", ".join(map(repr, broken))
-        line = (
-            f"The parameters {names} have elements that are not finite: an earlier step has broken them, or they were "
-            "made so. Look for the first loss that is not finite; take a smaller learning rate, or "
-            "clip gradients, as by pyro.optim.ClippedAdam."
-        )
-        return UnsupportedSiteError(f"{line}\n{text}")
-    for key, value in inputs.items():
-        if number_missing(value):
-            line = (
-                f"Argument {key!r} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
-                f"the {watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
-                "observe under pyro.poutine.mask(mask=~x.isnan())."
-            )
-            return UnsupportedSiteError(f"{line}\n{text}")
+    missing = next((key for key, value in inputs.items() if number_missing(value)), None)
     found = _OUT_OF_RANGE.search(text)
-    if found is None:
+    if broken:
+        line = (
+            f"The parameters {', '.join(map(repr, broken))} have elements that are not finite: an earlier step has "
+            "broken them, or they were made so. Look for the first loss that is not finite; take a smaller learning "
+            "rate, or clip gradients, as by pyro.optim.ClippedAdam."
+        )
+    elif missing is not None:
+        value = inputs[missing]
+        line = (
+            f"Argument {missing!r} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
+            f"the {watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
+            "observe under pyro.poutine.mask(mask=~x.isnan())."
+        )
+    elif found is not None:
+        seen = [*(watch.scored_as if watch.where == "model" else watch.plates)]
+        after = f" after the statement {seen[-1]!r}" if seen else ""
+        line = f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there."
+        if found[3] in _CONSTRAINTS:
+            constraint = f"dist.constraints.{_CONSTRAINTS[found[3]]}"
+            line += f" If it is a parameter, write pyro.param(name, value, constraint={constraint})."
+    else:
         return None
-    seen = [*(watch.scored_as if watch.is_past_guide else watch.plates)]
-    after = f" after the statement {seen[-1]!r}" if seen else ""
-    constraint = _CONSTRAINTS.get(found[3], "")
-    advice = (
-        f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{constraint})."
-        if constraint
-        else ""
-    )
-    line = (
-        f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there.{advice}"
-    )
     return UnsupportedSiteError(f"{line}\n{text}")
 
 
@@ -232,4 +218,210 @@ def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
         f"{text}\nSite {name!r} is drawn from {ours} in the guide, and scored under {theirs} in the model, which "
         f"cannot score that value. Give it the same support in both: write {distribution_name(model['fn'])}, or a "
         "distribution with its support, in the guide."
+    )
+
+
+def warn_of_program(
+    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+) -> None:
+    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only."""
+    for text in _warnings(model_sites, guide_sites, loss, is_first, is_enumerating):
+        warnings.warn(text, BPQWarning, stacklevel=3)
+
+
+def _warnings(
+    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+) -> Iterator[str]:
+    everything = [*guide_sites.values(), *model_sites.values()]
+    if is_first:
+        for warn in (_repeated, _misspelt):
+            for site in everything:
+                yield from warn(site)
+        if model_sites:
+            yield from _observed(guide_sites.values())
+    if is_first and is_validation_enabled():
+        for name, site in guide_sites.items():
+            yield from _unlike(site, model_sites.get(name, site))
+        yield from _other_names(model_sites, guide_sites)
+        if not is_enumerating:
+            yield from _marked(guide_sites.values())
+    if not bool(loss.isfinite().all()):
+        yield from [*_of_nan(everything)] or _of_infinity(everything)
+
+
+def _of_nan(sites: list[Any]) -> Iterator[str]:
+    """Explains a loss that is NaN: by data that are NaN, else by the first log-probability that is."""
+    data = [site for site in sites if site["is_observed"] and cost_options(site) is None]
+    missing = [site for site in data if number_missing(site["value"])]
+    yield from map(nan_line, missing)
+    site = next((site for site in sites if number_missing(site.get("log_prob"))), None)
+    if site is not None and not missing:
+        yield (
+            f"The log-probability of site {site['name']!r} is NaN: its factor is, or a parameter of its "
+            f"distribution, {distribution_name(site['fn'])}, is NaN or outside of its range. "
+            "pyro.enable_validation(True) says which."
+        )
+
+
+def _of_infinity(sites: list[Any]) -> Iterator[str]:
+    """Explains an infinite loss by the first log-probability or factor that is infinite."""
+    for site in sites:
+        density = site.get("log_prob")
+        if isinstance(density, Tensor) and bool(density.isinf().any()):
+            kind = "factor" if hasattr(site["fn"], "log_factor") else "log-probability"
+            yield (
+                f"The {kind} of site {site['name']!r} is infinite at {int(density.isinf().sum())} of {density.numel()} "
+                "elements, so that this step has no finite gradient. Write a large finite cost in place of an infinite "
+                "one, or draw only values that are possible."
+            )
+            return
+
+
+def _misspelt(site: Any) -> Iterator[str]:
+    """Warns if a key of ``infer`` looks like a misspelt ``"bpq"``."""
+    for key in site["infer"]:
+        if isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq"):
+            yield f'Site {site["name"]!r} has infer={{{key!r}: ...}}, which nothing reads: write infer={{"bpq": ...}}.'
+            return
+
+
+def _observed(guide: Iterable[Any]) -> Iterator[str]:
+    """Warns if the guide observes data."""
+    names = [
+        site["name"]
+        for site in guide
+        if site["is_observed"]
+        and not site["infer"].get("_deterministic")
+        and cost_options(site) is None
+        and type(site["fn"]).__name__ not in ("Unit", "Delta")
+    ]
+    if names:
+        yield (
+            f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over "
+            "in the wrong order? It is loss(model, guide, ...) and SVI(model, guide, ...)."
+        )
+
+
+def _repeated(site: Any) -> Iterator[str]:
+    """Warns if a cost or ``pyro.factor`` in a plate is a single number, which counts once per row."""
+    options, own = cost_options(site), _rows_around(site)
+    factor = getattr(site["fn"], "log_factor", None)
+    if options is not None and own:
+        shape = options.shape
+        if options.size and not any(-f.dim <= len(shape) and shape[f.dim] > 1 for f in own):
+            yield _counted(site["name"], own, "cost", "pyro_bpq.cost")
+    elif own and isinstance(factor, Tensor):
+        # Plates expand a single number: without a stride it is still one.
+        if not any(-f.dim <= factor.dim() and factor.shape[f.dim] > 1 and factor.stride(f.dim) for f in own):
+            yield _counted(site["name"], own, "factor", "pyro.factor")
+
+
+def _rows_around(site: Any) -> list[Any]:
+    return [frame for frame in own_plates(plates_of(site)) if frame.size > 1]
+
+
+def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
+    number, names = math.prod(frame.size for frame in own), [frame.name for frame in own]
+    rows = [1] * max(-frame.dim for frame in own)
+    for frame in own:
+        rows[frame.dim] = frame.size
+    return (
+        f"The {kind} {name!r} is a single number in the plate {', '.join(map(repr, names))}, and is counted once per "
+        f"row, {number} times. To count it once, write {function}({name!r}, ...) outside of the plate; if each row "
+        f"is meant to cost that much, say so: value + torch.zeros({', '.join(map(str, rows))})."
+    )
+
+
+def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> Iterator[str]:
+    """Warns if guide and model name a plate differently: nothing then shows that its rows are the same."""
+    known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
+    for name in (name for name in guide if name in model):
+        there = {frame.dim: frame for frame in _rows_around(model[name])}
+        for frame in _rows_around(guide[name]):
+            other = there.get(frame.dim)
+            if other is not None and other.size == frame.size and other.name != frame.name and frame.name not in known:
+                yield (
+                    f"The plate of site {name!r} is {frame.name!r} in the guide, and {other.name!r} in the model. So "
+                    f"each row gets the costs of all rows, which is noisy. Write {other.name!r} in the guide."
+                )
+                return
+
+
+def _unlike(guide: Any, model: Any) -> Iterator[str]:
+    """Warns if a site is discrete in the guide and continuous in the model."""
+    is_compared = not (guide["is_observed"] or model["is_observed"] or type(model["fn"]).__name__ == "Delta")
+    if is_compared and is_discrete(guide["fn"]) is True and is_discrete(model["fn"]) is False:
+        yield (
+            f"Site {guide['name']!r} is drawn from {described(guide['fn'])} in the guide, and has a density in the "
+            f"model, {described(model['fn'])}: probabilities and densities cannot be compared, and the ELBO means "
+            "nothing. Give it the same support in both."
+        )
+
+
+def _marked(sites: Iterable[Any]) -> Iterator[str]:
+    """Warns if sites are marked for enumeration but sampled."""
+    marked = [site for site in sites if site["infer"].get("enumerate") and not site["is_observed"]]
+    names = [site["name"] for site in marked if not is_enumerated(site)]
+    if names:
+        yield (
+            f'The sites {names} are marked with infer={{"enumerate": ...}}, which counts with enumeration="exact" '
+            'only. Write TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO) to sum them out, or remove the '
+            "mark."
+        )
+
+
+def described(fn: Any) -> str:
+    """Name and support of a distribution."""
+    return f"{distribution_name(fn)} (support {support(fn)})"
+
+
+def support(fn: Any) -> str:
+    """The support of a distribution in words, without the dimensions of events."""
+    try:
+        found = fn.support
+    except (NotImplementedError, AttributeError):
+        return "unknown"
+    return str(getattr(found, "base_constraint", found))
+
+
+def is_discrete(fn: Any) -> bool | None:
+    """Whether a support is discrete; ``None`` if it is not known."""
+    try:
+        return bool(fn.support.is_discrete)
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def number_missing(value: Any) -> int:
+    """Number of NaN in data."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return 0
+    return int(value.detach().isnan().sum())
+
+
+def nan_line(site: Any) -> str:
+    """Says how many elements of a site's data are NaN, and how to leave them out."""
+    name, value, events = site["name"], site["value"], site["fn"].event_dim
+    base = getattr(site["fn"], "base_dist", None)
+    how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
+    if events and base is not None and not base.event_dim:
+        # A mask of the elements of an event belongs inside of to_event.
+        fn = f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({events})"
+        how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
+    count = f"{number_missing(value)} of {value.numel()}"
+    return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
+
+
+def support_line(site: Any) -> str:
+    """Says how many values of a site's data lie outside of the support; empty if that is not known."""
+    value, fn = site["value"], site["fn"]
+    try:
+        inside = fn.support.check(value)
+    except (NotImplementedError, AttributeError, RuntimeError):
+        return ""
+    number, first = int((~inside).sum()), value[~inside].flatten()[:1].tolist() if inside.dim() == value.dim() else []
+    shown = f", {first[0]} among them" if first else ""
+    return (
+        f"The data of site {site['name']!r} has {number} of {inside.numel()} values outside of the support of its "
+        f"distribution, {described(fn)}{shown}. Give other data, or a distribution with their support."
     )

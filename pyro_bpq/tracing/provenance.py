@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, OperatorMode, memory_of
+from pyro_bpq.tracing.ledger import OWN, Ledger, OperatorMode, memory_of, signature_of
 
 _storage = Tensor.untyped_storage
 _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
@@ -149,21 +149,18 @@ def _plan(func: Any) -> _Plan:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
         return _PLAIN
-    name = schema.name.removeprefix("aten::")
+    name, writes, _ = signature_of(func)
     opaque = any("Tensor" not in str(result.type) for result in schema.returns)
     reads = torch.Tag.data_dependent_output in func.tags or (opaque and not _METADATA.fullmatch(name))
     sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
     sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
-    writes: list[int | str] = []
-    for position, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
-        # Training-mode batch norm updates its running statistics, but its schema does not declare the write.
-        if (alias is not None and alias.is_write) or ("batch_norm" in name and "running" in argument.name):
-            writes.append(argument.name if argument.kwarg_only else position)
+    if "batch_norm" in name:
+        # In training mode it updates its running statistics, but its schema does not declare the write.
+        writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
     # The result depends only on the shape of the argument. A value that decided that shape has already escaped.
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     is_blank = tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name))
-    plan = _Plan(reads, sized, _SHAPE_FROM.get(name), tuple(writes), is_blank)
+    plan = _Plan(reads, sized, _SHAPE_FROM.get(name), writes, is_blank)
     return _PLAIN if plan == _PLAIN else plan
 
 
@@ -173,20 +170,10 @@ class _Operators(OperatorMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        self._find = ledger.entries.get
 
     def __torch_dispatch__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
-        mask, find, ledger = 0, self._find, self._ledger
-        try:
-            for arg in args:
-                if isinstance(arg, Tensor):
-                    entry = find(id(_storage(arg)))
-                    if entry is not None:
-                        mask |= entry.mask if entry.views is None else entry.mask_of(arg)
-                elif isinstance(arg, (list, tuple)):
-                    mask |= ledger.mask(arg)
-        except NO_STORAGE:
-            mask = ledger.mask(args)
+        ledger = self._ledger
+        mask = ledger.mask(args)
         if kwargs:
             mask |= ledger.mask([*kwargs.values()])
         try:

@@ -112,13 +112,13 @@ class Sandbox:
         self._buffers = LentBuffers() if has_buffers else contextlib.nullcontext()
 
     def __enter__(self) -> Sandbox:
-        is_cuda_used = torch.cuda.is_initialized()
-        self._devices = list(range(torch.cuda.device_count())) if is_cuda_used else []
-        self._states = self._generators()
+        self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        self._fork = torch.random.fork_rng(self._devices)
+        self._fork.__enter__()
         if isinstance(self._start, int):
             # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
             torch.default_generator.manual_seed(self._start)
-            if is_cuda_used:
+            if self._devices:
                 torch.cuda.manual_seed_all(self._start)
         else:
             torch.set_rng_state(self._start)
@@ -129,10 +129,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self._buffers.__exit__(None, None, None)
         self.after = self._generators()
-        cpu, *others = self._states
-        torch.set_rng_state(cpu)
-        for device, state in zip(self._devices, others, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        self._fork.__exit__(None, None, None)
 
     def _generators(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]

@@ -16,12 +16,11 @@ from functools import cached_property
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError, check_choice
-from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.bitsets import Reads, named
+from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
 from pyro_bpq.tracing.plain_values import MetValues
-from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
 
@@ -63,7 +62,7 @@ class StructureCache:
     - ``"auto"``: track until the structure proves static, then reuse the graph and track again now and then. A program
       that lets a sampled value leave torch stays tracked, unless its steps may go in program order.
     - ``"dynamic"``: always track.
-    - ``"dense"``: every earlier site is an ancestor. The cache is cleared when 256 graphs are stored.
+    - ``"dense"``: every earlier site is an ancestor.
     - ``"static"``: track once, and raise if a later tracked run contradicts.
 
     An untracked run with a new key gets the dense graph once. Then runs are tracked until 2 in a row bring nothing
@@ -256,11 +255,8 @@ class StructureCache:
             return build_graph(traced, reads)
         if learn:
             self._learn_facts(traced)
-        if self.mode == "dense":
-            return self._dense(traced, learn)
-        if learn:
             self._count(traced, traced.key not in self.reads)
-        new = Reads.over(traced.run.sites, reads)
+        new = _dense_reads(traced) if self.mode == "dense" else Reads.over(traced.run.sites, reads)
         known, agreements = self.reads.get(traced.key, (Reads(new.sites, {}), 0))
         merged = known.union(new)
         changed = bool(known) and merged.bits != known.bits
@@ -276,7 +272,7 @@ class StructureCache:
             self.graphs.pop(forgotten, None)
             self.facts.pop(forgotten, None)
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
-        if was_unknown and not self.unknown:
+        if was_unknown and not self.unknown and self.mode != "dense":
             self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
         self.met = self.met.seen()
         if self.untracked_steps >= self.next_look:
@@ -331,18 +327,6 @@ class StructureCache:
                 stacklevel=2,
             )
 
-    def _dense(self, traced: TracedRun, learn: bool) -> StochasticComputationGraph:
-        if traced.key in self.graphs:
-            return self.graphs[traced.key]
-        if not learn:
-            return dense_graph(traced)
-        self.unknown = False
-        if len(self.graphs) >= _CAPACITY:
-            self.graphs.clear()
-            self.facts.clear()
-            self._learn_facts(traced)
-        return self.graphs.setdefault(traced.key, dense_graph(traced))
-
     def _contradicted(self, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]) -> None:
         added = {cost: sorted(merged[cost] - known[cost]) for cost in merged}
         new = [f"{cost} also reads {names}" for cost, names in added.items() if names]
@@ -378,3 +362,52 @@ def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Non
 def _digest(key: tuple[Any, ...]) -> str:
     """A name of a structure that another process finds too."""
     return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
+    """The dense graph: every site reads all earlier sites, and every cost of the model reads all sites.
+
+    It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
+    more variance.
+    """
+    return build_graph(traced, _dense_reads(traced))
+
+
+def _dense_reads(traced: TracedRun) -> Reads:
+    names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
+    position = {name: i for i, name in enumerate(names)}
+    for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
+        if cost == cost_of_guide(name):
+            # The log-probability of a latent site's own draw. Data of the guide have no position.
+            earlier |= 1 << position[name] if name in position else 0
+        bits[cost] = earlier
+    return Reads(names, bits)
+
+
+def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
+    """The graph of a run whose sites and costs read what ``reads`` says."""
+    sites = tuple(traced.run.sites)
+    bits, nodes = Reads.over(sites, reads).bits, []
+    until: dict[str, int] = {}
+    for i, name in enumerate(sites):
+        # A draw and its log q read no later site. The mask drops sites that only chose later views of the same table.
+        before = bits[cost_of_guide(name)] & (1 << i) - 1
+        until[name] = before | 1 << i
+        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name]))
+    costs = []
+    for (name, where, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
+        if traced.only_costs and cost not in traced.user_costs:
+            continue
+        members = until.get(name, bits[cost]) if cost == cost_of_guide(name) else bits[cost]
+        costs.append(CostNode(cost, named(sites, members), where, name, cost in traced.of_guide))
+    return StochasticComputationGraph(tuple(nodes), tuple(costs))
+
+
+def merged_graph(traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
+    """Returns the union of the graphs of runs that have the key of ``traced``."""
+    bits = dict[str, int]()
+    for graph in graphs:
+        read = {cost_of_guide(node.name): node.parents for node in graph.nodes}
+        for name, parents in (*read.items(), *((cost.name, cost.parents) for cost in graph.costs)):
+            bits[name] = bits.get(name, 0) | graph.bits_of(parents)
+    return build_graph(traced, Reads(tuple(traced.run.sites), bits))

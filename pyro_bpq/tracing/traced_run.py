@@ -20,8 +20,7 @@ from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import Pattern
-from pyro_bpq.tracing.config import SiteOptions, site_options
-from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
+from pyro_bpq.tracing.config import CostOptions, SiteOptions, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.tracing.work import Work
@@ -42,10 +41,6 @@ class TracedRun:
     # plates, kinds of distributions and options.
     entries: tuple[Any, ...]
     run: Run
-    # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
-    reads: Mapping[str, frozenset[str]] | None
-    # Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet
-    crosses: bool
     plate_sizes: Mapping[Plate, int]
     infos: Mapping[str, SiteInfo]
     options: Mapping[str, SiteOptions]
@@ -54,6 +49,10 @@ class TracedRun:
     subsamples: Mapping[str, Any]  # indices that subsampled plates drew, by name of the plate
     rng: tuple[Tensor, Tensor]  # states of the global generator before and after the run of the model
     batch_ndim: int  # largest number of batch dimensions of any site
+    # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
+    reads: Mapping[str, frozenset[str]] | None = None
+    # Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet
+    crosses: bool = False
     # Latent sites of the guide that Pyro leaves out of its traces. Their `log q` is not a cost.
     untraced: frozenset[str] = frozenset()
     escaped_sites: frozenset[str] = frozenset()  # the sites whose values left torch
@@ -108,22 +107,19 @@ def record_run(
     model_trace: Any,
     guide_trace: Any,
     guide_sites: Mapping[str, Any],
-    reads: Mapping[str, frozenset[str]] | None,
-    escaped: frozenset[str],
     particles: int,
     subsamples: Mapping[str, Any],
     rng: tuple[Tensor, Tensor],
     flags: tuple[Any, ...],
 ) -> TracedRun:
-    """Records what the traces of a run show, without what only the handlers of the run know.
+    """Records what the traces of an untracked run show.
 
     ``guide_sites`` are the sites of the guide, those included that its trace leaves out. For the rest see
     :class:`TracedRun`.
     """
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
-    user: dict[str, CostOptions] = {}
-    entries: list[Any] = []
+    user, entries = dict[str, CostOptions](), list[Any]()
     model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
@@ -157,8 +153,6 @@ def record_run(
     return TracedRun(
         entries=tuple(entries),
         run=Run(sites, costs, *_sums(guide_sites, model_sites)),
-        reads=reads,
-        crosses=any(infos[name].plates for name in escaped if name in infos),
         plate_sizes=sizes,
         infos=infos,
         options=options,
@@ -168,7 +162,6 @@ def record_run(
         rng=rng,
         batch_ndim=max((site["log_prob"].dim() for site in everything), default=0),
         untraced=frozenset(name for name in sites if is_untraced(guide_sites[name])),
-        escaped_sites=escaped,
         user_costs=user,
         of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
         flags=flags,

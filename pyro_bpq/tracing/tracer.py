@@ -20,16 +20,16 @@ from torch.distributions import Distribution, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.tracing.bits import score_bits_unchecked
+from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.tracing.component_costs import ElementWatch
-from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
-from pyro_bpq.tracing.program_errors import explain_runs, explain_scores
-from pyro_bpq.tracing.program_warnings import warn_of_program
+from pyro_bpq.tracing.program_errors import explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
+from pyro_bpq.tracing.substitute import unchecked
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
@@ -39,7 +39,16 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, carried, is_untraced, samples
+from pyro_bpq.tracing.watch import (
+    HANDED,
+    LARGE,
+    TraceOptions,
+    Watch,
+    carried,
+    is_library_bernoulli,
+    is_untraced,
+    samples,
+)
 from pyro_bpq.tracing.work import WorkMode
 
 # Modules whose distributions keep a value only in tensors.
@@ -72,39 +81,22 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         for mode in modes:
             if mode is not None:
                 stack.enter_context(mode)
-        with explain_runs(watch, tracker, dict([*enumerate(args), *kwargs.items()])):
-            program = None if options.only_costs else model
-            model_trace, guide_trace, heard = importance_traces(program, watch, guide, args, kwargs)
+        program = None if options.only_costs else model
+        model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
-        reads, handed = None, frozenset[str]()
-        if tracker is not None:
-            reads, handed = _dependencies(tracker, watch, guide_sites, model_sites, heard)
-        patterns, mixes = {}, False
-        met, unfollowed = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
-        if elements is not None:
-            patterns = elements.patterns(_scored(guide_sites, model_sites))
-            if elements.rows is not None and elements.particles is not None:
-                met = elements.rows.meeting(_scored(guide_sites, model_sites, user=True))
-                unfollowed = elements.rows.unfollowed(_scored(guide_sites, model_sites))
-                mixes = bool(elements.particles.meeting(_scored(guide_sites, model_sites, user=True)))
-    escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
-    rng, number = (watch.model_start, torch.get_rng_state()), options.num_particles
-    flags = flags_of(args, kwargs)
-    traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, number, watch.subsamples, rng, flags)
-    if not (options.track or options.only_costs or watch.enumerated or watch.leaves):
-        return traced
+        tracked = {} if tracker is None else _tracked(tracker, watch, guide_sites, model_sites, heard)
+    traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
     if options.track and options.warns:
         warn_of_program(model_sites, guide_sites, traced.run.loss, options.step == 0, bool(watch.enumerated))
+    if not (options.track or options.only_costs or watch.enumerated or watch.leaves):
+        return traced
+    in_plates = {name for name, info in traced.infos.items() if info.plates}
     traced = replace(
         traced,
+        **tracked,
         run=traced.run.with_leaves(watch.leaves),
         enumerated=frozenset(watch.enumerated),
-        patterns=patterns,
-        crosses=traced.crosses or bool(met),
-        met=met,
-        unfollowed=unfollowed,
-        mixes=mixes,
-        handed=handed,
+        crosses=bool(tracked.get("met") or in_plates & tracked.get("escaped_sites", set())),
         has_buffers=modules is None or bool(modules),
         maps=() if maps is None else tuple(maps.found),
         work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
@@ -115,15 +107,30 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
 def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> PlainRun | TracedRun:
     """Runs the guide, and replays the model against it, for a step in program order; untracked."""
     watch = Watch(options)
-    with watch, explain_runs(watch, None, dict([*enumerate(args), *kwargs.items()])):
-        model_trace, guide_trace, _ = importance_traces(model, watch, guide, args, kwargs)
-    guide_sites, number = watch.guide_sites(guide_trace), options.num_particles
+    with watch:
+        model_trace, guide_trace, _ = _explained_traces(model, watch, guide, args, kwargs)
+    guide_sites = watch.guide_sites(guide_trace)
     plain = None if watch.attached else plain_run(model_trace, guide_sites)
-    if plain is not None:
-        return plain
-    rng = (watch.model_start, torch.get_rng_state())
-    given = (number, watch.subsamples, rng, flags_of(args, kwargs))
-    return record_run(model_trace, guide_trace, guide_sites, None, frozenset(), *given)
+    return plain or _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+
+
+def _record(
+    watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
+) -> TracedRun:
+    rng, number = (watch.model_start, torch.get_rng_state()), watch.options.num_particles
+    flags = flags_of(args, kwargs)
+    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, rng, flags)
+
+
+def _explained_traces(
+    model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs
+) -> tuple[Trace, Trace, Heard]:
+    """The same as :func:`importance_traces`; errors of the programs say where, and what to write."""
+    try:
+        return importance_traces(model, watch, guide, args, kwargs)
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        explain_run(error, watch, dict([*enumerate(args), *kwargs.items()]))
+        raise
 
 
 def importance_traces(
@@ -146,7 +153,8 @@ def importance_traces(
         if model is not None:
             replayed = poutine.replay(model, trace=guide_trace)
             model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
-    with explain_scores(model_trace, guide_trace):
+    given = model_trace, guide_trace
+    try:
         if model is not None and is_validation_enabled():
             check_model_guide_match(model_trace, guide_trace, nesting)
         guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
@@ -160,6 +168,9 @@ def importance_traces(
         if is_validation_enabled():
             for site in (*samples(model_trace).values(), *samples(guide_trace).values()):
                 check_site_shape(site, nesting)  # type: ignore[arg-type]
+    except (ValueError, RuntimeError) as error:
+        explain_scores(error, *given)
+        raise
     return model_trace, guide_trace, heard
 
 
@@ -190,6 +201,39 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledge
     return heard
 
 
+def score_bits_unchecked(trace: Any) -> dict[str, Any]:
+    """Puts distributions into a trace that do not check values which are seen to be zeros and ones here.
+
+    All other values go through Pyro's validation, which says what is wrong with them.
+
+    Returns:
+        The distributions that were there, by name of the site; put them back after the scoring.
+    """
+    own = {}
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and isinstance(site["value"], Tensor) and site["value"].numel() >= LARGE:
+            value = site["value"].detach()
+            if _is_validated(site["fn"], value) and _are_bits(value):
+                # Later readers find these in the distribution itself.
+                _ = base_distribution(site["fn"]).logits
+                own[name], site["fn"] = site["fn"], unchecked(site["fn"])
+    return own
+
+
+def _is_validated(fn: Any, value: Tensor) -> bool:
+    """Whether torch would check the entries of a value of Bernoulli components, whose shape fits."""
+    if not (value.is_floating_point() and is_library_bernoulli(fn, "log_prob")):
+        return False
+    shape, lead = fn.batch_shape + fn.event_shape, value.dim() - len(fn.event_shape)
+    return base_distribution(fn)._validate_args and lead >= 0 and value.shape == shape[len(fn.batch_shape) - lead :]
+
+
+def _are_bits(value: Tensor) -> bool:
+    """Whether all entries are zero or one: the only numbers that are their squares."""
+    # Comparisons of tensors take several times as long.
+    return float(torch.addcmul(value, value, value, value=-1.0).abs_().sum()) == 0.0
+
+
 def _is_own(fn: Any, depth: int = 0) -> bool:
     """Whether a distribution contains a user's own Python code."""
     if isinstance(fn, Tensor):
@@ -203,10 +247,10 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith(_LIBRARIES)
 
 
-def _dependencies(
+def _tracked(
     tracker: DependencyTracker, watch: Watch, guide_sites: Sites, model_sites: Sites, heard: Heard
-) -> tuple[Reads, frozenset[str]]:
-    """The sites that each cost reads, and the costs of the model that read what only this run of the guide knows."""
+) -> dict[str, Any]:
+    """What the handlers of a tracked run know, as fields of its record; the handlers must be active."""
     of_guide = _reads(tracker, guide_sites, watch, heard, True)
     of_model = _reads(tracker, model_sites, watch, heard, False)
     # The lowest bit is not a site: it marks the guide's own values.
@@ -216,7 +260,17 @@ def _dependencies(
     handed |= _weighted_by_itself(tracker, model_sites)
     # So does the log-probability of a value that carries more than its site's value shows.
     handed |= {cost_of_site(site, False) for site in model_sites.values() if carried(site["value"])}
-    return Reads(tuple(tracker.ledger.bits)[1:], bits), handed
+    found: dict[str, Any] = {"reads": Reads(tuple(tracker.ledger.bits)[1:], bits), "handed": handed}
+    elements = watch.elements
+    if elements is not None:
+        scored, log_probs = _scored(guide_sites, model_sites, True), _scored(guide_sites, model_sites)
+        found["patterns"] = elements.patterns(log_probs)
+        if elements.rows is not None and elements.particles is not None:
+            found["met"] = elements.rows.meeting(scored)
+            found["unfollowed"] = elements.rows.unfollowed(log_probs)
+            found["mixes"] = bool(elements.particles.meeting(scored))
+    found["escaped_sites"] = tracker.escaped - {HANDED}
+    return found
 
 
 def _reads(tracker: DependencyTracker, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:

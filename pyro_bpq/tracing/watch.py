@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,15 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
+from torch.distributions import Bernoulli, Independent
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import base_distribution, finite_components
-from pyro_bpq.tracing.bits import draw_bits
 from pyro_bpq.tracing.component_costs import ElementWatch
-from pyro_bpq.tracing.config import SiteOptions, site_options
-from pyro_bpq.tracing.cost_statement import Given, check_particles, cost_options
+from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
+from pyro_bpq.tracing.cost_statement import Given, check_particles
 from pyro_bpq.tracing.provenance import ContainedCalls, DependencyTracker
 from pyro_bpq.tracing.work import Work, WorkMode
 
@@ -35,6 +35,9 @@ Frames = tuple[Any, ...]
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
+
+# Smallest number of entries of Bernoulli values for which it saves time to draw and to check them here.
+LARGE = 1 << 14
 
 HANDED = "what the guide hands over"
 """Name of the source that marks the guide's own values, as opposed to values that the model replays."""
@@ -76,9 +79,9 @@ class Watch(Messenger):
     ) -> None:
         super().__init__()
         self.options, self.tracker, self.elements, self.work = options, tracker, elements, work
-        self.is_guide = self.is_past_guide = self.has_model = False
+        self.is_guide = self.has_model = False
+        self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
-        self.drawn: list[str] = []
         self.drawn_as: dict[str, tuple[Any, Frames]] = {}
         self.scored_as: dict[str, tuple[Any, Frames]] = {}
         self.costs, self.enumerated, self.given = set[str](), set[str](), set[str]()
@@ -99,39 +102,10 @@ class Watch(Messenger):
         """What estimators draw from that attach gradients, made when the first one does."""
         return self.options.noise()
 
-    @property
-    def where(self) -> str:
-        """Which program is running: ``"guide"`` or ``"model"``."""
-        return "model" if self.is_past_guide else "guide"
-
-    def unlike(self) -> list[str]:
-        """Sites whose values have another form in the model than in the guide."""
-
-        def form(fn: Any) -> tuple[int, int | None]:
-            # Distributions of users may not say.
-            return getattr(fn, "event_dim", 0), number_of_values(fn)
-
-        both = [name for name in self.scored_as if name in self.drawn_as]
-        return [name for name in both if form(self.scored_as[name][0]) != form(self.drawn_as[name][0])]
-
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the guide, so that its draws become sources."""
         # Pyro unwraps a partial of this form when it checks whether a guide is a GuideMessenger.
         return functools.partial(_run_guide, self, guide)
-
-    # Pyro looks methods up by the names of statements, at each of them; programs have more parameters than sites.
-
-    def _process_message(self, msg: Any) -> None:
-        if msg["type"] == "sample":
-            self._pyro_sample(msg)
-        elif msg["type"] == "bpq_cost":
-            self._pyro_bpq_cost(msg)
-
-    def _postprocess_message(self, msg: Any) -> None:
-        if msg["type"] == "sample":
-            self._pyro_post_sample(msg)
-        elif msg["type"] == "bpq_cost":
-            self._pyro_post_bpq_cost(msg)
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
@@ -187,7 +161,6 @@ class Watch(Messenger):
     def _draw(self, msg: Any) -> None:
         """Makes the value that the guide has drawn a source."""
         name = msg["name"]
-        self.drawn.append(name)
         self._attach(msg)
         if name in self.options.sloped:
             self._lead_back(msg)
@@ -286,22 +259,54 @@ class Watch(Messenger):
             sites[name] = {**site, "score_parts": ScoreParts(*parts)}
         if not self.untraced:
             return sites
-        order = {name: i for i, name in enumerate(self.drawn)}
+        order = {name: i for i, name in enumerate(self.drawn_as) if name not in self.enumerated}
         merged = {**sites, **self.untraced}
-        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(merged)))}
 
 
 def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     watch.is_guide = True
     try:
         value = guide(*args, **kwargs)
-        watch.is_past_guide = True
+        watch.where = "model"
         return value
     finally:
         watch.is_guide = False
         watch.model_start = torch.get_rng_state()
         if watch.work is not None:
             watch.guide_work = watch.work.total
+
+
+def draw_bits(msg: Any) -> Tensor | None:
+    """Draws the value of a sample statement on a CPU, if it is large and all Bernoulli; else ``None``.
+
+    An entry is 1 with its probability, rounded to the resolution of torch's uniform numbers: 2^-24 in single precision.
+    Torch draws each entry by itself, with twice as many random numbers.
+    """
+    fn = msg["fn"]
+    if not isinstance(fn, (Bernoulli, Independent)) or (fn.batch_shape + fn.event_shape).numel() < LARGE:
+        return None
+    if msg["args"] or msg["kwargs"] or not is_library_bernoulli(fn, "sample", "__call__"):
+        return None
+    base = base_distribution(fn)
+    shape, dtype = base.batch_shape, base.probs.dtype
+    if base.probs.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
+        return None
+    # Half the distance of two of torch's uniform numbers.
+    half_step = torch.finfo(dtype).eps / 4.0
+    with torch.no_grad():
+        return (torch.rand(shape, dtype=dtype) < base.probs - half_step).to(dtype)
+
+
+def is_library_bernoulli(fn: Any, *methods: str) -> bool:
+    """Whether a distribution is all independent Bernoulli components, and its methods are those of torch or Pyro."""
+    while isinstance(fn, Independent) and _is_of_library(fn, methods):
+        fn = fn.base_dist
+    return isinstance(fn, Bernoulli) and _is_of_library(fn, methods)
+
+
+def _is_of_library(fn: Any, methods: Sequence[str]) -> bool:
+    return all(getattr(type(fn), name).__module__.startswith(("torch.", "pyro.")) for name in methods)
 
 
 def _has_rsample(msg: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_bpq.tracing.ledger import OperatorMode
+from pyro_bpq.tracing.ledger import OperatorMode, signature_of
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,9 @@ def _rule(func: Any) -> tuple[Callable[..., tuple[int, int]] | None, bool, int]:
     # The table comes with a module that is not needed otherwise.
     from torch.utils.flop_counter import flop_registry
 
-    schema = getattr(func, "_schema", None)
-    if schema is None:
+    name, _, is_view = signature_of(func)
+    if not name:
         return None, False, 0
-    name = schema.name.removeprefix("aten::")
-    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
     known = flop_registry.get(func._overloadpacket)
     table = None if known is None or name in _OWN else (lambda *args, **kwargs: (known(*args, **kwargs), 0))
     return _OWN.get(name, table), is_view, _DRAWN.get(name, 0)

@@ -11,7 +11,8 @@ from pyro.poutine.messenger import Messenger
 from torch.distributions import Distribution
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.tracing.bits import draw_bits, score_bits_unchecked
+from pyro_bpq.tracing.tracer import score_bits_unchecked
+from pyro_bpq.tracing.watch import draw_bits
 
 LARGE = 1 << 14
 

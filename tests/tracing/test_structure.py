@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
-from pyro_bpq.tracing.program_graph import dense_graph, merged_graph
-from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache
+from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache, dense_graph, merged_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
