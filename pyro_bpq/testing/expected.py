@@ -137,19 +137,29 @@ def expected_moments(
 
 
 def expected_gradient(
-    elbo: Any, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **options: Any
+    elbo: Any,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    parameters: Mapping[str, Tensor] | None = None,
+    num_outcomes: int = 200_000,
+    use_differentiable_loss: bool = False,
+    noise: ChoiceNoise | None = None,
+    **kwargs: Any,
 ) -> dict[str, Tensor]:
     r"""Computes the expectation of the gradient of one step, without sampling.
 
         Σ_outcome P(outcome) · g(outcome).
 
-    Options and errors are those of :func:`expected_moments`; see :func:`expected_moments` for the arguments.
+    Arguments and errors are those of :func:`expected_moments`.
 
     Returns:
         Expected gradient of the loss (negative ELBO) for each parameter, detached, in its shape. The
         ``.grad`` fields and the global generator are as before.
     """
-    return expected_moments(elbo, model, guide, *args, **options).mean
+    options: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes, "noise": noise}
+    options["use_differentiable_loss"] = use_differentiable_loss
+    return expected_moments(elbo, model, guide, *args, **options, **kwargs).mean
 
 
 def assert_unbiased(
@@ -158,9 +168,11 @@ def assert_unbiased(
     guide: Callable[..., Any],
     *args: Any,
     atol: float = 1e-10,
+    parameters: Mapping[str, Tensor] | None = None,
+    num_outcomes: int = 200_000,
     use_differentiable_loss: bool = False,
     noise: ChoiceNoise | None = None,
-    **options: Any,
+    **kwargs: Any,
 ) -> None:
     r"""Asserts that the expected gradient of a step equals the exact gradient, for every parameter.
 
@@ -172,9 +184,11 @@ def assert_unbiased(
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         atol: Largest error of a component; the default is for float64.
-        use_differentiable_loss: As in :func:`expected_moments`.
+        parameters: As in :func:`expected_moments`.
+        num_outcomes: As there.
+        use_differentiable_loss: As there.
         noise: As there.
-        **options: ``parameters`` and ``num_outcomes``, as there, and keyword arguments of both.
+        **kwargs: Keyword arguments of both.
 
     Raises:
         AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
@@ -189,10 +203,11 @@ def assert_unbiased(
                 f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
                 "write num_particles=1."
             )
-    exact = exact_gradient(model, guide, *args, **options)
+    limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
+    exact = exact_gradient(model, guide, *args, **limits, **kwargs)
     _largest(exact, atol)
-    options |= {"use_differentiable_loss": use_differentiable_loss, "noise": noise}
-    expected = expected_gradient(elbo, model, guide, *args, **options)
+    limits.update(use_differentiable_loss=use_differentiable_loss, noise=noise)
+    expected = expected_gradient(elbo, model, guide, *args, **limits, **kwargs)
     report = _differences(exact, expected, atol)
     if report:
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
