@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.compiled.backends import outdated
-from pyro_bpq.compiled.calls import Arguments, Call, kind_of, reach
+from pyro_bpq.compiled.calls import Arguments, Call, in_words, kind_of, reach
 from pyro_bpq.compiled.entry import Entry, Outcome
 from pyro_bpq.compiled.making import make
 from pyro_bpq.compiled.options import Compile
@@ -87,8 +87,8 @@ class CompiledSteps:
         new_arrays = self._arguments.new_arrays(call) if call.arrays else []
         if new_arrays:
             if self._arguments.has_many_new_arrays:
-                where = reach(roots, explains=True).arrays[new_arrays[0]][0]
-                text = f"{where} is a new array of numpy in each call; hand over torch.as_tensor of it"
+                path, _ = call.arrays[new_arrays[0]]
+                text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
                 self._tell(text, "arrays")
             return None
         for entry in self.entries:
@@ -97,12 +97,12 @@ class CompiledSteps:
                 if entry.is_due and not self._is_still(subject, program, entry, tensors, number):
                     return None
                 return entry.take(subject, tensors, number)
-        made = self._recorded(subject, program, roots, call, number, updates)
+        made = self._recorded(subject, program, call, number, updates)
         tensors = None if made is None else made.tensors(call)
         return None if made is None or tensors is None else made.take(subject, tensors, number)
 
     def _recorded(
-        self, subject: Subject, program: Any, roots: Any, call: Call, number: int, updates: Updates | None
+        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None
     ) -> Entry | None:
         """A new recording, if it is time for one."""
         kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates)))
@@ -115,11 +115,11 @@ class CompiledSteps:
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            self._tell(*self._too_many(roots))
+            self._tell(*self._too_many(call))
             return None
         start = time.perf_counter()
         try:
-            recording = record(subject, program, reach(roots, explains=True), number, updates)
+            recording = record(subject, program, call, number, updates)
         except NotYet:
             self._seen[kind] = 0
             return None
@@ -136,11 +136,11 @@ class CompiledSteps:
         self.entries.append(entry)
         return entry
 
-    def _too_many(self, roots: Any) -> tuple[str, str]:
+    def _too_many(self, call: Call) -> tuple[str, str]:
         """Why no more is recorded, and what to write; and the kind of that reason."""
         changed = ""
         if self.entries:
-            changed = self.entries[-1].recording.inputs.call.difference(reach(roots))
+            changed = self.entries[-1].recording.inputs.call.difference(call)
         why = f", the last time because {changed}" if changed else ""
         text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly"
         return f"{text}. Batches of one size need one recording; or write Compile(max_recordings=...)", "many kinds"
