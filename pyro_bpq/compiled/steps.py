@@ -18,12 +18,10 @@ from torch import Tensor
 
 from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.calls import Arguments, Call, in_words, kind_of, reach
-from pyro_bpq.compiled.entry import Entry, Outcome
-from pyro_bpq.compiled.making import make
+from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import fingerprint, record
-from pyro_bpq.compiled.subject import Subject
-from pyro_bpq.compiled.updates import Updates
+from pyro_bpq.compiled.recorder import fingerprint, first_line, record
+from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
 
@@ -126,7 +124,8 @@ class CompiledSteps:
         except Unrecordable as error:
             self._made += 1
             self._seen[kind] = -(1 << min(2 * self._made, 20))
-            self._tell(str(error))
+            # Pyro adds the shapes of the sites to the errors of a program.
+            self._tell(first_line(error))
             return None
         self._made += 1
         self.entries = [entry for entry in self.entries if entry.holds]

@@ -14,7 +14,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_bpq.compiled.updates import Updates
+from pyro_bpq.compiled.subject import Updates
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.objective import Objective
 
