@@ -80,6 +80,29 @@ class Entry:
     note: str = ""  # what went wrong when it was compiled
     thread: threading.Thread | None = None  # compiles it, if that goes on in the background
 
+    def __str__(self) -> str:
+        recording, (record, compile_) = self.recording, self.seconds
+        updated, handed = len(recording.inputs.updates), len(recording.graded)
+        does = [f"it updates {updated} parameters"] if updated else []
+        if handed or not updated:
+            does.append(f"it gives {handed} gradients to the optimiser")
+        text = (
+            f"Recorded: {recording.num_operators} operators, {len(recording.used) + len(recording.constants)} input "
+            f"tensors, in {record:.1f} s; {' and '.join(does)}"
+        )
+        if self.note:
+            text += f"; {self.note}"
+        elif not self.is_ready:
+            text += "; being compiled, steps run eagerly meanwhile"
+        elif compile_:
+            text += f"; compiled in {compile_:.1f} s"
+        text += f"; {self.steps} steps taken."
+        shapes = [str(tuple(tensor.shape)) for tensor in recording.inputs.call.tensors]
+        if shapes:
+            shown = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "")
+            text += f" It serves tensors of the shapes {shown}."
+        return text
+
     @property
     def is_ready(self) -> bool:
         """Whether it is compiled, or will not be."""

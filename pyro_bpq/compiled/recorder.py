@@ -120,7 +120,7 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
             raise Unrecordable(first_line(error)) from error
     info, graded = kept[0]
     # Under make_fx torch takes some operators apart; two plain runs are compared.
-    found, again = (fingerprint(subject, program, inputs, number) for _ in range(2))
+    found, again = (fingerprint(subject, program, inputs, inputs.tensors, number) for _ in range(2))
     if not found.is_like(again):
         raise Unrecordable(
             f"it computes something else each time that it runs ({found.number} operators, then {again.number}): does "
@@ -129,10 +129,10 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     return _finished(graph, inputs, found, info, graded)
 
 
-def fingerprint(subject: Subject, program: Any, inputs: Inputs, number: int) -> Fingerprint:
+def fingerprint(subject: Subject, program: Any, inputs: Inputs, tensors: Sequence[Tensor], number: int) -> Fingerprint:
     """The fingerprint of a step that leaves no trace."""
     with untraced(subject, inputs.written):
-        return _run(subject, program, inputs, inputs.tensors, number)[1].fingerprint
+        return _run(subject, program, inputs, tensors, number)[1].fingerprint
 
 
 def _look(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None) -> Inputs:

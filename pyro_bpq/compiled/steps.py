@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,33 +37,38 @@ class CompiledSteps:
 
     Attributes:
         entries: The recordings, the oldest first.
-        reasons: Why kinds of calls run eagerly.
+        reasons: Why kinds of calls run eagerly, by the kind of the reason.
         outside: Why the optimiser's update is no part of the recordings; empty if it is, or if there is none.
     """
 
     def __init__(self, options: Compile) -> None:
         self.options = options
         self.outside = ""
-        self.forget()
+        self.entries: list[Entry] = []
+        self.reasons: dict[str, str] = {}
+        # Number of eager steps of each kind of call, and number of attempts to record.
+        self._seen: dict[int, int] = {}
+        self._made = 0
+        self._arguments = Arguments()
 
-    def __repr__(self) -> str:
-        return f"CompiledSteps({self.options}, {len(self.entries)} recordings)"
+    def __str__(self) -> str:
+        lines = [str(entry) for entry in self.entries]
+        lines += [f"Some steps run eagerly, because {reason}." for reason in self.reasons.values()]
+        if self.outside:
+            lines.append(f"The optimiser runs after each step, not within it, because {self.outside}.")
+        if not lines:
+            return (
+                "Nothing is recorded yet: the first steps run eagerly, until structure, particles and critics are "
+                "settled. Several calls must then look alike. Calls do not if a whole number, a string or an array of "
+                "numpy among their arguments changes from step to step: hand over a tensor or a float."
+            )
+        return "\n".join(lines)
 
     def __deepcopy__(self, memo: Any) -> CompiledSteps:
         return CompiledSteps(self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledSteps, (self.options,)
-
-    def forget(self) -> None:
-        """Forgets all recordings."""
-        self.entries: list[Entry] = []
-        self.reasons: list[str] = []
-        self._told = set[str]()
-        # Number of eager steps of each kind of call, and number of attempts to record.
-        self._seen: dict[int, int] = {}
-        self._made = 0
-        self._arguments = Arguments()
 
     def take(self, subject: Subject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
         """Takes a compiled step; ``None`` if the step has to run eagerly."""
@@ -97,7 +101,7 @@ class CompiledSteps:
                 return entry.take(subject, tensors, number)
         made = self._recorded(subject, program, call, number, updates)
         tensors = None if made is None else made.tensors(call)
-        return None if made is None or tensors is None else made.take(subject, tensors, number)
+        return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
     def _recorded(
         self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None
@@ -113,7 +117,10 @@ class CompiledSteps:
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            self._tell(*self._too_many(call))
+            changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
+            why = f", the last time because {changed}" if changed else ""
+            text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly. Batches of one size "
+            self._tell(text + "need one recording; or write Compile(max_recordings=...)", "many kinds")
             return None
         start = time.perf_counter()
         try:
@@ -135,22 +142,13 @@ class CompiledSteps:
         self.entries.append(entry)
         return entry
 
-    def _too_many(self, call: Call) -> tuple[str, str]:
-        """Why no more is recorded, and what to write; and the kind of that reason."""
-        changed = ""
-        if self.entries:
-            changed = self.entries[-1].recording.inputs.call.difference(call)
-        why = f", the last time because {changed}" if changed else ""
-        text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly"
-        return f"{text}. Batches of one size need one recording; or write Compile(max_recordings=...)", "many kinds"
-
     def _is_still(self, subject: Subject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int) -> bool:
         """Whether the programs still do what was recorded; if not, the recording is dropped."""
         recording, text = entry.recording, ""
         inputs = recording.inputs
         own = inputs.tensors[len(tensors) :]
         try:
-            now = fingerprint(subject, program, replace(inputs, tensors=(*tensors, *own)), number)
+            now = fingerprint(subject, program, inputs, (*tensors, *own), number)
             if not now.is_like(recording.print):
                 text = "the programs do other things now"
         except Unrecordable as error:
@@ -169,7 +167,6 @@ class CompiledSteps:
 
     def _tell(self, reason: str, kind: str = "") -> None:
         """Warns of a reason for eager steps, once; of a kind of reasons, once."""
-        if (kind or reason) not in self._told:
-            self._told.add(kind or reason)
-            self.reasons.append(reason)
+        if (kind or reason) not in self.reasons:
+            self.reasons[kind or reason] = reason
             warnings.warn(f"compile: steps run eagerly, because {reason}.", BPQWarning, stacklevel=2)
