@@ -80,11 +80,11 @@ def _prepared(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph that is compiled sooner, and does the same."""
     editor, keeps_draws = Editor(graph), torch._inductor.config.fallback_random
     (eager_draws if keeps_draws else fused_draws)(editor)
-    joined(editor, keeps_draws)
+    graph = joined(editor, keeps_draws)
     if not keeps_draws:
         called_draws(editor)
-    editor.module.recompile()
-    return editor.module
+        graph.recompile()
+    return graph
 
 
 def _options(graph: fx.GraphModule) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from argparse import Namespace
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 
@@ -57,16 +56,42 @@ def in_words(path: Path) -> str:
     return str(form).format(in_words(parent), *rest)
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What a call looks like."""
+def reach(roots: Mapping[str, Any]) -> Call:
+    """What can be reached from some roots, the handlers around the call, and the modes of torch."""
+    call = Call()
+    call.note("torch's default dtype", torch.get_default_dtype())
+    call.note(
+        "autocast", (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
+    )
+    for name, root in roots.items():
+        call.visit(name, root)
+    for handler in _PYRO_STACK:
+        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+            call.visit(f"the handler {type(handler).__name__}", handler)
+    return call
 
-    spec: Sequence[Hashable]  # everything but tensors, in the order in which it is reached
-    tensors: Sequence[Tensor]  # the tensors, in the order in which they are reached, each once
-    paths: Sequence[Path]  # where each entry of ``spec`` was found
-    sources: Sequence[Path]  # where each tensor was found
-    kept: Sequence[Any]  # what ``spec`` tells by its identity, which must not be given again
-    arrays: Sequence[tuple[Path, Any]]  # arrays of numpy, and where each was found
+
+class Call:
+    """What a call looks like.
+
+    Attributes:
+        spec: Everything but tensors, in the order in which it is reached.
+        paths: Where each entry of ``spec`` was found.
+        tensors: The tensors, in the order in which they are reached, each once.
+        sources: Where each tensor was found.
+        arrays: Arrays of numpy, and where each was found.
+    """
+
+    def __init__(self) -> None:
+        self.spec: list[Hashable] = []
+        self.paths: list[Path] = []
+        self.tensors: list[Tensor] = []
+        self.sources: list[Path] = []
+        self.arrays: list[tuple[Path, Any]] = []
+        # What ``spec`` tells by its identity, which must not be given again.
+        self._kept: list[Any] = []
+        self._seen = dict[int, int]()
+        self._classes = set[type]()
 
     def difference(self, other: Call) -> str:
         """Where another call first differs from this one, in words; empty where the two are alike."""
@@ -79,35 +104,6 @@ class Call:
             if kind_of(own) != kind_of(new):
                 return f"{in_words(path)} was {_told(own)} and is {_told(new)}"
         return ""
-
-
-def reach(roots: Mapping[str, Any]) -> Call:
-    """What can be reached from some roots, the handlers around the call, and the modes of torch."""
-    walk = _Walk()
-    walk.note("torch's default dtype", torch.get_default_dtype())
-    walk.note(
-        "autocast", (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
-    )
-    for name, root in roots.items():
-        walk.visit(name, root)
-    for handler in _PYRO_STACK:
-        if not (isinstance(handler, TraceMessenger) and handler.param_only):
-            walk.visit(f"the handler {type(handler).__name__}", handler)
-    return Call(walk.spec, walk.tensors, walk.paths, walk.sources, walk.kept, walk.arrays)
-
-
-class _Walk:
-    """Collects what is reached."""
-
-    def __init__(self) -> None:
-        self.spec: list[Hashable] = []
-        self.tensors: list[Tensor] = []
-        self.paths: list[Path] = []
-        self.sources: list[Path] = []
-        self.kept: list[Any] = []
-        self.arrays: list[tuple[Path, Any]] = []
-        self._seen = dict[int, int]()
-        self._classes = set[type]()
 
     def note(self, path: Path, value: Hashable) -> None:
         """Notes a value that has to stay."""
@@ -128,7 +124,7 @@ class _Walk:
             self.note(path, ("again", self._seen[id(item)]))
         elif len(self.spec) < _MOST:
             self._seen[id(item)] = len(self._seen)
-            self.kept.append(item)
+            self._kept.append(item)
             self._inside(path, item)
         else:
             self.note(path, "too much")

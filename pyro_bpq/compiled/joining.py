@@ -39,27 +39,21 @@ _ATEN = torch.ops.aten
 _FEWEST = 8
 # A stack copies its tensors: from some particles on, that costs more than the joined calls win.
 _MOST_ELEMENTS = 16
-
-
-def _operators(names: str) -> frozenset[str]:
-    return frozenset(f"aten.{name}" for name in names.split())
-
-
 # Elementwise operators that torch does not mark as such.
-_ELEMENTWISE = _operators(
-    "binary_cross_entropy_with_logits.default _to_copy.default softplus_backward.default tanh_backward.default "
-    "zeros_like.default ones_like.default"
+_ELEMENTWISE = frozenset(
+    "aten.binary_cross_entropy_with_logits.default aten._to_copy.default aten.softplus_backward.default "
+    "aten.tanh_backward.default aten.zeros_like.default aten.ones_like.default".split()
 )
 # Operators that do the same on each row once dimensions are counted from the second one on and shapes get one more.
-_OF_SHAPE = _operators(
-    "view.default _unsafe_view.default expand.default unsqueeze.default select_backward.default stack.default "
-    "new_zeros.default"
+_OF_SHAPE = frozenset(
+    "aten.view.default aten._unsafe_view.default aten.expand.default aten.unsqueeze.default "
+    "aten.select_backward.default aten.stack.default aten.new_zeros.default".split()
 )
 # The same for tensors that have dimensions.
-_BY_ROW = _operators(
-    "squeeze.dim select.int slice.Tensor transpose.int sum.dim_IntList mean.dim logsumexp.default _softmax.default "
-    "_log_softmax.default _log_softmax_backward_data.default _softmax_backward_data.default gather.default "
-    "scatter_add.default cat.default"
+_BY_ROW = frozenset(
+    "aten.squeeze.dim aten.select.int aten.slice.Tensor aten.transpose.int aten.sum.dim_IntList aten.mean.dim "
+    "aten.logsumexp.default aten._softmax.default aten._log_softmax.default aten._log_softmax_backward_data.default "
+    "aten._softmax_backward_data.default aten.gather.default aten.scatter_add.default aten.cat.default".split()
 )
 _DIMENSIONS = frozenset({"dim", "dim0", "dim1"})
 _SHAPES = frozenset({"size", "input_sizes"})

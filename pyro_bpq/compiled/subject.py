@@ -174,11 +174,6 @@ class OptimizerUpdate:
             return group["lr"] * group["lrd"], self.optimizer.state[self.parameter]["step"] + 1
         return (float(group["lr"]),)
 
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """The optimiser's state; ``None`` before its first update."""
-        return self.optimizer.state.get(self.parameter)
-
     def count(self) -> None:
         """Counts an update where the optimiser counts in numbers."""
         if isinstance(self.optimizer, ClippedAdam):
@@ -266,7 +261,8 @@ class Updates:
         if any(each not in self.optim.optim_objs for each in wanted):
             raise NotYet("the optimiser has not met all parameters yet")
         found = tuple(map(self._of, wanted))
-        if any(not isinstance(each.optimizer, torch.optim.SGD) and each.state is None for each in found):
+        with_state = [each for each in found if not isinstance(each.optimizer, torch.optim.SGD)]
+        if any(each.parameter not in each.optimizer.state for each in with_state):
             raise NotYet("the optimiser has no state for some parameters yet")
         return found
 
