@@ -2,7 +2,7 @@
 
 The default is trained for some steps. At these weights every candidate then gives many gradients; methods take turns,
 and critics and baselines are taught before. A candidate that refuses the program has no row. ``J`` is the median CPU
-time of a step times the mean of ``Σ_p |g_p|² / s_p`` (:mod:`pyro_bpq.choice.criterion`). A look is simulated with
+time of a step times the mean of ``Σ_p |g_p|² / s_p`` (:mod:`pyro_bpq.choice.measured`). A look is simulated with
 rounds that are drawn from these gradients, and counted time. *regret*: mean over looks of the ``J`` of the pick over
 the best. Rows that the result file has are kept. The programs that ``programs.HELD_OUT`` names are left out unless
 asked for.
@@ -37,8 +37,7 @@ from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.choice.candidates import FIXED, candidates_for
-from pyro_bpq.choice.criterion import better_than, normalised, products
-from pyro_bpq.choice.measured import HOPELESS, ROUNDS
+from pyro_bpq.choice.measured import HOPELESS, ROUNDS, better_than, normalised, products
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.tracing.work import WorkMode
 

@@ -1,7 +1,6 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
-from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.report import compile_report
+from pyro_bpq.compiled.options import Compile, compile_report
 from pyro_bpq.critics.attention import AttentionCritic
 from pyro_bpq.critics.joint import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic, ValueCritic
 from pyro_bpq.critics.learner import BackwardSweep, CriticLearner, SlowTracking

@@ -1,7 +1,7 @@
 """Chooses by measurement how a program's gradients are estimated.
 
-:mod:`~pyro_bpq.choice.candidates` lists what may be tried, :mod:`~pyro_bpq.choice.criterion` compares, and
-:mod:`~pyro_bpq.choice.measured` holds what was measured and what was chosen.
+:mod:`~pyro_bpq.choice.candidates` lists what may be tried. :mod:`~pyro_bpq.choice.measured` compares, and holds what
+was measured and what was chosen.
 """
 
 from pyro_bpq.choice.candidates import FIXED, Candidate

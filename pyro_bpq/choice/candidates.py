@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,19 +73,9 @@ class ProgramFacts:
         return self.estimators <= _PLAIN and self.affordable >= MOST_PARTICLES and not self.is_steered
 
     @property
-    def may_sum(self) -> bool:
-        """Whether sums over values may take the place of a comparison of particles."""
-        return self.has_several and self.is_finite and not self.flips
-
-    @property
     def is_layered(self) -> bool:
         """Whether other particles' costs serve layers."""
         return self.num_sites > 1 and self.many_components > 1
-
-    @property
-    def has_slopes(self) -> bool:
-        """Whether the default corrects slopes of the costs."""
-        return DebiasedStraightThrough() in self.estimators
 
     def is_default(self, candidate: Candidate) -> bool:
         """Whether the default does what a candidate stands for."""
@@ -109,12 +98,14 @@ class Line:
     is_close: Callable[[ProgramFacts], bool] = lambda p: False
 
 
-@functools.cache
 def lines() -> tuple[Line, ...]:
     """The table: on which programs what is tried besides the default."""
 
     def several(text: str, number: int, **options: bool) -> Candidate:
         return Candidate(f"{text}, {number} particles", ScoreFunction(LeaveOneOut()), number, critics=False, **options)
+
+    def has_slopes(p: ProgramFacts) -> bool:
+        return DebiasedStraightThrough() in p.estimators
 
     two, four, eight = (several("leave-one-out", number, vectorized=True) for number in (2, 4, 8))
     # In one call they take little longer than one particle, where values are small.
@@ -132,14 +123,14 @@ def lines() -> tuple[Line, ...]:
     return (
         Line(several("program order", 4, in_order=True), lambda p: p.is_steered),
         Line(eight, lambda p: not p.is_steered, lambda p: p.is_plain),
-        Line(sums, lambda p: p.may_sum, lambda p: p.is_plain and not p.has_rows),
+        Line(sums, lambda p: p.has_several and p.is_finite and not p.flips, lambda p: p.is_plain and not p.has_rows),
         Line(one, lambda p: p.has_several, lambda p: not p.is_finite),
         Line(two, lambda p: p.has_several),
         Line(four, lambda p: p.has_several),
         Line(more, lambda p: not p.is_steered and not p.has_several),
         Line(Candidate("no critics", critics=False), lambda p: p.has_critics),
         Line(no_run, lambda p: not p.is_steered and p.flips and p.estimators == {AllAction()}),
-        Line(slopes, lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes),
+        Line(slopes, lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not has_slopes(p)),
         Line(crossed, lambda p: not p.is_steered and p.is_layered),
         Line(hindsight, lambda p: not p.is_steered and p.is_layered),
     )

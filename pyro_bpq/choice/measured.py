@@ -1,12 +1,22 @@
-r"""What was tried, what it measured and what was chosen."""
+r"""What was tried, what it measured and what was chosen.
+
+All candidates are unbiased estimators of the same gradient. With a well-chosen step size, progress per second is
+proportional to ``1 / (t (1 + v))``. A step takes ``t`` seconds. ``v`` is the variance of the gradient over the squared
+norm of its mean. All candidates have the same mean, so the best one has the least
+
+    J = t Σ_p E|g_p|² / s_p
+
+over the tensors ``p`` of model and guide, with a scale ``s_p`` that all candidates share.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, Protocol
 
 import pyro
@@ -15,11 +25,14 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_bpq.choice.candidates import BY_NAME, FIXED, Candidate, ProgramFacts, candidates_for
-from pyro_bpq.choice.criterion import better_than, median_of_means, normalised, products
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.work import EAGER, Weights, Work, WorkMode
 
+GAIN = 0.1
+"""Smallest relative gain for which a choice changes."""
+_BLOCKS = 4
+_ERRORS = 2.0
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.03
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
 ROUNDS = (8, 16, 32, 64)
@@ -31,6 +44,48 @@ _COUNTED, _COUNTING = 8, 2.0
 HOPELESS = 2.0
 # What a candidate is taken to cost before it was tried, in steps.
 _GUESS = 3.0
+
+
+def normalised(squares: Mapping[str, Sequence[Sequence[float]]], present: str) -> dict[str, list[float]]:
+    r"""``Σ_p |g_p|² / s_p`` of each round; ``s_p`` is the mean of ``|g_p|²`` over the present choice's rounds."""
+    scales = [fmean(one) for one in zip(*squares[present], strict=True)]
+    weights = [1.0 / scale if scale > 0.0 else 0.0 for scale in scales]
+    return {
+        name: [sum(w * square for w, square in zip(weights, one, strict=True)) for one in rounds]
+        for name, rounds in squares.items()
+    }
+
+
+def median_of_means(values: Sequence[float]) -> float:
+    """A mean that single outliers do not move: the median of the means of consecutive quarters of the rounds.
+
+    The median of shorter blocks is too low where rounds are skewed.
+    """
+    size = -(-len(values) // _BLOCKS)
+    return median(fmean(values[i : i + size]) for i in range(0, len(values), size))
+
+
+def products(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """``J`` of each candidate: less is better."""
+    return {name: seconds[name] * median_of_means(rounds) for name, rounds in moments.items()}
+
+
+def better_than(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]], present: str) -> str:
+    """Name of the candidate with the least ``J``, or ``present`` if the gain is below :data:`GAIN` or not significant.
+
+    Args:
+        seconds: Seconds of a step, by name of the candidate.
+        moments: ``Σ_p |g_p|² / s_p`` of each round, by name.
+        present: Name of the present choice.
+    """
+    values = products(seconds, moments)
+    best = min(values, key=lambda name: values[name])
+    if not values[best] < (1.0 - GAIN) * values[present]:
+        return present
+    pairs = zip(moments[present], moments[best], strict=True)
+    gains = [seconds[present] * old - seconds[best] * new for old, new in pairs]
+    error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
+    return best if values[present] - values[best] > _ERRORS * error else present
 
 
 class Trial(Protocol):
@@ -170,7 +225,9 @@ class MeasuredChoice:
             return None
         before, moments = self.chosen, self._moments(rounds)
         seconds = {name: self._seconds(name, self.weights) for name in moments}
-        self.report |= _lines(seconds, moments)
+        for name, rounds_of in moments.items():
+            squared = f"squared gradient {median_of_means(rounds_of):.3g}"
+            self.report[name] = f"{name}: {1e3 * seconds[name]:.3g} ms counted, {squared}"
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
         limit = HOPELESS * min(found.values())
         self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
@@ -295,8 +352,3 @@ class MeasuredChoice:
             return
         self.chosen, self.looks, self._start = BY_NAME[state["chosen"]], state["looks"], state["start"]
         self.report, self._since = {line.split(":")[0]: line for line in state["report"]}, num_steps
-
-
-def _lines(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    found = {name: (1e3 * seconds[name], median_of_means(rounds)) for name, rounds in moments.items()}
-    return {name: f"{name}: {ms:.3g} ms counted, squared gradient {m:.3g}" for name, (ms, m) in found.items()}

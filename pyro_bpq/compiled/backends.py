@@ -1,4 +1,4 @@
-r"""Turns a recorded graph into a function of its inputs."""
+r"""Turns a recorded graph into a function of its inputs, with draws that Inductor can compile."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyro_bpq.compiled.editing import Editor, called_draws, eager_draws, fused_draws
+from pyro_bpq.compiled.graphs import Editor
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 
 Compiled = Callable[..., Sequence[Tensor]]
 
+_ATEN = torch.ops.aten
 # The oldest release of torch that steps were recorded and compiled with.
 OLDEST_TORCH = "2.8"
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.
 _FEW_ELEMENTS = 128
+# Smallest exponential time: torch's own draws have no smaller one in single precision.
+_SHORTEST = 2.0**-25
+# Uniform numbers from which on torch's generator, four times as fast, is worth a call that nothing joins.
+_MANY = 2048
 
 
 def outdated(version: str) -> str:
@@ -75,11 +80,11 @@ def _prepared(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph that is compiled sooner, and does the same."""
     editor, keeps_draws = Editor(graph), torch._inductor.config.fallback_random
     (eager_draws if keeps_draws else fused_draws)(editor)
-    joined(editor, keeps_draws)
+    graph = joined(editor, keeps_draws)
     if not keeps_draws:
         called_draws(editor)
-    editor.module.recompile()
-    return editor.module
+        graph.recompile()
+    return graph
 
 
 def _options(graph: fx.GraphModule) -> dict[str, Any]:
@@ -111,3 +116,61 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def eager_draws(editor: Editor) -> None:
+    """Draws coins by the kernel of eager steps, where Inductor would compare other uniform draws."""
+    for node in _nodes(editor, _ATEN.bernoulli.default):
+        with editor.module.graph.inserting_before(node):
+            room = editor.call(_ATEN.empty_like.default, node.args[0])
+            drawn = editor.call(_ATEN.bernoulli.Tensor, room, node.args[0])
+        _replace(node, drawn)
+
+
+def fused_draws(editor: Editor) -> None:
+    r"""Draws coins and values from uniform numbers, which wait for nothing.
+
+    ``u < p`` with ``u ~ Uniform(0, 1)`` has the probability ``p``. One value of several is drawn by a race, in place of
+    ``multinomial``, which Inductor does not compile: the winner of ``argmin_v T_v`` with independent
+    ``T_v ~ Exponential(p_v)`` is ``v`` with probability ``p_v / Σ_w p_w``. Eager steps do the same, after a dozen
+    operators that check the probabilities.
+    """
+    call = editor.call
+    for node in _nodes(editor, _ATEN.bernoulli.default):
+        own = node.meta["val"]
+        with editor.module.graph.inserting_before(node):
+            uniform = call(_ATEN.rand.default, list(own.shape), dtype=torch.float32, device=own.device)
+            is_one = call(_ATEN.lt.Tensor, uniform, node.args[0])
+            drawn = call(_ATEN._to_copy.default, is_one, dtype=own.dtype)
+        _replace(node, drawn)
+    for node in _nodes(editor, _ATEN.multinomial.default):
+        if node.args[1] != 1:
+            continue
+        weights = node.args[0]
+        own = weights.meta["val"]  # type: ignore[union-attr]
+        with editor.module.graph.inserting_before(node):
+            uniform = call(_ATEN.rand.default, list(own.shape), dtype=own.dtype, device=own.device)
+            log = call(_ATEN.log1p.default, call(_ATEN.neg.default, uniform))
+            times = call(_ATEN.clamp.default, call(_ATEN.neg.default, log), _SHORTEST)
+            drawn = call(_ATEN.argmax.default, call(_ATEN.div.Tensor, weights, times), -1, True)
+        _replace(node, drawn)
+
+
+def called_draws(editor: Editor) -> None:
+    """Draws many uniform numbers on a CPU by torch's kernel, where Inductor would compute each from a counter."""
+    for node in editor.module.graph.find_nodes(op="call_function", target=_ATEN.rand.default):
+        own = node.meta["val"]
+        if own.device.type == "cpu" and own.numel() >= _MANY:
+            with editor.module.graph.inserting_before(node):
+                room = editor.call(_ATEN.empty.memory_format, list(own.shape), dtype=own.dtype, device=own.device)
+                drawn = editor.call(_ATEN.uniform.default, room)
+            _replace(node, drawn)
+
+
+def _nodes(editor: Editor, target: object) -> list[fx.Node]:
+    return [node for node in editor.module.graph.nodes if node.target is target and not node.kwargs]
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from argparse import Namespace
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,8 @@ from pyro_bpq.tracing.plain_values import is_of_library, names_of, of_every_modu
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, range, slice)
 # Most of what is reached is of these very types, which is sooner told.
 _PLAINEST = frozenset(kind for kind in _PLAIN if kind is not slice)
+# What is the same as long as it is the same object.
+_OPAQUE = (numpy.ndarray, ModuleType, BuiltinFunctionType, numpy.generic)
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # More things than these belong to a program that reaches a whole library or data set.
@@ -36,6 +37,8 @@ _MOST = 20_000
 # Number of calls in a row with new arrays from which on they are told of.
 _MANY = 4
 
+# Where something is: a name, or a format, the place that it is in, and what tells it apart there. Most are never shown.
+Path = str | tuple[Any, ...]
 # Shape, strides, type, device, and whether a gradient is asked for.
 Kind = tuple[Any, ...]
 
@@ -45,67 +48,69 @@ def kind_of(tensor: Tensor) -> Kind:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What a call looks like."""
-
-    spec: Sequence[Hashable]  # everything but tensors, in the order in which it is reached
-    tensors: Sequence[Tensor]  # the tensors, in the order in which they are reached, each once
-    # Where each entry of ``spec`` and each tensor was found; empty unless asked for.
-    paths: tuple[Sequence[str], Sequence[str]] = ((), ())
-    kept: Sequence[Any] = ()  # what ``spec`` tells by its identity, which must not be given again
-    arrays: Sequence[tuple[str, Any]] = ()  # arrays of numpy, and where each was found, as far as that was asked for
-
-    def difference(self, other: Call) -> str:
-        """Where another call first differs from this one, in words; empty where the two are alike."""
-        places, sources = self.paths
-        for i, (mine, yours) in enumerate(zip(self.spec, other.spec, strict=False)):
-            if mine != yours:
-                return f"{places[i]} was {_short(mine)} and is {_short(yours)}"
-        if len(self.spec) != len(other.spec):
-            return "the arguments, or what the programs read besides, have another structure"
-        for i, (own, new) in enumerate(zip(self.tensors, other.tensors, strict=True)):
-            if kind_of(own) != kind_of(new):
-                return f"{sources[i]} was {_told(own)} and is {_told(new)}"
-        return ""
+def in_words(path: Path) -> str:
+    """A path as it is shown."""
+    if isinstance(path, str):
+        return path
+    form, parent, *rest = path
+    return str(form).format(in_words(parent), *rest)
 
 
-def reach(roots: Mapping[str, Any], explains: bool = False) -> Call:
+def reach(roots: Mapping[str, Any]) -> Call:
     """What can be reached from some roots, the handlers around the call, and the modes of torch."""
-    walk = _Walk(explains)
-    walk.note("torch's default dtype", torch.get_default_dtype())
-    walk.note(
+    call = Call()
+    call.note("torch's default dtype", torch.get_default_dtype())
+    call.note(
         "autocast", (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
     )
     for name, root in roots.items():
-        walk.visit(name, root)
+        call.visit(name, root)
     for handler in _PYRO_STACK:
         if not (isinstance(handler, TraceMessenger) and handler.param_only):
-            walk.visit(f"the handler {type(handler).__name__}", handler)
-    return Call(walk.spec, walk.tensors, (walk.places, walk.sources), walk.kept, walk.arrays)
+            call.visit(f"the handler {type(handler).__name__}", handler)
+    return call
 
 
-class _Walk:
-    """Collects what is reached."""
+class Call:
+    """What a call looks like.
 
-    def __init__(self, explains: bool) -> None:
+    Attributes:
+        spec: Everything but tensors, in the order in which it is reached.
+        paths: Where each entry of ``spec`` was found.
+        tensors: The tensors, in the order in which they are reached, each once.
+        sources: Where each tensor was found.
+        arrays: Arrays of numpy, and where each was found.
+    """
+
+    def __init__(self) -> None:
         self.spec: list[Hashable] = []
+        self.paths: list[Path] = []
         self.tensors: list[Tensor] = []
-        self.places: list[str] = []
-        self.sources: list[str] = []
-        self._explains = explains
+        self.sources: list[Path] = []
+        self.arrays: list[tuple[Path, Any]] = []
+        # What ``spec`` tells by its identity, which must not be given again.
+        self._kept: list[Any] = []
         self._seen = dict[int, int]()
         self._classes = set[type]()
-        self.kept: list[Any] = []
-        self.arrays: list[tuple[str, Any]] = []
 
-    def note(self, path: str, value: Hashable) -> None:
+    def difference(self, other: Call) -> str:
+        """Where another call first differs from this one, in words; empty where the two are alike."""
+        for path, mine, yours in zip(self.paths, self.spec, other.spec, strict=False):
+            if mine != yours:
+                return f"{in_words(path)} was {_short(mine)} and is {_short(yours)}"
+        if len(self.spec) != len(other.spec):
+            return "the arguments, or what the programs read besides, have another structure"
+        for path, own, new in zip(self.sources, self.tensors, other.tensors, strict=True):
+            if kind_of(own) != kind_of(new):
+                return f"{in_words(path)} was {_told(own)} and is {_told(new)}"
+        return ""
+
+    def note(self, path: Path, value: Hashable) -> None:
         """Notes a value that has to stay."""
         self.spec.append(value)
-        if self._explains:
-            self.places.append(path)
+        self.paths.append(path)
 
-    def visit(self, path: str, item: Any) -> None:
+    def visit(self, path: Path, item: Any) -> None:
         """Notes an item and what it reaches."""
         kind = type(item)
         if kind in _PLAINEST:
@@ -119,112 +124,107 @@ class _Walk:
             self.note(path, ("again", self._seen[id(item)]))
         elif len(self.spec) < _MOST:
             self._seen[id(item)] = len(self._seen)
-            self.kept.append(item)
+            self._kept.append(item)
             self._inside(path, item)
         else:
             self.note(path, "too much")
 
-    def _tensor(self, path: str, item: Tensor) -> None:
+    def _tensor(self, path: Path, item: Tensor) -> None:
         known = self._seen.get(id(item))
         self.note(path, ("tensor", known))
         if known is None:
             self._seen[id(item)] = len(self._seen)
             self.tensors.append(item)
-            if self._explains:
-                self.sources.append(path)
+            self.sources.append(path)
 
-    def _inside(self, path: str, item: Any) -> None:
+    def _inside(self, path: Path, item: Any) -> None:
         if isinstance(item, (tuple, list)):
             self.note(path, (type(item), len(item)))
             for i, part in enumerate(item):
-                self.visit(f"{path}[{i}]" if self._explains else "", part)
+                self.visit(("{}[{}]", path, i), part)
         elif isinstance(item, dict):
             self.note(path, (dict, tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)))
             for key, part in item.items():
-                self.visit(f"{path}[{key!r}]" if self._explains else "", part)
-        elif isinstance(item, functools.partial):
-            self.note(path, functools.partial)
-            self.visit(path, item.func)
-            self.visit(f"an argument of the partial {path}", item.args)
-            self.visit(f"an argument of the partial {path}", item.keywords)
-        elif isinstance(item, MethodType):
-            self.note(path, MethodType)
-            self.visit(path, item.__func__)
-            self.visit(path, item.__self__)
+                self.visit(("{}[{!r}]", path, key), part)
         elif isinstance(item, FunctionType):
             self._function(path, item)
         elif isinstance(item, nn.Module):
             self._module(path, item)
-        elif isinstance(item, Messenger):
-            self._attributes(path, item, _IN_USE)
-        elif isinstance(item, (Namespace, SimpleNamespace)):
-            self._attributes(path, item, frozenset())
+        elif isinstance(item, functools.partial):
+            self.note(path, functools.partial)
+            self.visit(path, item.func)
+            self.visit(("an argument of the partial {}", path), item.args)
+            self.visit(("an argument of the partial {}", path), item.keywords)
+        elif isinstance(item, MethodType):
+            self.note(path, MethodType)
+            self.visit(path, item.__func__)
+            self.visit(path, item.__self__)
+        elif isinstance(item, (Messenger, Namespace, SimpleNamespace)):
+            self._attributes(path, item)
         elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
             self.note(path, (type(item), frozenset((type(part), part) for part in item)))
+        elif isinstance(item, _OPAQUE) or is_of_library(item if isinstance(item, type) else type(item)):
+            self._opaque(path, item)
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)
-        elif isinstance(item, numpy.ndarray):
-            self._opaque(path, item)
-            self.arrays.append((path, item))
-        elif isinstance(item, (ModuleType, BuiltinFunctionType, numpy.generic)) or is_of_library(type(item)):
-            self._opaque(path, item)
         elif hasattr(item, "__dict__"):
-            self._attributes(path, item, frozenset())
+            self._attributes(path, item)
         else:
             self._opaque(path, item)
 
-    def _opaque(self, path: str, item: Any) -> None:
+    def _opaque(self, path: Path, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
         self.note(path, (type(item), id(item)))
+        if isinstance(item, numpy.ndarray):
+            self.arrays.append((path, item))
 
-    def _of_class(self, path: str, item: type) -> None:
+    def _of_class(self, path: Path, item: type) -> None:
         """Notes the plain values among the attributes of a class, once: its objects read them too."""
-        if is_of_library(item) or item in self._classes:
-            return
-        self._classes.add(item)
         for kind in item.__mro__:
+            if kind in self._classes or is_of_library(kind):
+                continue
+            self._classes.add(kind)
             for name, value in vars(kind).items():
                 if type(value) in _PLAINEST and not name.startswith("__"):
-                    self.note(f"{path}.{name}" if self._explains else "", (type(value), value))
+                    self.note(("{}.{}", path, name), (type(value), value))
 
-    def _attributes(self, path: str, item: Any, without: frozenset[str]) -> None:
+    def _attributes(self, path: Path, item: Any) -> None:
+        without = _IN_USE if isinstance(item, Messenger) else ()
         own = {name: value for name, value in vars(item).items() if name not in without}
         self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
         for name, value in own.items():
-            self.visit(f"{path}.{name}" if self._explains else "", value)
+            self.visit(("{}.{}", path, name), value)
 
-    def _function(self, path: str, item: FunctionType) -> None:
-        code, is_foreign = item.__code__, is_of_library(item)
+    def _function(self, path: Path, item: FunctionType) -> None:
+        code, is_foreign, of = item.__code__, is_of_library(item), item.__qualname__
         self.note(path, code)
         if is_foreign and not item.__closure__:
             return
-        where = f" of {item.__qualname__}" if self._explains else ""
         for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
             try:
-                self.visit(name + where, cell.cell_contents)
+                self.visit(("{} of {}", name, of), cell.cell_contents)
             except ValueError:
-                self.note(name + where, "no value yet")
+                self.note(("{} of {}", name, of), "no value yet")
         if item.__defaults__ or item.__kwdefaults__:
-            self.visit(f"a default{where}", (item.__defaults__, item.__kwdefaults__))
+            self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
         if not is_foreign:
             for name in names_of(code):
                 value = item.__globals__.get(name)
                 if value is not None and not isinstance(value, ModuleType):
-                    self.visit(f"the global {name}", value)
+                    self.visit(("the global {}", name), value)
 
-    def _module(self, path: str, item: nn.Module) -> None:
-        own = vars(item)
+    def _module(self, path: Path, item: nn.Module) -> None:
+        own, usual = vars(item), of_every_module()
         self.note(path, (type(item), item.training))
         self._of_class(path, type(item))
         for kind in ("_parameters", "_buffers", "_modules"):
             for name, part in own[kind].items():
-                self.visit(f"{path}.{name}" if self._explains else "", part)
-        usual = of_every_module()
-        for name, value in own.items():
+                self.visit(("{}.{}", path, name), part)
+        for name, part in own.items():
             if name not in usual:
-                self.visit(f"{path}.{name}" if self._explains else "", value)
+                self.visit(("{}.{}", path, name), part)
 
 
 class Arguments:
@@ -237,9 +237,6 @@ class Arguments:
         # The float arguments of the last call, by position, and those that have changed.
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"Arguments({len(self._varying)} floats that vary)"
 
     def new_arrays(self, call: Call) -> list[int]:
         """The arrays of numpy that were not there in the last call: a recording holds for the very same ones."""

@@ -1,23 +1,32 @@
-r"""A recording in use: which calls it serves, and a step with it."""
+r"""A recording in use: how it is compiled, which calls it serves, and a step with it."""
 
 from __future__ import annotations
 
-import functools
+import logging
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import pyro
 import torch
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
+from tqdm import tqdm
 
-from pyro_bpq.compiled.calls import Call
-from pyro_bpq.compiled.recorder import Recording, distinct
-from pyro_bpq.compiled.subject import Subject, all_hold
-from pyro_bpq.compiled.updates import Updates, numbers_of
+from pyro_bpq.compiled.backends import compile_graph, missing
+from pyro_bpq.compiled.calls import Call, kind_of
+from pyro_bpq.compiled.options import Compile
+from pyro_bpq.compiled.recorder import Recording, distinct, first_line
+from pyro_bpq.compiled.subject import Subject, Updates, all_hold, numbers_of
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.rollout.schedule import scheduled
+from pyro_bpq.tracing.sandbox import Draws
+
+LOG = logging.getLogger("pyro_bpq")
 
 # Longest time between two comparisons, in steps.
 _LONGEST = 1000
@@ -28,27 +37,25 @@ class LastInfo(Mapping[str, dict[str, Any]]):
 
     def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
         self._build = build
-        self._built: Mapping[str, dict[str, Any]] | None = None
 
-    def _all(self) -> Mapping[str, dict[str, Any]]:
-        if self._built is None:
-            self._built = self._build()
-        return self._built
+    @cached_property
+    def _all(self) -> dict[str, dict[str, Any]]:
+        return dict(self._build())
 
     def __repr__(self) -> str:
-        return repr(dict(self._all()))
+        return repr(self._all)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        return self._all()[name]
+        return self._all[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self._all)
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._all)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self._all()),)
+        return dict, (self._all,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,19 +79,34 @@ class Entry:
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds to record, and to compile
     note: str = ""  # what went wrong when it was compiled
     thread: threading.Thread | None = None  # compiles it, if that goes on in the background
-    # The optimiser's numbers in the last step, and the same as a tensor.
-    numbers: tuple[list[float], Tensor] = field(default_factory=lambda: ([], torch.zeros(0)))
+
+    def __str__(self) -> str:
+        recording, (record, compile_) = self.recording, self.seconds
+        updated, handed = len(recording.inputs.updates), len(recording.graded)
+        does = [f"it updates {updated} parameters"] if updated else []
+        if handed or not updated:
+            does.append(f"it gives {handed} gradients to the optimiser")
+        text = (
+            f"Recorded: {recording.num_operators} operators, {len(recording.used) + len(recording.constants)} input "
+            f"tensors, in {record:.1f} s; {' and '.join(does)}"
+        )
+        if self.note:
+            text += f"; {self.note}"
+        elif not self.is_ready:
+            text += "; being compiled, steps run eagerly meanwhile"
+        elif compile_:
+            text += f"; compiled in {compile_:.1f} s"
+        text += f"; {self.steps} steps taken."
+        shapes = [str(tuple(tensor.shape)) for tensor in recording.inputs.call.tensors]
+        if shapes:
+            shown = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "")
+            text += f" It serves tensors of the shapes {shown}."
+        return text
 
     @property
     def is_ready(self) -> bool:
         """Whether it is compiled, or will not be."""
         return self.thread is None or not self.thread.is_alive()
-
-    def as_tensor(self, numbers: list[float]) -> Tensor:
-        """The optimiser's numbers as an input; that of the last step where they are the same."""
-        if numbers != self.numbers[0]:
-            self.numbers = numbers, torch.tensor(numbers, dtype=torch.float64)
-        return self.numbers[1]
 
     @property
     def holds(self) -> bool:
@@ -105,8 +127,9 @@ class Entry:
         if not all(id(update.parameter) in present for update in inputs.updates):
             # The store was cleared: an optimiser keeps its state by parameter, not by name.
             return None
-        tensors = distinct(call.tensors, params, inputs.state, inputs.optimizer_state, inputs.extras)
-        serves = len(tensors) == inputs.num_found and inputs.kinds_of(tensors) == inputs.expected
+        checked = distinct(call.tensors, params, inputs.state, inputs.extras)
+        tensors = distinct(checked, inputs.optimizer_state)
+        serves = len(tensors) == inputs.num_found and tuple(map(kind_of, checked)) == inputs.kinds
         return tensors if serves else None
 
     @property
@@ -134,7 +157,7 @@ class Entry:
             tensors += [noise.draw(generators[noise.source]) for noise in inputs.noise]
         tensors += [scheduled(schedule, number) for schedule in inputs.schedules]
         if inputs.updates:
-            tensors.append(self.as_tensor(numbers_of(inputs.updates)))
+            tensors.append(torch.tensor(numbers_of(inputs.updates), dtype=torch.float64))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()
@@ -148,9 +171,66 @@ class Entry:
         ahead = 1 + len(recording.graded)
         leaves = [tensors[i] for i in recording.graded]
         rest = results[ahead:]
-        return Outcome(results[0], leaves, results[1:ahead], LastInfo(functools.partial(recording.info, rest)))
+        return Outcome(results[0], leaves, results[1:ahead], LastInfo(partial(recording.info, rest)))
 
 
 @effectful(type="param")
 def _announce(value: Tensor) -> Tensor:
     return value
+
+
+def make(entry: Entry, options: Compile) -> None:
+    """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
+    examples = [entry.recording.inputs.tensors[i] for i in entry.recording.used]
+    examples += entry.recording.constants
+    backend, recording = options.backend, entry.recording
+    lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
+    if lack:
+        entry.note = f"{lack}, so the recorded operators run as they are"
+        warnings.warn(f"compile: {entry.note}.", BPQWarning, stacklevel=2)
+        return
+    if backend == "eager":
+        return
+    LOG.info("Compiling a step of %d operators.", recording.num_operators)
+    copies = [_copy(tensor) for tensor in examples]
+
+    def work() -> None:
+        start = time.perf_counter()
+        # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
+        draws = None if options.background else Draws()
+        try:
+            with torch.no_grad(), _line(recording.num_operators, options.background):
+                compiled = compile_graph(recording.graph, backend, copies)
+                compiled(*copies)
+        except Exception as error:  # A compiler may raise anything.
+            entry.note = f"the compiler failed ({first_line(error)})"
+            warnings.warn(f"compile: {entry.note}; the recorded operators run as they are.", BPQWarning, stacklevel=2)
+        else:
+            entry.run = compiled
+        finally:
+            if draws is not None:
+                draws.again()
+        entry.seconds[1] = time.perf_counter() - start
+
+    if options.background:
+        entry.thread = threading.Thread(target=work, daemon=True)
+        entry.thread.start()
+    else:
+        work()
+
+
+def _line(operators: int, is_hidden: bool) -> tqdm[Any]:
+    """A line on the terminal that says what the step waits for; it goes when the wait is over."""
+    text = f"Compiling a step of {operators} operators, once for all calls like this one"
+    # tqdm writes to terminals only.
+    hidden = True if is_hidden else None
+    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=False, disable=hidden)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which compiled code counts on."""
+    own = tensor.detach()
+    if 0 in own.stride():
+        # An expanded tensor; nothing writes into it.
+        return own
+    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own)

@@ -12,7 +12,6 @@ added up in another order, so results agree up to rounding.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,19 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from pyro_bpq.compiled.editing import Editor, value_of
-from pyro_bpq.compiled.simplifying import kind_of_node, simplify, sum_of, told
-from pyro_bpq.compiled.storage import Storage, draws, levels_of, nodes_in, written_by
+from pyro_bpq.compiled.graphs import (
+    Editor,
+    Storage,
+    draws,
+    kind_of_node,
+    levels_of,
+    nodes_in,
+    simplify,
+    sum_of,
+    told,
+    value_of,
+    written_by,
+)
 
 _ATEN = torch.ops.aten
 # Fewer operators than these are not worth a stack of their tensors.
@@ -32,45 +41,19 @@ _FEWEST = 8
 _MOST_ELEMENTS = 16
 # Elementwise operators that torch does not mark as such.
 _ELEMENTWISE = frozenset(
-    {
-        _ATEN.binary_cross_entropy_with_logits.default,
-        _ATEN._to_copy.default,
-        _ATEN.softplus_backward.default,
-        _ATEN.tanh_backward.default,
-        _ATEN.zeros_like.default,
-        _ATEN.ones_like.default,
-    }
+    "aten.binary_cross_entropy_with_logits.default aten._to_copy.default aten.softplus_backward.default "
+    "aten.tanh_backward.default aten.zeros_like.default aten.ones_like.default".split()
 )
 # Operators that do the same on each row once dimensions are counted from the second one on and shapes get one more.
 _OF_SHAPE = frozenset(
-    {
-        _ATEN.view.default,
-        _ATEN._unsafe_view.default,
-        _ATEN.expand.default,
-        _ATEN.unsqueeze.default,
-        _ATEN.select_backward.default,
-        _ATEN.stack.default,
-        _ATEN.new_zeros.default,
-    }
+    "aten.view.default aten._unsafe_view.default aten.expand.default aten.unsqueeze.default "
+    "aten.select_backward.default aten.stack.default aten.new_zeros.default".split()
 )
 # The same for tensors that have dimensions.
 _BY_ROW = frozenset(
-    {
-        _ATEN.squeeze.dim,
-        _ATEN.select.int,
-        _ATEN.slice.Tensor,
-        _ATEN.transpose.int,
-        _ATEN.sum.dim_IntList,
-        _ATEN.mean.dim,
-        _ATEN.logsumexp.default,
-        _ATEN._softmax.default,
-        _ATEN._log_softmax.default,
-        _ATEN._log_softmax_backward_data.default,
-        _ATEN._softmax_backward_data.default,
-        _ATEN.gather.default,
-        _ATEN.scatter_add.default,
-        _ATEN.cat.default,
-    }
+    "aten.squeeze.dim aten.select.int aten.slice.Tensor aten.transpose.int aten.sum.dim_IntList aten.mean.dim "
+    "aten.logsumexp.default aten._softmax.default aten._log_softmax.default aten._log_softmax_backward_data.default "
+    "aten._softmax_backward_data.default aten.gather.default aten.scatter_add.default aten.cat.default".split()
 )
 _DIMENSIONS = frozenset({"dim", "dim0", "dim1"})
 _SHAPES = frozenset({"size", "input_sizes"})
@@ -89,7 +72,7 @@ def joined(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return node.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return str(node.target) in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _can_join(node: fx.Node, storage: Storage) -> bool:
@@ -108,7 +91,8 @@ def _can_join(node: fx.Node, storage: Storage) -> bool:
     if len(floats) > 1 or len(others) > 1:
         return False
     dims = [each.dim() for each in inputs]
-    return _is_elementwise(node) or node.target in _OF_SHAPE or (node.target in _BY_ROW and 0 not in dims)
+    name = str(node.target)
+    return _is_elementwise(node) or name in _OF_SHAPE or (name in _BY_ROW and 0 not in dims)
 
 
 def _signature(node: fx.Node) -> Any:
@@ -146,7 +130,6 @@ class _Writer:
         self._rows: dict[_Row, fx.Node] = {}
         # Rows of stacks that were made of single tensors.
         self._stacked: dict[fx.Node, _Row] = {}
-        self._sizes: dict[fx.Node, int] = {}
         self._storage = Storage(self._source.nodes)
 
     def write(self, from_start: bool) -> None:
@@ -162,27 +145,21 @@ class _Writer:
             elif _can_join(node, self._storage):
                 key = levels[node], _signature(node)
             groups.setdefault(key, []).append(node)
-        by_level: dict[int, list[list[fx.Node]]] = defaultdict(list)
-        for node in nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._found[node] = self._copied(node)
-        for group in groups.values():
-            by_level[min(levels[node] for node in group)].append(group)
-        for level in sorted(by_level):
-            for group in by_level[level]:
-                self._write(group)
+        for group in sorted(groups.values(), key=lambda group: min(levels[node] for node in group)):
+            self._write(group)
         self._graph.output(map_arg(nodes[-1].args[0], self._result))
         self._graph.eliminate_dead_code()
 
     def _write(self, group: list[fx.Node]) -> None:
-        node = group[0]
-        if node in self._found:
+        if group[0] in self._found:
             return
-        if len(group) >= _FEWEST and not self._all_rows(group):
+        rows = [self._as_row(node) for node in group]
+        if len(group) >= _FEWEST and None in rows:
             self._join(group)
             return
-        for node in group:
-            row = self._as_row(node)
+        for node, row in zip(group, rows, strict=True):
             if node.target is sum_of:
                 self._found[node] = self._sum(list(nodes_in(node.args)))
             elif row is not None:
@@ -214,11 +191,7 @@ class _Writer:
         base, value = self._found[source], value_of(source)
         if isinstance(base, _Row) or value is None or dim % value.dim():
             return None
-        self._sizes[base] = value.shape[0]
         return _Row(base, index % value.shape[0])
-
-    def _all_rows(self, group: list[fx.Node]) -> bool:
-        return all(self._as_row(node) is not None for node in group)
 
     def _is_first(self, node: fx.Node) -> bool:
         """Whether a stack makes a first dimension."""
@@ -226,8 +199,7 @@ class _Writer:
         return value is not None and isinstance(dim, int) and dim % value.dim() == 0
 
     def _node(self, node: fx.Node) -> fx.Node:
-        found = self._found[node]
-        return self._of(found)
+        return self._of(self._found[node])
 
     def _of(self, found: _Found) -> fx.Node:
         if isinstance(found, fx.Node):
@@ -238,10 +210,8 @@ class _Writer:
 
     def _result(self, node: fx.Node) -> fx.Node:
         """A result of the graph: a tensor of its own."""
-        found = self._found[node]
-        if isinstance(found, fx.Node):
-            return found
-        return self._editor.call(_ATEN.clone.default, self._of(found))
+        is_row = isinstance(self._found[node], _Row)
+        return self._editor.call(_ATEN.clone.default, self._node(node)) if is_row else self._node(node)
 
     # Stacks and sums
 
@@ -254,18 +224,16 @@ class _Writer:
         pieces: list[fx.Node] = []
         for run in _runs(found):
             first = run[0]
-            if isinstance(first, _Row) and len(run) > 1:
-                is_whole = len(run) == self._sizes[first.base]
-                stop = first.index + len(run)
-                pieces.append(
-                    first.base if is_whole else self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.index, stop)
-                )
-            else:
+            if isinstance(first, fx.Node) or len(run) == 1:
                 pieces.append(self._editor.call(_ATEN.stack.default, [self._of(each) for each in run]))
+            elif len(run) == len(first.base.meta["val"]):
+                pieces.append(first.base)
+            else:
+                stop = first.index + len(run)
+                pieces.append(self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.index, stop))
         stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
-        if not value_of(stack).is_contiguous():  # type: ignore[union-attr]
+        if not stack.meta["val"].is_contiguous():
             stack = self._editor.call(_ATEN.clone.default, stack, memory_format=torch.contiguous_format)
-        self._sizes[stack] = len(found)
         if not is_written:
             for i, each in enumerate(found):
                 if isinstance(each, fx.Node):
@@ -311,7 +279,6 @@ class _Writer:
         shape, dtype, _ = kind_of_node(node)
         if kind_of_node(joined)[:2] != ((size, *shape), dtype):
             raise AssertionError(f"{node.target} does not work on rows")
-        self._sizes[joined] = size
         for i, each in enumerate(group):
             self._found[each] = _Row(joined, i)
 
@@ -332,8 +299,7 @@ class _Writer:
         return first
 
     def _tensors(self, members: list[fx.Node], rank: int | None, node: fx.Node) -> fx.Node:
-        size, value = len(members), value_of(members[0])
-        assert value is not None
+        size, value = len(members), members[0].meta["val"]
         if all(each is members[0] for each in members):
             if rank is not None:
                 return self._node(members[0])

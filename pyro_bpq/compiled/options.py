@@ -1,4 +1,4 @@
-r"""Options of compiled steps."""
+r"""Options of compiled steps, and the report of what was made of them."""
 
 from __future__ import annotations
 
@@ -64,3 +64,27 @@ class Compile:
         if isinstance(option, str) or callable(option):
             return Compile(option)
         raise OptionError(f"compile={option!r}: write True, the name of a backend, or Compile(...).")
+
+
+def compile_report(objective: Any) -> str:
+    """What was recorded and compiled so far, and what runs eagerly and why.
+
+    Args:
+        objective: An objective, such as :class:`~pyro_bpq.TraceBackpropQ_ELBO`, or a :class:`~pyro_bpq.CompiledSVI`.
+
+    Returns:
+        Sentences, one per line.
+
+    Raises:
+        OptionError: If it is no objective of pyro_bpq.
+    """
+    # CompiledSVI has its objective under this name.
+    objective = getattr(objective, "objective", objective)
+    if not hasattr(objective, "compiled"):
+        raise OptionError(
+            f"compile_report({type(objective).__name__}): write compile_report(elbo), with the objective of pyro_bpq "
+            "that SVI got as its loss."
+        )
+    if objective.compiled is None:
+        return "Steps run eagerly: write compile=True to record and compile them."
+    return str(objective.compiled)

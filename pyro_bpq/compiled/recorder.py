@@ -8,9 +8,7 @@ tensors are written in place. A step whose loss is not finite leaves them as the
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +19,16 @@ from pyro import poutine
 from torch import Tensor, fx
 
 from pyro_bpq.compiled.calls import Call, Kind, kind_of
-from pyro_bpq.compiled.subject import Place, Subject, tensors_of, untraced
-from pyro_bpq.compiled.updates import OptimizerUpdate, Updates, apply_all, numbers_of
+from pyro_bpq.compiled.subject import (
+    OptimizerUpdate,
+    Place,
+    Subject,
+    Updates,
+    apply_all,
+    numbers_of,
+    tensors_of,
+    untraced,
+)
 from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
@@ -53,10 +59,12 @@ class Inputs:
     # the optimiser, if it is part of the step.
     tensors: tuple[Tensor, ...]
     leaves: tuple[int, ...]  # positions of those that collect gradients
-    kinds: tuple[Kind, ...]  # shape and type of each tensor
-    num_generators: int = 0  # number of generators that the objective makes for itself
+    num_found: int  # number of those that are found anew in each call: all before the noise
+    # Shapes and types of these tensors, but for the optimiser's state, which stays as long as it is in its place.
+    kinds: tuple[Kind, ...]
+    num_generators: int  # number of generators that the objective makes for itself
     # What the step may write: critics, statistics, buffers of modules, and what the optimiser updates.
-    written: tuple[Tensor, ...] = ()
+    written: tuple[Tensor, ...]
 
     @cached_property
     def state(self) -> tuple[Tensor, ...]:
@@ -67,27 +75,6 @@ class Inputs:
     def optimizer_state(self) -> tuple[Tensor, ...]:
         """The tensors of the optimiser's state."""
         return tensors_of(place for update in self.updates for place in update.places)
-
-    @cached_property
-    def unchanged(self) -> frozenset[int]:
-        """Identities of the tensors whose kinds stay as long as they are the same tensors: the optimiser's state."""
-        return frozenset(map(id, self.optimizer_state))
-
-    def kinds_of(self, tensors: Sequence[Tensor]) -> list[Kind]:
-        """Shapes and types of some tensors, but for those that stay."""
-        unchanged = self.unchanged
-        return [kind_of(tensor) for tensor in tensors if id(tensor) not in unchanged]
-
-    @cached_property
-    def expected(self) -> list[Kind]:
-        """Shapes and types that the tensors of a call need to have."""
-        found = zip(self.tensors[: self.num_found], self.kinds, strict=False)
-        return [kind for tensor, kind in found if id(tensor) not in self.unchanged]
-
-    @cached_property
-    def num_found(self) -> int:
-        """Number of tensors that stand before noise, schedules and the optimiser's numbers."""
-        return len(self.tensors) - len(self.noise) - len(self.schedules) - bool(self.updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +100,6 @@ class Recording:
 
 def record(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> Recording:
     """Records a step."""
-    try:
-        return _recorded(subject, program, call, number, updates)
-    except Unrecordable as error:
-        # Pyro adds the shapes of the sites to the errors of a program.
-        raise type(error)(_first_line(error)) from error
-
-
-def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None) -> Recording:
     # It loads a compiler's worth of modules, which most programs never need.
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -132,16 +111,16 @@ def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: 
         kept.append((info, graded))
         return results
 
-    with untraced(subject, inputs.written), _quiet():
+    with untraced(subject, inputs.written):
         try:
             graph = make_fx(body)(*inputs.tensors)
         except Unrecordable:
             raise
         except RuntimeError as error:
-            raise Unrecordable(_first_line(error)) from error
+            raise Unrecordable(first_line(error)) from error
     info, graded = kept[0]
     # Under make_fx torch takes some operators apart; two plain runs are compared.
-    found, again = (fingerprint(subject, program, inputs, number) for _ in range(2))
+    found, again = (fingerprint(subject, program, inputs, inputs.tensors, number) for _ in range(2))
     if not found.is_like(again):
         raise Unrecordable(
             f"it computes something else each time that it runs ({found.number} operators, then {again.number}): does "
@@ -150,10 +129,10 @@ def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: 
     return _finished(graph, inputs, found, info, graded)
 
 
-def fingerprint(subject: Subject, program: Any, inputs: Inputs, number: int) -> Fingerprint:
+def fingerprint(subject: Subject, program: Any, inputs: Inputs, tensors: Sequence[Tensor], number: int) -> Fingerprint:
     """The fingerprint of a step that leaves no trace."""
-    with untraced(subject, inputs.written), _quiet():
-        return _run(subject, program, inputs, inputs.tensors, number)[1].fingerprint
+    with untraced(subject, inputs.written):
+        return _run(subject, program, inputs, tensors, number)[1].fingerprint
 
 
 def _look(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None) -> Inputs:
@@ -163,7 +142,7 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     watch = StepWatch((), subject.first_seed())
     messages = poutine.trace(param_only=True)
     own = tensors_of(places)
-    with untraced(subject, own), _quiet(), LentBuffers() as lent:
+    with untraced(subject, own), LentBuffers() as lent:
         made = subject.num_generators()
         with messages, watch, RecordedIndexing():
             result = subject.recorded_step(program, step)
@@ -181,9 +160,9 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     if updates is not None:
         updated = updates.of(distinct(map(leaf_of, announced.values())), leaves)
     of_optimizer = tensors_of(place for update in updated for place in update.places)
-    known = distinct(call.tensors, [store[name] for name in params], own, of_optimizer)
-    tensors = distinct(known, leaves)
-    extras = tuple(tensors[len(known) :])
+    known = distinct(call.tensors, [store[name] for name in params], own)
+    checked = distinct(known, leaves)
+    tensors = distinct(checked, of_optimizer)
     schedules = tuple(step.read)
     everything = [*tensors, *watch.drawn, *(scheduled(schedule, number) for schedule in schedules)]
     if updated:
@@ -193,14 +172,15 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
         call=call,
         params=params,
         places=tuple(places),
-        extras=extras,
+        extras=tuple(checked[len(known) :]),
         noise=tuple(watch.noise),
         schedules=schedules,
         messages=tuple(announced.items()),
         updates=updated,
         tensors=tuple(everything),
         leaves=tuple(position[id(leaf)] for leaf in leaves),
-        kinds=tuple(map(kind_of, everything)),
+        num_found=len(tensors),
+        kinds=tuple(map(kind_of, checked)),
         num_generators=made,
         written=(*own, *lent.originals, *of_optimizer, *(update.parameter for update in updated)),
     )
@@ -238,14 +218,6 @@ def _run(
     # What is no tensor stays; tensors stand behind the gradients in this order.
     plan = [(site, key, _IN_RESULTS if isinstance(value, Tensor) else value) for site, key, value in info]
     return [result.loss, *gradients, *shown], watch, plan, graded
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Pyro's validation, which reads numbers, and without warnings, which eager steps have given."""
-    with pyro.validation_enabled(False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
@@ -289,13 +261,11 @@ def _finished(
         else:
             nodes.erase_node(node)
     graph.recompile()
-    keys = [(site, key) for site, key, _ in info]
-    plain = [value for *_, value in info]
 
     def build(values: Sequence[Tensor]) -> Info:
         built: Info = {}
         taken = iter(picks)
-        for (site, key), value in zip(keys, plain, strict=True):
+        for site, key, value in info:
             if value is _IN_RESULTS:
                 at, path = next(taken)
                 value = values[at]
@@ -327,14 +297,12 @@ def _lifted(graph: fx.GraphModule) -> tuple[Tensor, ...]:
 def _base(node: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
     """A tensor that a result is cut out of, and how."""
     path: list[tuple[int, int]] = []
-    while node.op == "call_function":
-        if node.target is torch.ops.aten.select.int:
-            path.append((node.args[1], node.args[2]))
-        else:
-            break
-        node = node.args[0]
+    while node.target is torch.ops.aten.select.int:
+        node, dim, index = node.args
+        path.append((dim, index))
     return node, tuple(reversed(path))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, without what Pyro adds."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

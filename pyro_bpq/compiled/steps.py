@@ -10,20 +10,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.compiled.backends import outdated
-from pyro_bpq.compiled.calls import Arguments, Call, kind_of, reach
-from pyro_bpq.compiled.entry import Entry, Outcome
-from pyro_bpq.compiled.making import make
+from pyro_bpq.compiled.calls import Arguments, Call, in_words, kind_of, reach
+from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import fingerprint, record
-from pyro_bpq.compiled.subject import Subject
-from pyro_bpq.compiled.updates import Updates
+from pyro_bpq.compiled.recorder import fingerprint, first_line, record
+from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
 
@@ -40,33 +37,38 @@ class CompiledSteps:
 
     Attributes:
         entries: The recordings, the oldest first.
-        reasons: Why kinds of calls run eagerly.
+        reasons: Why kinds of calls run eagerly, by the kind of the reason.
         outside: Why the optimiser's update is no part of the recordings; empty if it is, or if there is none.
     """
 
     def __init__(self, options: Compile) -> None:
         self.options = options
         self.outside = ""
-        self.forget()
+        self.entries: list[Entry] = []
+        self.reasons: dict[str, str] = {}
+        # Number of eager steps of each kind of call, and number of attempts to record.
+        self._seen: dict[int, int] = {}
+        self._made = 0
+        self._arguments = Arguments()
 
-    def __repr__(self) -> str:
-        return f"CompiledSteps({self.options}, {len(self.entries)} recordings)"
+    def __str__(self) -> str:
+        lines = [str(entry) for entry in self.entries]
+        lines += [f"Some steps run eagerly, because {reason}." for reason in self.reasons.values()]
+        if self.outside:
+            lines.append(f"The optimiser runs after each step, not within it, because {self.outside}.")
+        if not lines:
+            return (
+                "Nothing is recorded yet: the first steps run eagerly, until structure, particles and critics are "
+                "settled. Several calls must then look alike. Calls do not if a whole number, a string or an array of "
+                "numpy among their arguments changes from step to step: hand over a tensor or a float."
+            )
+        return "\n".join(lines)
 
     def __deepcopy__(self, memo: Any) -> CompiledSteps:
         return CompiledSteps(self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledSteps, (self.options,)
-
-    def forget(self) -> None:
-        """Forgets all recordings."""
-        self.entries: list[Entry] = []
-        self.reasons: list[str] = []
-        self._told = set[str]()
-        # Number of eager steps of each kind of call, and number of attempts to record.
-        self._seen: dict[int, int] = {}
-        self._made = 0
-        self._arguments = Arguments()
 
     def take(self, subject: Subject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
         """Takes a compiled step; ``None`` if the step has to run eagerly."""
@@ -87,8 +89,8 @@ class CompiledSteps:
         new_arrays = self._arguments.new_arrays(call) if call.arrays else []
         if new_arrays:
             if self._arguments.has_many_new_arrays:
-                where = reach(roots, explains=True).arrays[new_arrays[0]][0]
-                text = f"{where} is a new array of numpy in each call; hand over torch.as_tensor of it"
+                path, _ = call.arrays[new_arrays[0]]
+                text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
                 self._tell(text, "arrays")
             return None
         for entry in self.entries:
@@ -97,12 +99,12 @@ class CompiledSteps:
                 if entry.is_due and not self._is_still(subject, program, entry, tensors, number):
                     return None
                 return entry.take(subject, tensors, number)
-        made = self._recorded(subject, program, roots, call, number, updates)
+        made = self._recorded(subject, program, call, number, updates)
         tensors = None if made is None else made.tensors(call)
-        return None if made is None or tensors is None else made.take(subject, tensors, number)
+        return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
     def _recorded(
-        self, subject: Subject, program: Any, roots: Any, call: Call, number: int, updates: Updates | None
+        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None
     ) -> Entry | None:
         """A new recording, if it is time for one."""
         kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates)))
@@ -115,18 +117,22 @@ class CompiledSteps:
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            self._tell(*self._too_many(roots))
+            changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
+            why = f", the last time because {changed}" if changed else ""
+            text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly. Batches of one size "
+            self._tell(text + "need one recording; or write Compile(max_recordings=...)", "many kinds")
             return None
         start = time.perf_counter()
         try:
-            recording = record(subject, program, reach(roots, explains=True), number, updates)
+            recording = record(subject, program, call, number, updates)
         except NotYet:
             self._seen[kind] = 0
             return None
         except Unrecordable as error:
             self._made += 1
             self._seen[kind] = -(1 << min(2 * self._made, 20))
-            self._tell(str(error))
+            # Pyro adds the shapes of the sites to the errors of a program.
+            self._tell(first_line(error))
             return None
         self._made += 1
         self.entries = [entry for entry in self.entries if entry.holds]
@@ -136,22 +142,13 @@ class CompiledSteps:
         self.entries.append(entry)
         return entry
 
-    def _too_many(self, roots: Any) -> tuple[str, str]:
-        """Why no more is recorded, and what to write; and the kind of that reason."""
-        changed = ""
-        if self.entries:
-            changed = self.entries[-1].recording.inputs.call.difference(reach(roots))
-        why = f", the last time because {changed}" if changed else ""
-        text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly"
-        return f"{text}. Batches of one size need one recording; or write Compile(max_recordings=...)", "many kinds"
-
     def _is_still(self, subject: Subject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int) -> bool:
         """Whether the programs still do what was recorded; if not, the recording is dropped."""
         recording, text = entry.recording, ""
         inputs = recording.inputs
         own = inputs.tensors[len(tensors) :]
         try:
-            now = fingerprint(subject, program, replace(inputs, tensors=(*tensors, *own)), number)
+            now = fingerprint(subject, program, inputs, (*tensors, *own), number)
             if not now.is_like(recording.print):
                 text = "the programs do other things now"
         except Unrecordable as error:
@@ -170,7 +167,6 @@ class CompiledSteps:
 
     def _tell(self, reason: str, kind: str = "") -> None:
         """Warns of a reason for eager steps, once; of a kind of reasons, once."""
-        if (kind or reason) not in self._told:
-            self._told.add(kind or reason)
-            self.reasons.append(reason)
+        if (kind or reason) not in self.reasons:
+            self.reasons[kind or reason] = reason
             warnings.warn(f"compile: steps run eagerly, because {reason}.", BPQWarning, stacklevel=2)

@@ -1,22 +1,36 @@
-r"""What is recorded: a step of an objective, and the places where it found what it reads."""
+r"""What is recorded: a step of an objective, the update of an optimiser, and the places where it found what it reads.
+
+Torch's Adam, AdamW and SGD run by their own code, with the step size as a scalar input; Pyro's ClippedAdam reads
+numbers, so its equations stand here. State and step size stay those of the optimiser: the recording writes its
+tensors, and numbers that are no tensors are counted after each step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy
 import pyro
 import torch
+from pyro.optim import PyroLRScheduler, PyroOptim
+from pyro.optim.clipped_adam import ClippedAdam
+from pyro.optim.optim import is_scheduler
 from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.tracing.sandbox import Draws
+
+# Those of torch whose own code takes the step size as a tensor.
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# How a recorded update differs from an eager one: no number is read, no kernel is fused by hand.
+_RECORDED = (("differentiable", True), ("foreach", False), ("fused", False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +107,18 @@ class Subject(Protocol):
 
 @contextlib.contextmanager
 def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Undoes what a step does to an objective, to tensors, to the parameter store and to torch's generators."""
+    """Undoes what a step does to an objective, to tensors, to the parameter store and to torch's generators.
+
+    It runs without Pyro's validation, which reads numbers, and without warnings, which eager steps have given.
+    """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
     of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
-        yield
+        with pyro.validation_enabled(False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         draws.again()
         if of_devices:
@@ -123,3 +142,170 @@ def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
         )
     if created:
         raise NotYet(f"it makes parameters: {', '.join(sorted(created))}")
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerUpdate:
+    """The update of one parameter."""
+
+    parameter: Tensor  # the parameter
+    optimizer: torch.optim.Optimizer  # its optimiser
+    clip: Callable[[Tensor], None] | None  # clips its gradient in place; ``None`` if nothing is clipped
+    settings: dict[str, Any]  # the optimiser's settings but for the step size
+    places: tuple[Place, ...]  # where parameter, optimiser and state were found
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The optimiser's settings."""
+        return self.optimizer.param_groups[0]
+
+    @property
+    def holds(self) -> bool:
+        """Whether settings and state are where they were."""
+        group, settings = self.group, self.settings
+        settings["lr"] = group["lr"]
+        return group == settings and all_hold(self.places)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The step size of the next update; for ClippedAdam also its number."""
+        group = self.group
+        if isinstance(self.optimizer, ClippedAdam):
+            return group["lr"] * group["lrd"], self.optimizer.state[self.parameter]["step"] + 1
+        return (float(group["lr"]),)
+
+    def count(self) -> None:
+        """Counts an update where the optimiser counts in numbers."""
+        if isinstance(self.optimizer, ClippedAdam):
+            self.group["lr"] *= self.group["lrd"]
+            self.optimizer.state[self.parameter]["step"] += 1
+
+    def apply(self, gradient: Tensor, numbers: Sequence[Tensor]) -> None:
+        """Updates the parameter."""
+        kept = self.parameter.grad
+        try:
+            # Clipping writes into the gradient.
+            self.parameter.grad = gradient if self.clip is None else gradient.clone()
+            if self.clip is not None:
+                self.clip(self.parameter)
+            assert self.parameter.grad is not None
+            if isinstance(self.optimizer, ClippedAdam):
+                _clipped_adam(self.parameter, self.parameter.grad, self.optimizer, *numbers)
+            else:
+                self._step_of_torch(numbers[0])
+        finally:
+            self.parameter.grad = kept
+
+    def _step_of_torch(self, step_size: Tensor) -> None:
+        group = self.group
+        kept = {name: group[name] for name in ("lr", *dict(_RECORDED)) if name in group}
+        try:
+            # Torch multiplies by a step size that asks for a gradient, where it would read another one.
+            size = step_size.to(self.parameter.dtype).detach().requires_grad_()
+            group.update({name: value for name, value in _RECORDED if name in group}, lr=size)
+            self.optimizer.step()
+        finally:
+            group.update(kept)
+
+
+def _clipped_adam(
+    parameter: Tensor, gradient: Tensor, optimizer: torch.optim.Optimizer, step_size: Tensor, number: Tensor
+) -> None:
+    """Pyro's ClippedAdam; the step size has decayed already.
+
+    m ← β₁ m + (1 - β₁) g        v ← β₂ v + (1 - β₂) (g - c m)²        c: 1 if the variance is centred, else 0
+    x ← x - lr √(1 - β₂ⁿ) / (1 - β₁ⁿ) · m / (√v + ε)
+    """
+    (group,), state = optimizer.param_groups, optimizer.state[parameter]
+    first, second = group["betas"]
+    gradient = gradient.clamp(-group["clip_norm"], group["clip_norm"])
+    if group["weight_decay"] != 0:
+        gradient = gradient.add(parameter, alpha=group["weight_decay"])
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    mean.mul_(first).add_(gradient, alpha=1 - first)
+    spread = gradient - mean if group["centered_variance"] else gradient
+    square.mul_(second).addcmul_(spread, spread, value=1 - second)
+    scale = step_size * (1 - second**number).sqrt() / (1 - first**number)
+    parameter.sub_(scale.to(parameter.dtype) * mean / square.sqrt().add_(group["eps"]))
+
+
+class Updates:
+    """The updates of one of Pyro's optimisers."""
+
+    def __init__(self, optim: PyroOptim) -> None:
+        self.optim = optim
+        # The optimisers that were looked at last, and what was found.
+        self._seen: list[Any] = []
+        self._refusal = ""
+
+    def refuses(self) -> str:
+        """Why no update is recorded, as the end of a sentence; empty if they are.
+
+        It looks at the optimisers that are there already.
+        """
+        if type(self.optim) not in (PyroOptim, PyroLRScheduler):
+            return f"{type(self.optim).__name__} updates parameters by code of its own"
+        owners = list(self.optim.optim_objs.values())
+        if owners != self._seen:
+            self._seen, self._refusal = owners, _refusal(list(map(_without_schedule, owners)))
+        return self._refusal
+
+    def of(self, parameters: Iterable[Tensor], leaves: Iterable[Tensor]) -> tuple[OptimizerUpdate, ...]:
+        """The updates of the parameters that get a gradient: they are among the leaves, or had one before.
+
+        Raises:
+            NotYet: If the optimiser has not met one of them. An eager step shows it.
+        """
+        graded = set(map(id, leaves))
+        wanted = [each for each in parameters if id(each) in graded or each.grad is not None]
+        if any(each not in self.optim.optim_objs for each in wanted):
+            raise NotYet("the optimiser has not met all parameters yet")
+        found = tuple(map(self._of, wanted))
+        with_state = [each for each in found if not isinstance(each.optimizer, torch.optim.SGD)]
+        if any(each.parameter not in each.optimizer.state for each in with_state):
+            raise NotYet("the optimiser has no state for some parameters yet")
+        return found
+
+    def _of(self, parameter: Tensor) -> OptimizerUpdate:
+        owner = self.optim.optim_objs[parameter]
+        optimizer = _without_schedule(owner)
+        state = optimizer.state.get(parameter)
+        places = [Place(self.optim.optim_objs, parameter, owner), Place(vars(optimizer), "state", optimizer.state)]
+        if state is not None:
+            places.append(Place(optimizer.state, parameter, state))
+            places += [Place(state, name, value) for name, value in state.items() if isinstance(value, Tensor)]
+        settings = {**optimizer.param_groups[0]}
+        clip = self.optim.grad_clip[parameter]
+        return OptimizerUpdate(parameter, optimizer, clip, settings, tuple(places))
+
+
+def numbers_of(updates: Iterable[OptimizerUpdate]) -> list[float]:
+    """The numbers of some updates, one after the other."""
+    return [number for update in updates for number in update.numbers]
+
+
+def apply_all(updates: Sequence[OptimizerUpdate], gradients: Mapping[int, Tensor], numbers: Iterator[Tensor]) -> None:
+    """Updates parameters."""
+    of_all = iter(next(numbers)) if updates else iter(())
+    with torch.no_grad():
+        for update in updates:
+            gradient = gradients.get(id(update.parameter))
+            if gradient is None:
+                gradient = torch.zeros_like(update.parameter)
+            update.apply(gradient, [next(of_all) for _ in update.numbers])
+
+
+def _without_schedule(owner: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = owner.optimizer if is_scheduler(owner) else owner
+    return optimizer
+
+
+def _refusal(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    strange = {type(each).__name__ for each in optimizers if type(each) not in (*_OF_TORCH, ClippedAdam)}
+    if strange:
+        names = ", ".join(sorted(strange))
+        return f"no update of {names} is recorded; write Adam, AdamW, SGD or ClippedAdam of pyro.optim"
+    groups = [each.param_groups[0] for each in optimizers]
+    if any(group.get("capturable") or group.get("differentiable") for group in groups):
+        return "an optimiser has the option capturable=True or differentiable=True; leave that option out"
+    return ""

@@ -97,9 +97,6 @@ class StepWatch(TorchDispatchMode):
         for tensor in inputs:
             self._note(tensor)
 
-    def __repr__(self) -> str:
-        return f"StepWatch({self._number} operators)"
-
     @property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the run so far."""
@@ -217,9 +214,6 @@ def _is_in(part: str, function: bool = False) -> bool:
 
 class RecordedIndexing(TorchFunctionMode):
     """Lets programs use these functions while they are recorded."""
-
-    def __repr__(self) -> str:
-        return "RecordedIndexing()"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):

@@ -32,7 +32,7 @@ from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.work import COMPILED, EAGER, Work
 
 if TYPE_CHECKING:
-    from pyro_bpq.compiled.updates import Updates
+    from pyro_bpq.compiled.subject import Updates
 
 
 class TraceBackpropQ_ELBO(PlannedObjective):

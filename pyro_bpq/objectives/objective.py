@@ -31,7 +31,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 if TYPE_CHECKING:
     from pyro_bpq.compiled.entry import Outcome
     from pyro_bpq.compiled.steps import CompiledSteps
-    from pyro_bpq.compiled.updates import Updates
+    from pyro_bpq.compiled.subject import Updates
 
 
 class Objective(ELBO, nn.Module):

@@ -2,16 +2,16 @@ r"""``ActorCriticSVI``: a drop-in for ``pyro.infer.SVI`` if costs are expensive;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 
 from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.svi.controlled import captured_leaves, descend
+from pyro_bpq.svi.controlled import captured, descend
 
 
 class ActorCriticSVI(SVI):
@@ -93,9 +93,7 @@ class ActorCriticSVI(SVI):
         Returns:
             The loss of the rollout, minus the ELBO or the cost, in the units of the costs.
         """
-        with poutine.trace(param_only=True) as capture:
-            loss = self.elbo.loss_and_grads(self.model, self.guide, *args, **kwargs)
-        parameters = captured_leaves(capture)
+        loss, parameters = captured(lambda: self.elbo.loss_and_grads(self.model, self.guide, *args, **kwargs))
         if self.unbiased_step and self.elbo.num_steps > self.warm_up:
             self.optim(set(parameters))
         zero_grads(parameters)
@@ -106,7 +104,6 @@ class ActorCriticSVI(SVI):
         return loss
 
     def _follow_critics(self, kwargs: dict[str, Any]) -> None:
-        model, guide = self.model, self.guide
         if self.arguments is not None:
             args = self.arguments()
             if not isinstance(args, tuple):
@@ -120,8 +117,7 @@ class ActorCriticSVI(SVI):
             if not drawn:
                 return
             *_, args, kwargs = drawn[0].programs[0]
-        with poutine.trace(param_only=True) as capture:
-            objective = self.elbo.bootstrapped_loss(model, guide, *args, entropy=self.entropy, **kwargs)
-        leaves = captured_leaves(capture)
+        loss = functools.partial(self.elbo.bootstrapped_loss, self.model, self.guide, entropy=self.entropy)
+        objective, leaves = captured(lambda: loss(*args, **kwargs))
         if objective.requires_grad and leaves:
             descend(self.optim, objective, leaves)

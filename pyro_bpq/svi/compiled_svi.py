@@ -14,7 +14,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_bpq.compiled.updates import Updates
+from pyro_bpq.compiled.subject import Updates
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.objective import Objective
 
@@ -101,11 +101,12 @@ class CompiledSVI(SVI):
         """
         losses: list[Tensor] = []
         shown = time.perf_counter()
-        batches = itertools.repeat((), steps) if isinstance(steps, int) else map(_arguments, steps)
+        batches: Iterable[Any] = itertools.repeat((), steps) if isinstance(steps, int) else steps
         total = steps if isinstance(steps, int) else operator.length_hint(steps) or None
         with tqdm(batches, total=total, disable=not progress, desc="loss") as bar:
             for batch in bar:
-                losses.append(torch.as_tensor(self._step((*batch, *args), kwargs)))
+                first = batch if isinstance(batch, (tuple, list)) else (batch,)
+                losses.append(torch.as_tensor(self._step((*first, *args), kwargs)))
                 if progress and time.perf_counter() - shown > _SHOWS_EVERY:
                     bar.set_description(f"loss {losses[-1].item():.4g}", refresh=False)
                     shown = time.perf_counter()
@@ -121,7 +122,3 @@ class CompiledSVI(SVI):
         runs_alone = bool(self._updates.refuses())
         self.loss_and_grads = self.objective.loss_and_grads if runs_alone else self.objective.eager_loss_and_grads
         return float(super().step(*args, **kwargs))  # type: ignore[no-untyped-call]
-
-
-def _arguments(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro import poutine
@@ -19,6 +19,8 @@ from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.watch import leaf_of
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class ControlledStep:
@@ -28,7 +30,6 @@ class ControlledStep:
         loss: Loss of the rollout, minus the ELBO, in nats.
         kl: ``KL(q_0 || q)`` of the step at each site, in nats: summed over plates, mean over particles. It is
             ``KL(q || q_0)`` for ``TrustRegionSVI(divergence="new")``, which limits that.
-        total_kl: The sum of ``kl`` over sites.
         epochs: Number of gradient steps on the rollout. A trust-region step has 1 if it was accepted and 0 if not.
         improvement: Decrease of the local objective, in nats.
         stopped_early: Whether ``target_kl`` ended the epochs.
@@ -36,10 +37,14 @@ class ControlledStep:
 
     loss: float
     kl: dict[str, float] = field(default_factory=dict)
-    total_kl: float = 0.0
     epochs: int = 0
     improvement: float = 0.0
     stopped_early: bool = False
+
+    @property
+    def total_kl(self) -> float:
+        """The sum of ``kl`` over sites."""
+        return sum(self.kl.values(), 0.0)
 
 
 class _ControlledSVI(SVI):
@@ -54,14 +59,9 @@ class _ControlledSVI(SVI):
 
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
         """Loss, local objective, and parameters, whose ``.grad`` holds the gradient of a plain step."""
-        with poutine.trace(param_only=True) as capture:
-            loss, items = self.elbo.loss_and_signals(Program(self.model, self.guide, args, kwargs))
-        return loss, items, captured_leaves(capture)
-
-    def _nearby(self, objective: LocalObjective) -> tuple[Nearby, list[Tensor]]:
-        with poutine.trace(param_only=True) as capture:
-            found = objective.nearby()
-        return found, captured_leaves(capture)
+        program = Program(self.model, self.guide, args, kwargs)
+        (loss, objective), parameters = captured(lambda: self.elbo.loss_and_signals(program))
+        return loss, objective, parameters
 
 
 class ProximalSVI(_ControlledSVI):
@@ -142,7 +142,7 @@ class ProximalSVI(_ControlledSVI):
         zero_grads(parameters)
         done = 1
         while True:
-            nearby, leaves = self._nearby(objective)
+            nearby, leaves = captured(objective.nearby)
             value = objective.value(nearby, self.clip, self.penalty).mean()
             stopped = self.target_kl is not None and float(nearby.total_kl.detach()) > self.target_kl
             if stopped or done == self.epochs or not value.requires_grad:
@@ -246,7 +246,7 @@ class TrustRegionSVI(_ControlledSVI):
         """
         loss, objective, parameters = self._rollout(args, kwargs)
         try:
-            nearby, leaves = self._nearby(objective)
+            nearby, leaves = captured(objective.nearby)
             slopes: Sequence[Tensor | None] = ()
             if nearby.kl and leaves:
                 slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
@@ -297,16 +297,17 @@ class TrustRegionSVI(_ControlledSVI):
                 _assign(own, start, change)
                 with torch.no_grad():
                     try:
-                        found, _ = self._nearby(objective)
+                        found, _ = captured(objective.nearby)
                     except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                         # Pyro's validation, or a Cholesky factor, where the step left the domain of a distribution.
                         continue
                     gains = each.detach() - objective.value(found) - rest @ change
-                improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
+                improvement = float(gains.mean())
+                error = float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else 0.0
                 kl = found.kl if self.divergence == "old" else found.reverse_kl
                 sites = [float(value) for value in kl.values()]
                 is_accepted = (
-                    improvement > doubt
+                    improvement > self.confidence * error
                     and sum(sites) <= self.max_kl
                     and all(value <= self.max_site_kl for value in sites)
                 )
@@ -318,13 +319,9 @@ class TrustRegionSVI(_ControlledSVI):
                 _assign(own, start, torch.zeros_like(full))
 
 
-def _standard_error(values: Tensor) -> float:
-    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
-
-
 def _report(loss: float, kl: Mapping[str, Tensor], epochs: int, improvement: float, stopped: bool) -> ControlledStep:
     numbers = {name: float(value.detach()) for name, value in kl.items()}
-    return ControlledStep(loss, numbers, sum(numbers.values()), epochs, improvement, stopped)
+    return ControlledStep(loss, numbers, epochs, improvement, stopped)
 
 
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
@@ -339,10 +336,12 @@ def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
     zero_grads(moved)
 
 
-def captured_leaves(capture: Any) -> list[Tensor]:
-    """The unconstrained parameters in a trace of parameters, without repetition."""
+def captured(function: Callable[[], _T]) -> tuple[_T, list[Tensor]]:
+    """What a function returns, and the unconstrained parameters that it reads, each once."""
+    with poutine.trace(param_only=True) as capture:
+        result = function()
     found = {id(leaf): leaf for leaf in (leaf_of(site["value"]) for site in capture.trace.nodes.values())}
-    return list(found.values())
+    return result, list(found.values())
 
 
 def _flat(tensors: Iterable[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction
 from pyro_bpq.choice.candidates import BY_NAME, FIXED, ProgramFacts, candidates_for
-from pyro_bpq.choice.criterion import better_than, median_of_means, normalised
+from pyro_bpq.choice.measured import better_than, median_of_means, normalised
 from pyro_bpq.estimators import CrossedLeaveOneOut, DebiasedStraightThrough
 
 SCORE = ScoreFunction(LeaveOneOut())

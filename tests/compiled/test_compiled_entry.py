@@ -22,9 +22,3 @@ def test_steps_in_doubt_are_those_since_the_last_comparison() -> None:
     for steps in (1, 2, 3, 4, 7, 8, 9, 512, 513, 999, 1000):
         assert entry(steps).steps_in_doubt == steps - max(at for at in due if at < steps)
     assert entry(0).steps_in_doubt == 0
-
-
-def test_numbers_that_stay_keep_their_tensor() -> None:
-    one = entry(0)
-    first = one.as_tensor([0.1, 2.0])
-    assert one.as_tensor([0.1, 2.0]) is first and one.as_tensor([0.2, 2.0]).tolist() == [0.2, 2.0]

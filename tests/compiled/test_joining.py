@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bpq import CompiledSVI, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.compiled.editing import Editor, fused_draws
+from pyro_bpq.compiled.backends import fused_draws
+from pyro_bpq.compiled.graphs import Editor
 from pyro_bpq.compiled.joining import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore")

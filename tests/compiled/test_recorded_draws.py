@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_bpq.compiled.editing import Editor, called_draws, eager_draws, fused_draws
+from pyro_bpq.compiled.backends import called_draws, eager_draws, fused_draws
+from pyro_bpq.compiled.graphs import Editor
 
 WEIGHTS = torch.tensor([[0.1, 0.2, 0.0, 0.7], [0.5, 0.1, 0.4, 0.0], [3.0, 1.0, 0.0, 0.0]])
 NUMBER = 40_000

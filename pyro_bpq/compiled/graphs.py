@@ -1,0 +1,245 @@
+r"""Recorded graphs as they are rewritten: copies, the order that operators have to keep, and simplifications."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_arg
+
+_ATEN = torch.ops.aten
+_NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default})
+# Reductions of all elements, and those of named dimensions, which rows of a tensor have as well.
+_REDUCTIONS: Mapping[Any, Any] = MappingProxyType(
+    {_ATEN.sum.default: _ATEN.sum.dim_IntList, _ATEN.mean.default: _ATEN.mean.dim}
+)
+# Fewer terms than these are not worth a stack of them.
+_FEWEST_TERMS = 5
+
+
+def value_of(node: fx.Node) -> Tensor | None:
+    """What the result of an operator looks like; ``None`` if it is no tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+class Editor:
+    """A copy of a graph.
+
+    Attributes:
+        module: The copy.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.module = copy.deepcopy(graph)
+        self._mode = FakeTensorMode()
+        with self._mode:
+            for node in self.module.graph.nodes:
+                value = value_of(node)
+                if value is not None:
+                    # Each tensor was recorded in a mode of its own.
+                    node.meta["val"] = torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds an operator to the graph of the copy, where the graph inserts."""
+        made = self.module.graph.call_function(target, args, kwargs)
+        given, named = map_arg((args, kwargs), value_of)
+        with self._mode:
+            made.meta["val"] = target(*given, **named)
+        return made
+
+
+class Storage:
+    """Whose memory the results of operators are.
+
+    Attributes:
+        written: Operators whose memory is written by others.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._root: dict[fx.Node, fx.Node] = {}
+        self.written: set[fx.Node] = set()
+        for node in nodes:
+            self.written.update(map(self.root, written_by(node)))
+            self._root[node] = self.root(node.all_input_nodes[0]) if _shares(node) else node
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The operator that made the memory of a result."""
+        return self._root.get(node, node)
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the memory of a result is written by some other operator."""
+        return self.root(node) in self.written
+
+    def reads(self, node: fx.Node) -> set[fx.Node]:
+        """Memory that an operator sees and that is written somewhere."""
+        return {self.root(each) for each in node.all_input_nodes} & self.written
+
+
+def _shares(node: fx.Node) -> bool:
+    """Whether a result lies in the memory of the first input."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (
+        schema is not None and any(each.alias_info is not None for each in schema.returns)
+    )
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an operator writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    found: list[fx.Node] = []
+    if schema is not None and schema.is_mutable:
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found += nodes_in(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    return found
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def levels_of(nodes: Sequence[fx.Node], storage: Storage, from_start: bool, keeps_draws: bool) -> dict[fx.Node, int]:
+    """A number for each operator that grows along every way: operators of one level do not wait for each other."""
+    ahead = _waited_for(nodes, storage, keeps_draws)
+    levels = dict.fromkeys(nodes, 0)
+    if from_start:
+        for node in nodes:
+            levels[node] = max((levels[each] + 1 for each in ahead[node]), default=0)
+    else:
+        for node in reversed(nodes):
+            for each in ahead[node]:
+                levels[each] = min(levels[each], levels[node] - 1)
+    return levels
+
+
+def _waited_for(nodes: Sequence[fx.Node], storage: Storage, keeps_draws: bool) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = {}
+    writer: dict[fx.Node, fx.Node] = {}
+    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    last_draw: list[fx.Node] = []
+    for node in nodes:
+        ahead = list(node.all_input_nodes)
+        if keeps_draws and draws(node):
+            ahead += last_draw
+            last_draw = [node]
+        writes = set(map(storage.root, written_by(node)))
+        for root in storage.reads(node) | writes:
+            ahead += [writer[root]] if root in writer else []
+            if root in writes:
+                ahead += readers.pop(root, [])
+                writer[root] = node
+            else:
+                readers[root].append(node)
+        found[node] = ahead
+    return found
+
+
+def nodes_in(item: Any) -> Iterator[fx.Node]:
+    """The operators among the arguments of another one."""
+    if isinstance(item, fx.Node):
+        yield item
+    elif isinstance(item, (tuple, list)):
+        for part in item:
+            yield from nodes_in(part)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Drops operators that do nothing, keeps one of those with equal inputs, and joins additions to sums."""
+    storage = Storage(graph.nodes)
+    versions, known = Counter[fx.Node](), dict[Any, fx.Node]()
+    for node in list(graph.nodes):
+        writes = written_by(node)
+        versions.update({storage.root(each) for each in writes})
+        if node.op != "call_function" or draws(node) or writes:
+            continue
+        if storage.root(node) is node and node in storage.written:
+            continue
+        _name_dimensions(node)
+        if _does_nothing(node):
+            same = node.all_input_nodes[0]
+        else:
+            seen = tuple((each, versions[storage.root(each)]) for each in node.all_input_nodes)
+            same = known.setdefault((node.target, told(node.args), told(node.kwargs), seen), node)
+        # Each result of the graph has memory of its own.
+        if same is not node and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    _join_sums(graph, storage)
+
+
+def sum_of(terms: Sequence[Tensor]) -> Tensor:
+    """Stands for a sum of many terms of one shape."""
+    return torch.stack(list(terms)).sum(0)
+
+
+def told(item: Any) -> Any:
+    """What tells arguments of operators apart."""
+    if isinstance(item, (tuple, list)):
+        return tuple(map(told, item))
+    if isinstance(item, dict):
+        return tuple((key, told(value)) for key, value in item.items())
+    # True == 1 == 1.0, but not for an operator.
+    return item if isinstance(item, fx.Node) else (type(item), str(item))
+
+
+def kind_of_node(node: fx.Node) -> Any:
+    """Shape, type and device of a result; ``None`` if it is no tensor."""
+    value = value_of(node)
+    return None if value is None else (value.shape, value.dtype, value.device)
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    if node.target not in _NOTHING or kind_of_node(node) != kind_of_node(node.all_input_nodes[0]):
+        return False
+    return node.target is not _ATEN.sum.default or kind_of_node(node)[0] == ()
+
+
+def _name_dimensions(node: fx.Node) -> None:
+    """Writes a reduction of all elements as one of all dimensions."""
+    value = value_of(node.all_input_nodes[0]) if node.target in _REDUCTIONS else None
+    if value is not None and value.dim():
+        node.target, node.args = _REDUCTIONS[node.target], (node.args[0], list(range(value.dim())))
+
+
+def _join_sums(graph: fx.Graph, storage: Storage) -> None:
+    """Puts one sum in the place of additions one after the other, as autograd makes them for shared parameters."""
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in seen or not _is_plain_addition(node):
+            continue
+        terms: list[fx.Node] = []
+        waiting = [node.args[1], node.args[0]]
+        while waiting:
+            term: Any = waiting.pop()
+            if _is_plain_addition(term) and len(term.users) == 1 and kind_of_node(term) == kind_of_node(node):
+                waiting += [term.args[1], term.args[0]]
+                seen.add(term)
+            else:
+                terms.append(term)
+        # A sum reads its terms later than the additions did.
+        fits = all(kind_of_node(term) == kind_of_node(node) and not storage.is_written(term) for term in terms)
+        if fits and len(terms) >= _FEWEST_TERMS:
+            with graph.inserting_before(node):
+                joined = graph.call_function(sum_of, (terms,))
+            joined.meta = node.meta
+            node.replace_all_uses_with(joined)
+    graph.eliminate_dead_code()
+
+
+def _is_plain_addition(node: Any) -> bool:
+    is_addition = isinstance(node, fx.Node) and node.target is _ATEN.add.Tensor and not node.kwargs
+    value = value_of(node) if is_addition else None
+    return value is not None and value.is_floating_point() and all(isinstance(each, fx.Node) for each in node.args)
