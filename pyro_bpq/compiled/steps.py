@@ -51,6 +51,9 @@ class CompiledSteps:
         self._made = 0
         self._arguments = Arguments()
 
+    def __repr__(self) -> str:
+        return f"CompiledSteps({self.options}, {len(self.entries)} recordings)"
+
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.entries]
         lines += [f"Some steps run eagerly, because {reason}." for reason in self.reasons.values()]
@@ -63,9 +66,6 @@ class CompiledSteps:
                 "numpy among their arguments changes from step to step: hand over a tensor or a float."
             )
         return "\n".join(lines)
-
-    def __deepcopy__(self, memo: Any) -> CompiledSteps:
-        return CompiledSteps(self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledSteps, (self.options,)
