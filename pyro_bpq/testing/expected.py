@@ -74,33 +74,14 @@ def expected_moments(
 
         mean = Σ_outcome P(outcome) · g(outcome),   variance = Σ_outcome P(outcome) · g(outcome)² - mean².
 
-    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
-    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
-    Two particles of a program with n states have n² outcomes.
-
-    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
-    the same for every outcome.
-
-    Args:
-        elbo: An ELBO with ``loss_and_grads``.
-        model: Model.
-        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
-        *args: Arguments of both.
-        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
-        num_outcomes: Limit on the number of outcomes.
-        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
-        noise: Source of the noise that an estimator itself draws.
-        **kwargs: Keyword arguments of both; the names of the options above are taken.
+    The ELBO's own step runs once per outcome, with its draws replaced; see
+    :func:`expected_gradient` for the arguments.
 
     Returns:
-        Moments of each component of the gradient of the loss (negative ELBO), detached, in the shapes of the
-        parameters. The ``.grad`` fields and the global generator are as before.
+        Moments of each component, in the shapes of the parameters.
 
     Raises:
-        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
-        UnsupportedSiteError: If a site has no finite support.
-        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
-        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
+        StructureChangedError: If the step is not deterministic given its draws.
     """
     mean: dict[int, Tensor] = {}
     square: dict[int, Tensor] = {}
@@ -151,11 +132,33 @@ def expected_gradient(
 
         Σ_outcome P(outcome) · g(outcome).
 
-    Arguments and errors are those of :func:`expected_moments`.
+    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
+    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
+    Two particles of a program with n states have n² outcomes.
+
+    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
+    the same for every outcome.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``.
+        model: Model.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
+        num_outcomes: Limit on the number of outcomes.
+        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
+        noise: Source of the noise that an estimator itself draws.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
         Expected gradient of the loss (negative ELBO) for each parameter, detached, in its shape. The
         ``.grad`` fields and the global generator are as before.
+
+    Raises:
+        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
+        UnsupportedSiteError: If a site has no finite support.
+        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
+        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
     """
     options: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes, "noise": noise}
     options["use_differentiable_loss"] = use_differentiable_loss
@@ -184,7 +187,7 @@ def assert_unbiased(
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         atol: Largest error of a component; the default is for float64.
-        parameters: As in :func:`expected_moments`.
+        parameters: As in :func:`expected_gradient`.
         num_outcomes: As there.
         use_differentiable_loss: As there.
         noise: As there.
