@@ -156,9 +156,11 @@ class _Pairs:
     def _of_short(self, wanted: int, is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
         """Values, and the particles that run alone at them."""
         number, order = self.compared.number, self._order()
+        # The place of each particle in that order.
+        places = torch.tensor(order).argsort().tolist()
         # Few particles are more likely to be alike by chance: they are compared more than once.
         for start in range(0, wanted, number):
-            kinds = [Kind.EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
+            kinds = [Kind.EVEN] * number if is_even else kinds_at([start + place for place in places])
             draw = functools.partial(probe, kinds=kinds, generator=self.generator)
             yield self._drawn(self.sampled, draw), order[:wanted]
 
