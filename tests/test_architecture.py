@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -236,6 +237,14 @@ def import_cycle(sources: Mapping[str, str]) -> list[str]:
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_module_keeps_the_house_rules(name):
     assert not faults(name, MODULES[name], frozenset(MODULES))
+
+
+@pytest.mark.parametrize("folder", sorted(name.split(".")[0] for name in MODULES if name.endswith(".__init__")))
+def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
+    text = " ".join((ast.get_docstring(ast.parse(MODULES[f"{folder}.__init__"])) or "").split())
+    assert re.search("[Ii]mport", text), text
+    first = re.search(r"Read ``(\w+)\.py`` first", text)
+    assert first is not None and f"{folder}.{first[1]}" in MODULES, text
 
 
 def test_package_has_no_import_cycle():

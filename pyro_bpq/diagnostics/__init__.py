@@ -3,7 +3,7 @@ r"""Tools that show whether an estimator helps, and what is wrong if it does not
 :func:`diagnose` reports its findings in sentences. :func:`compare_estimators` measures estimators side by side, and
 :func:`plot_comparison` draws them. :func:`gradient_moments` and :func:`critic_fit` return the figures. :class:`History`
 with :func:`plot_diagnostics` and :class:`LogCallback` follow a training. None of them changes the ELBO or the
-parameters.
+parameters. May import every other folder. Read ``diagnose.py`` first, then ``compare.py``.
 """
 
 from pyro_bpq.diagnostics.compare import compare_estimators

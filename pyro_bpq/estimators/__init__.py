@@ -1,4 +1,8 @@
-"""Gradient estimators, one family per file. An option that is out of range raises ``OptionError``."""
+"""Gradient estimators, one family per file.
+
+They read the tensors of a class of sites and return a term of the surrogate. An option that is out of range raises
+``OptionError``. Imports ``rollout`` and ``critics``. Read ``base.py`` first, then ``score_function.py``.
+"""
 
 from pyro_bpq.estimators.all_action import AllAction as AllAction
 from pyro_bpq.estimators.all_action import QProp as QProp

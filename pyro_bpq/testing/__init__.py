@@ -14,6 +14,8 @@ A latent site must have a finite support, or be a :class:`TwoPoint` in place of 
 ``Delta``. Use float64: the tolerances below assume it. Programs must be deterministic given their draws through
 ``pyro.sample``. Sites hidden by ``poutine.block`` and noise of an estimator cannot be enumerated, except noise drawn
 through :class:`ChoiceNoise`; other draws raise an error. Latents of the model must be in the guide.
+
+May import every other folder but ``diagnostics``. Read ``expected.py`` first, then ``choices.py``.
 """
 
 from pyro_bpq.testing.choices import ChoiceNoise, TwoPoint, iter_outcomes
