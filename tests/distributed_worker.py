@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -249,14 +250,14 @@ def skip(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    folder, (exact, random), rank = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
     gc.set_threshold(50_000, 20, 20)  # as in all tests
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # as in all tests
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
     found = {
-        "exact": {name: train(name, rank) for name in CASES},
-        "random": {name: train_randomly(name, rank, False) for name in RANDOM_CASES},
+        "exact": {name: train(name, rank) for name in exact},
+        "random": {name: train_randomly(name, rank, False) for name in random},
         "broadcast": train_randomly("default", rank, True),
         "apart": train_apart(rank),
         "stored": replay_stored_costs(rank),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,14 +26,23 @@ pytestmark = [
 ]
 
 
+def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """The cases of a test that run: no others are trained."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    own = (item for item in items if item.module is request.module and item.originalname == test)
+    return sorted({item.callspec.params["name"] for item in own})
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
+    exact = chosen(request, "test_state_is_that_of_one_process_with_the_joint_batch")
+    random = chosen(request, "test_state_is_the_same_on_all_ranks")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     environment["OMP_NUM_THREADS"] = "1"
     # Without torch's launcher, which is a third process that imports torch.
-    command = [sys.executable, worker.__file__, str(folder)]
+    command = [sys.executable, worker.__file__, str(folder), json.dumps([exact, ["default", *random]])]
     started = [
         subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(worker.PROCESSES)
