@@ -35,7 +35,7 @@ from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, is_enumerated, number_of_values
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
-_EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
+EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
 # Words in torch's and Python's errors about shapes.
 _SHAPES = re.compile(r"size|shape|dim|unpack|indices|\dD\b|out of bounds|out of range|expected, got", re.IGNORECASE)
 _NOT_SHAPES = re.compile("to satisfy the constraint|within the support")
@@ -83,7 +83,7 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
         or plate_error(error, watch.plates, watch.where)
     )
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
-    if found is not None or watch.options.sloped or type(error) not in _EXPLAINED:
+    if found is not None or watch.options.sloped or type(error) not in EXPLAINED:
         return found
     if _NUMBERS.search(text):
         return _number_error(text, watch, inputs)

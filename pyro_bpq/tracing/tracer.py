@@ -26,7 +26,7 @@ from pyro_bpq.tracing.config import cost_options
 from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
-from pyro_bpq.tracing.program_errors import explain_run, explain_scores, warn_of_program
+from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.substitute import unchecked
@@ -128,7 +128,7 @@ def _explained_traces(
     """The same as :func:`importance_traces`; errors of the programs say where, and what to write."""
     try:
         return importance_traces(model, watch, guide, args, kwargs)
-    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+    except EXPLAINED as error:
         explain_run(error, watch, dict([*enumerate(args), *kwargs.items()]))
         raise
 
