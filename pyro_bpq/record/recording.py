@@ -1,0 +1,79 @@
+r"""A recorded run: what depends on what, and what it would cost at other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from pyro_bpq.record.function import Function, arguments_of, values_in
+from pyro_bpq.record.tape import Guard, Node, Tape, Value
+
+
+class Uncut(Exception):
+    """A part of a recording cannot run by itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A run as operators.
+
+    Args:
+        nodes: The operators, in their order.
+        masks: For each value the sources that it depends on, as bits.
+        shapes: The shape of each value.
+        dtypes: Its type.
+        leaves: The tensors of the run that no operator has made, by value: inputs, values of sites, noise.
+        opaque: Values that cannot be made again, and why.
+        guards: What Python read where no source reaches.
+        bits: The bit of each source, by name.
+    """
+
+    nodes: tuple[Node, ...]
+    masks: Sequence[int]
+    shapes: Sequence[object]
+    dtypes: Sequence[object]
+    leaves: Mapping[Value, Tensor]
+    opaque: Mapping[Value, str]
+    guards: tuple[Guard, ...]
+    bits: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
+        """What a tape has written down; ``sites`` are the values of the sources."""
+        leaves = {**tape.inputs, **tape.before, **tape.noise, **sites}
+        return cls((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, leaves, tape.opaque, (*tape.guards,), tape.bits)
+
+    @cached_property
+    def _maker(self) -> dict[Value, int]:
+        found: dict[Value, int] = {}
+        for i, node in enumerate(self.nodes):
+            found.update(dict.fromkeys(values_in(node.result), i))
+            found.update({new: i for _, new in node.written})
+        return found
+
+    def cut(self, wanted: Iterable[Value], given: Iterable[Value] = ()) -> Function:
+        """The operators between some given values, or leaves of the run, and what is wanted.
+
+        Raises:
+            Uncut: If a value on the way cannot be made again.
+        """
+        wanted, known = tuple(wanted), {*self.leaves, *given}
+        pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
+        while pending:
+            value = pending.pop()
+            if value in known:
+                taken[value] = None
+                continue
+            if value in self.opaque:
+                raise Uncut(self.opaque[value])
+            first = [self._maker[value]]
+            while first:
+                i = first.pop()
+                if i not in needed:
+                    needed.add(i)
+                    pending += arguments_of(self.nodes[i])
+                    first += self.nodes[i].after
+        return Function(tuple(self.nodes[i] for i in sorted(needed)), tuple(sorted(taken)), wanted, self.shapes, self.dtypes)
