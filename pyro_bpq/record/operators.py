@@ -31,6 +31,7 @@ class Kind(NamedTuple):
     is_view: bool = False  # the result is another view of an argument's memory
     is_blank: bool = False  # only the shape of its argument matters
     is_random: bool = False  # draws from a generator
+    is_plain: bool = True  # does nothing of this but, maybe, give a view
 
 
 @cache
@@ -52,7 +53,7 @@ def kind_of(func: Any) -> Kind:
         # In training mode it updates its running statistics, but its schema does not declare the write.
         writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
-    return Kind(
+    kind = Kind(
         name,
         reads=torch.Tag.data_dependent_output in func.tags or (opaque and not _METADATA.fullmatch(name)),
         is_sized=sized,
@@ -63,3 +64,4 @@ def kind_of(func: Any) -> Kind:
         is_blank=tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name)),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
+    return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view))

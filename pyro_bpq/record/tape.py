@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not
 _LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
 _NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 _storage = Tensor.untyped_storage
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Value(int):
@@ -78,11 +80,12 @@ class _Table(dict[int, _Known]):
         key = id(item)
         known = self.get(key)
         if known is None:
-            known = self[key] = _Known(item, self._gone)
+            known = self[key] = _Known(item, self.gone)
             known.key = key
         return known
 
-    def _gone(self, known: Any) -> None:
+    def gone(self, known: Any) -> None:
+        """Forgets an object that is no more."""
         self.pop(known.key, None)
 
 
@@ -132,7 +135,7 @@ class Tape(TorchDispatchMode):
         # Storages that were written into: the sources of what was written, the last write, and the storage.
         self._written: dict[int, tuple[int, int, Any]] = {}
         # Of the arguments that are being looked at.
-        self._mask, self._after = 0, list[int]()
+        self._mask, self._after = 0, tuple[int, ...]()
         self._calls = Calls(self)
         self._stack: ExitStack | None = None
 
@@ -187,10 +190,10 @@ class Tape(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> Value:
         """The value that a tensor is now."""
         with torch._C.DisableTorchFunction():
-            self._mask, self._after = 0, []
+            self._mask, self._after = 0, ()
             value: Value = self.taken(tensor)
             if self._after:
-                self.nodes.append(Node(_same, (value,), {}, value := self._bind(tensor, self._mask), (), (*self._after,)))
+                self.nodes.append(Node(_same, (value,), {}, value := self._bind(tensor, self._mask), (), self._after))
             return value
 
     def source(self, name: str, value: Any) -> Any:
@@ -265,10 +268,11 @@ class Tape(TorchDispatchMode):
             if self.deferred is not None and kind.reads:
                 self.deferred |= self.mask_of(args)
             return func(*args, **kwargs) if kwargs else func(*args)
-        self._mask, self._after = 0, []
+        self._mask, self._after = 0, ()
         taken = self.taken(args)
-        named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else {}
-        mask, after, targets = self._mask, (*self._after,), ()
+        named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
+        mask, after = self._mask, self._after
+        targets: Any = ()
         if kind.writes:
             targets = _targets(kind, args, kwargs)
             self._keep(targets)
@@ -278,12 +282,16 @@ class Tape(TorchDispatchMode):
             # Who catches the error learns something of the values.
             self.steer(mask)
             raise
+        if kind.is_plain and not (self.steering or self.positions):
+            self.nodes.append(Node(func, taken, named, self._bind_all(result, mask), (), after))
+            return result
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))
             return result
         sizes = self._sized(kind, args, result) if kind.is_sized else 0
         mask = self.steering | (0 if kind.is_blank else mask)
         if self.positions and torch._C._current_graph_task_id() != -1:
+            # The autograd graph of a view holds the view's position as a plain number.
             mask |= self.positions
         self.note(func, taken, named, result, targets, mask, after)
         if kind.shape_from is not None and isinstance(result, tuple):  # (packed data, batch sizes)
@@ -352,11 +360,12 @@ class Tape(TorchDispatchMode):
                     found = self._written.get(id(storage))
                     if found is not None:
                         self._mask |= found[0]
-                        self._after.append(found[1])
+                        self._after = (*self._after, found[1])
             return value
-        if isinstance(item, (list, tuple)):
-            return [self.taken(part) for part in item] if isinstance(item, list) else tuple(map(self.taken, item))
-        return item
+        kind = item.__class__
+        if kind is tuple:
+            return tuple([self.taken(part) for part in item])
+        return [self.taken(part) for part in item] if kind is list else item
 
     def _value(self, tensor: Tensor) -> Value:
         known = self._tensors.get(id(tensor))
@@ -383,11 +392,16 @@ class Tape(TorchDispatchMode):
 
     def _bind(self, tensor: Tensor, mask: int) -> Value:
         """A new value, which a tensor is from now on."""
-        value = Value(len(self.masks))
-        self.masks.append(mask)
+        masks, key = self.masks, id(tensor)
+        value = Value(len(masks))
+        masks.append(mask)
         self.shapes.append(None if tensor.is_nested else tensor.shape)
         self.dtypes.append(tensor.dtype)
-        self._tensors.of(tensor).value = value
+        known = self._tensors.get(key)
+        if known is None:
+            known = self._tensors[key] = _Known(tensor, self._tensors.gone)
+            known.key = key
+        known.value = value
         return value
 
     def _bind_all(self, result: Any, mask: int) -> Any:
@@ -430,9 +444,9 @@ class Tape(TorchDispatchMode):
 
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""
-        self._mask, self._after = 0, []
+        self._mask, self._after = 0, ()
         taken = self.taken(args)
-        self.note(func, taken, {}, result, targets, self._mask | mask | self.steering, (*self._after,))
+        self.note(func, taken, {}, result, targets, self._mask | mask | self.steering, self._after)
 
 
 def _same(tensor: Tensor) -> Tensor:
