@@ -1,0 +1,309 @@
+r"""What a call hands to its programs, and what the programs can reach besides.
+
+A recording holds for calls that look the same: equal numbers, flags and texts, tensors of equal shapes and types. The
+tensors themselves may differ, they are inputs. Reached are arguments, parameters, what functions close over, the
+globals that they name, arguments of partials, settings of handlers, attributes of modules, of plain objects and of
+their classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Hashable, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor, nn
+
+# Libraries whose functions and classes are taken to be constant.
+_LIBRARIES = frozenset(
+    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
+)
+_PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
+# Most of what is reached is of these very types, which is sooner told.
+_PLAINEST = frozenset(_PLAIN)
+# Attributes of handlers that change while they are in use.
+_IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
+# More things than these belong to a program that reaches a whole library or data set; arrays of more numbers are data.
+_MOST, _MOST_NUMBERS = 20_000, 64
+# Number of changes after which a number counts the steps, and switches nothing.
+_MOST_CHANGES = 4
+
+# Where something is: a name, or a format, the place that it is in, and what tells it apart there. Most are never shown.
+Path = str | tuple[Any, ...]
+Kind = tuple[Any, ...]
+"""Shape, strides, type, device, and whether a gradient is asked for."""
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """What a recording depends on in an input."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def in_words(path: Path) -> str:
+    """A path as it is shown."""
+    if isinstance(path, str):
+        return path
+    form, parent, *rest = path
+    return str(form).format(in_words(parent), *rest)
+
+
+def reach(roots: Mapping[str, Any]) -> Call:
+    """What can be reached from some roots, the handlers around the call, and the modes of torch."""
+    call = Call()
+    call.note("torch's default type", (torch.get_default_dtype(), torch.get_default_device()))
+    call.note("autocast", tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")))
+    call.note("gradients", (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+    for name, root in roots.items():
+        call.visit(name, root)
+    for handler in _PYRO_STACK:
+        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+            call.visit(f"the handler {type(handler).__name__}", handler)
+    return call
+
+
+class Call:
+    """What a call looks like.
+
+    Attributes:
+        spec: Everything but tensors, in the order in which it is reached.
+        paths: Where each entry of ``spec`` was found.
+        tensors: The tensors, in the order in which they are reached, each once.
+        sources: Where each tensor was found.
+        arrays: Large arrays of numpy, and where each was found: they are told apart by identity.
+    """
+
+    def __init__(self) -> None:
+        self.spec: list[Hashable] = []
+        self.paths: list[Path] = []
+        self.tensors: list[Tensor] = []
+        self.sources: list[Path] = []
+        self.arrays: list[tuple[Path, Any]] = []
+        # What ``spec`` tells by its identity, which must not be given again.
+        self._kept: list[Any] = []
+        self._seen = dict[int, int]()
+        self._classes = set[type]()
+
+    def difference(self, other: Call) -> str:
+        """Where another call first differs from this one, in words; empty where the two are alike."""
+        for path, mine, yours in zip(self.paths, self.spec, other.spec, strict=False):
+            if mine != yours:
+                return f"{in_words(path)} was {_short(mine)} and is {_short(yours)}"
+        if len(self.spec) != len(other.spec):
+            return "the arguments, or what the programs read besides, have another structure"
+        for path, own, new in zip(self.sources, self.tensors, other.tensors, strict=True):
+            if kind_of(own) != kind_of(new):
+                return f"{in_words(path)} was {_told(own)} and is {_told(new)}"
+        return ""
+
+    def note(self, path: Path, value: Hashable) -> None:
+        """Notes a value that has to stay."""
+        self.spec.append(value)
+        self.paths.append(path)
+
+    def visit(self, path: Path, item: Any) -> None:
+        """Notes an item and what it reaches."""
+        kind = type(item)
+        if kind in _PLAINEST or isinstance(item, Enum):
+            # True == 1 == 1.0, but not for a program.
+            self.note(path, (kind, item))
+        elif isinstance(item, Tensor):
+            self._tensor(path, item)
+        elif id(item) in self._seen:
+            self.note(path, ("again", self._seen[id(item)]))
+        elif len(self.spec) < _MOST:
+            self._seen[id(item)] = len(self._seen)
+            self._kept.append(item)
+            self._inside(path, item)
+        else:
+            self.note(path, "too much")
+
+    def _tensor(self, path: Path, item: Tensor) -> None:
+        known = self._seen.get(id(item))
+        self.note(path, ("tensor", known))
+        if known is None:
+            self._seen[id(item)] = len(self._seen)
+            self.tensors.append(item)
+            self.sources.append(path)
+
+    def _inside(self, path: Path, item: Any) -> None:
+        kind = type(item)
+        if isinstance(item, (tuple, list)):
+            self.note(path, (kind, len(item)))
+            for i, part in enumerate(item):
+                self.visit(("{}[{}]", path, i), part)
+        elif isinstance(item, dict):
+            self.note(path, (dict, tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)))
+            for key, part in item.items():
+                self.visit(("{}[{!r}]", path, key), part)
+        elif isinstance(item, FunctionType):
+            self._function(path, item)
+        elif isinstance(item, nn.Module):
+            self._module(path, item)
+        elif isinstance(item, functools.partial):
+            self.note(path, functools.partial)
+            for part in (item.func, item.args, item.keywords):
+                self.visit(("the partial {}", path), part)
+        elif isinstance(item, MethodType):
+            self.note(path, MethodType)
+            self.visit(path, item.__func__)
+            self.visit(path, item.__self__)
+        elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
+            self.note(path, (kind, frozenset((type(part), part) for part in item)))
+        elif isinstance(item, numpy.ndarray) and item.size <= _MOST_NUMBERS and item.dtype.kind in "biufc":
+            self.note(path, (kind, item.dtype.str, item.shape, item.tobytes()))
+        elif isinstance(item, type):
+            self._opaque(path, item)
+            self._of_class(path, item)
+        elif isinstance(item, (Messenger, Namespace, SimpleNamespace)) or not _is_closed(item):
+            self._attributes(path, item)
+        else:
+            self._opaque(path, item)
+
+    def _opaque(self, path: Path, item: Any) -> None:
+        """Something that is taken to be the same as long as it is the same object."""
+        self.note(path, (type(item), id(item)))
+        if isinstance(item, numpy.ndarray):
+            self.arrays.append((path, item))
+
+    def _of_class(self, path: Path, item: type) -> None:
+        """Notes the plain values among the attributes of a class, once: its objects read them too."""
+        for kind in item.__mro__:
+            if kind in self._classes or is_of_library(kind):
+                continue
+            self._classes.add(kind)
+            for name, value in vars(kind).items():
+                if type(value) in _PLAINEST and not name.startswith("__"):
+                    self.note(("{}.{}", path, name), (type(value), value))
+
+    def _attributes(self, path: Path, item: Any) -> None:
+        without = _IN_USE if isinstance(item, Messenger) else ()
+        own = {name: value for name, value in vars(item).items() if name not in without}
+        self.note(path, (type(item), tuple(own)))
+        self._of_class(path, type(item))
+        for name, value in own.items():
+            self.visit(("{}.{}", path, name), value)
+
+    def _function(self, path: Path, item: FunctionType) -> None:
+        code, is_foreign, of = item.__code__, is_of_library(item), item.__qualname__
+        self.note(path, code)
+        if is_foreign and not item.__closure__:
+            return
+        for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
+            try:
+                self.visit(("{} of {}", name, of), cell.cell_contents)
+            except ValueError:
+                self.note(("{} of {}", name, of), "no value yet")
+        if item.__defaults__ or item.__kwdefaults__:
+            self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
+        if not is_foreign:
+            self._globals(item.__globals__, names_of(code))
+
+    def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        """Notes the globals that a function names, those of modules of the user's own too."""
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, ModuleType):
+                if not is_library(value.__name__) and id(value) not in self._seen:
+                    self._seen[id(value)] = len(self._seen)
+                    self._kept.append(value)
+                    self._globals(vars(value), names)
+            elif value is not None:
+                self.visit(("the global {}", name), value)
+
+    def _module(self, path: Path, item: nn.Module) -> None:
+        own, usual = vars(item), of_every_module()
+        self.note(path, (type(item), item.training))
+        self._of_class(path, type(item))
+        for kind in ("_parameters", "_buffers", "_modules"):
+            for name, part in own.get(kind, {}).items():
+                self.visit(("{}.{}", path, name), part)
+        for name, part in own.items():
+            if name not in usual:
+                self.visit(("{}.{}", path, name), part)
+
+
+class Keys:
+    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing."""
+
+    def __init__(self) -> None:
+        self._last: list[Hashable] = []
+        self._changes: dict[int, int] = {}
+
+    def of(self, call: Call) -> tuple[Any, ...]:
+        """The key of a call."""
+        spec = call.spec
+        if len(spec) != len(self._last):
+            self._changes = {}
+        for i, (old, new) in enumerate(zip(self._last, spec, strict=False)):
+            if old is not new and old != new and _is_number(old) and _is_number(new):
+                self._changes[i] = self._changes.get(i, 0) + 1
+        self._last = spec
+        varying = {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+        found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
+        return (*found, *map(kind_of, call.tensors))
+
+    @property
+    def has_counters(self) -> bool:
+        """Whether numbers are left out."""
+        return any(number > _MOST_CHANGES for number in self._changes.values())
+
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)
+
+
+def _is_closed(item: Any) -> bool:
+    """Whether nobody looks into an object: it belongs to a library, or has no attributes."""
+    is_odd = isinstance(item, (numpy.ndarray, numpy.generic, ModuleType, BuiltinFunctionType))
+    return is_odd or is_of_library(type(item)) or not isinstance(getattr(item, "__dict__", None), dict)
+
+
+@functools.cache
+def of_every_module() -> frozenset[str]:
+    """Attributes of modules that are handled on their own, or hold nothing that a program reads."""
+    return frozenset(vars(nn.Module()))
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The global names in a function and in the functions that it makes."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def is_of_library(item: Any) -> bool:
+    """Whether a function or class belongs to a library, or to Python."""
+    return is_library(getattr(item, "__module__", None) or "")
+
+
+@functools.lru_cache(maxsize=1024)
+def is_library(module: str) -> bool:
+    """Whether a module belongs to a library, or to Python."""
+    head = module.partition(".")[0]
+    if head in _LIBRARIES or head in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(head), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        value = value[1]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _told(tensor: Tensor) -> str:
+    grad = ", with gradient" if tensor.requires_grad else ""
+    return (
+        f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}{grad}"
+    )
