@@ -80,6 +80,8 @@ class Calls(TorchFunctionMode):
             tape.expose(target)
         if target is not data and any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
             tape.made(remade, (data, target.dtype, target.device), target)
+            if torch._C._functorch.is_functorch_wrapped_tensor(target):
+                tape.hide(target, func.__name__)
         return result
 
     def defer(self, func: Any, args: Args, kwargs: Kwargs, again: Any, mask: int = 0) -> Any:

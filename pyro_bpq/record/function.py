@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import Node, Tape, Value
+from pyro_bpq.record.tape import MASKS, Node, Tape, Value
 
 
 def values_in(item: Any) -> Iterator[Value]:
@@ -106,12 +107,36 @@ def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
         found = function(*tensors)
         wanted = tuple(map(tape.value_of, found))
     nodes, taken = pruned(tape.nodes, wanted, {*given})
+    nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in nodes)
     if lost := [tape.opaque[value] for value in taken if value in tape.opaque]:
         raise NotImplementedError(lost[0])
     if tape.guards:
         raise NotImplementedError("a number is read")
     constants = [value for value in taken if value not in given]
     return Function(nodes, (*given, *constants), wanted, tape.shapes, tape.dtypes), [tape.inputs[value] for value in constants]
+
+
+def _full(tensor: Tensor, number: Any) -> Tensor:
+    return torch.as_tensor(number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _put(tensor: Tensor, index: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
+    """A write by a mask of the whole, which torch does not run for many rows at once."""
+    is_mask = len(index) == 1 and index[0].dtype in MASKS and index[0].shape == tensor.shape
+    if is_mask and values.dim() == 0 and not accumulate:
+        return torch.where(index[0].bool(), values, tensor)
+    return torch.index_put(tensor, index, values, accumulate)
+
+
+# Operators that torch runs row by row, and functions that do the same for all rows at once.
+_INSTEAD: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
+    {
+        torch.ops.aten.copy.default: lambda tensor, source, _=False: source.to(tensor.dtype).expand(tensor.shape),
+        torch.ops.aten.fill.Scalar: _full,
+        torch.ops.aten.fill.Tensor: _full,
+        torch.ops.aten.index_put.default: _put,
+    }
+)
 
 
 def pruned(nodes: Sequence[Node], wanted: Iterable[Value], given: Set[Value]) -> tuple[tuple[Node, ...], list[Value]]:

@@ -55,7 +55,9 @@ def remade(data: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor of numbers and tensors, within lists too."""
     if isinstance(data, (list, tuple)):
         return torch.stack([remade(part, dtype, device) for part in data])
-    return torch.as_tensor(data, dtype=dtype, device=device).detach().clone()
+    if isinstance(data, Tensor):
+        return data.detach().to(dtype=dtype, device=device)
+    return torch.full((), data, dtype=dtype, device=device)
 
 
 def _row(part: Tensor, size: int) -> Tensor:
