@@ -375,7 +375,7 @@ def rule_of(func: Any) -> Rule:
         return _RULES[name]
     if name in _MOVING or kind.is_view or name in ("_unsafe_view", "_reshape_copy", "view_copy"):
         return partial(_moved, func)
-    is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) or name == "_same"
+    is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) or name == "same"
     return _pointwise if is_pointwise else partial(_unknown, name)
 
 

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from types import MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +131,8 @@ class Tape(TorchDispatchMode):
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self._heard: int | None = None  # the sources that were read while it listens
         self._paused = False
+        self._calls_open: list[tuple[int, set[int]]] = []
+        self._states: dict[int, int] = {}
         self._tensors, self._storages = _Table(), _Table()
         # Storages that were written into: the sources of what was written, the last write, and the storage.
         self._written: dict[int, tuple[int, int, Any]] = {}
@@ -193,7 +195,7 @@ class Tape(TorchDispatchMode):
             self._mask, self._after = 0, ()
             value: Value = self.taken(tensor)
             if self._after:
-                self.nodes.append(Node(_same, (value,), {}, value := self._bind(tensor, self._mask), (), self._after))
+                self.nodes.append(Node(same, (value,), {}, value := self._bind(tensor, self._mask), (), self._after))
             return value
 
     def source(self, name: str, value: Any) -> Any:
@@ -422,6 +424,29 @@ class Tape(TorchDispatchMode):
             return False
         return value.layout is torch.strided and storages[0].nbytes() == value.numel() * value.element_size()
 
+    # Calls of functions that affect the program only by what they return.
+
+    def open_call(self) -> None:
+        """Call it right before such a function runs."""
+        self._calls_open.append((self.steering, {key for key, known in self._storages.items() if known.shared}))
+
+    def close_call(self, function: Any, args: Any, result: Tensor) -> None:
+        """Call it right after: only the result depends on what the function has read. It has its own memory.
+
+        It depends on the arguments, too, and on earlier calls of the same object (a bound method, a callable with
+        state).
+        """
+        before, shared = self._calls_open.pop()
+        mask = self.mask_of(args) | self.mask_of(result) | (self.steering & ~before)
+        self.steering, owner = before, _owner(function)
+        if owner is not None:
+            mask = self._states[id(owner)] = mask | self._states.get(id(owner), 0)
+        for key in [key for key, known in self._storages.items() if known.shared and key not in shared]:
+            # Only this call saw the memory from outside of torch.
+            self._storages[key].shared = False
+        self.made(same, (result,), result, mask)
+        self.hide(result, "a function of a cost")
+
     # For the function mode.
 
     @contextlib.contextmanager
@@ -449,8 +474,17 @@ class Tape(TorchDispatchMode):
         self.note(func, taken, {}, result, targets, self._mask | mask | self.steering, self._after)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def same(tensor: Tensor) -> Tensor:
+    """The tensor itself."""
     return tensor
+
+
+def _owner(function: Any) -> Any:
+    """The object that may keep state between calls, or ``None``."""
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, ModuleType):
+        return None if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else function
+    return owner
 
 
 def _tensors_in(item: Any) -> Iterator[Tensor]:
