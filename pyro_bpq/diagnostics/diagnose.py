@@ -2,6 +2,7 @@ r"""Reports in sentences the problems that keep a program from learning, and pos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ _CHECKS = (
     (gradient_checks.check_finite, False),
     (gradient_checks.check_steps, False),
     (gradient_checks.check_parameters, False),
+    (program_checks.check_collapse, False),
     (gradient_checks.check_bias, False),
     (program_checks.check_hidden_rsample, False),
     (gradient_checks.check_critics, True),
@@ -88,8 +90,7 @@ def diagnose(
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     moments = fit.moments
     how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"
-    checked = (
-        f"after {elbo.num_steps} steps of training; gradients over {how}: "
-        f"signal to noise {number(moments.signal_to_noise)}"
-    )
+    signal = moments.signal_to_noise
+    found = "zero in each" if math.isnan(signal) else f"signal to noise {number(signal)}"
+    checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {found}"
     return Diagnosis(tuple(findings), checked)

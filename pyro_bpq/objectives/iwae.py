@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
-from pyro_bpq.errors import BPQWarning, OptionError, PlateError
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError, is_whole
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
@@ -113,7 +112,7 @@ class TraceBackpropQ_IWAE(Objective):
         compile: bool | Backend | Compile = False,
     ) -> None:
         for name, number in (("num_particles", num_particles), ("num_outer", num_outer)):
-            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+            if not is_whole(number, 1):
                 raise OptionError(f"{name}={number!r}: write a positive integer.")
         if baseline not in MEANS:
             raise OptionError(f'baseline={baseline!r}: write "geometric", "arithmetic" or None.')

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, is_real, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import LossModule, Turn
 from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
@@ -26,6 +26,7 @@ from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.program_errors import EXPLAINED
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Objective(ELBO, nn.Module):
         compile: Any = False,
         **options: Any,
     ) -> None:
+        if not is_whole(seed):
+            raise OptionError(f"seed={seed!r}: write a whole number.")
         nn.Module.__init__(self)
         # Pyro's constructor sets the number of particles.
         self.particles = ParticleCount()
@@ -135,10 +138,20 @@ class Objective(ELBO, nn.Module):
 
     @max_plate_nesting.setter
     def max_plate_nesting(self, nesting: float) -> None:
+        if not (is_real(nesting) and nesting >= 0 and (math.isinf(nesting) or nesting == int(nesting))):
+            raise OptionError(
+                f"max_plate_nesting={nesting!r}: write a whole number, or leave it out: then it is found."
+            )
         self.particles.change(nesting=nesting)
 
     def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)  # type: ignore[no-untyped-call]
+        programs = SkipCosts()(model), SkipCosts()(guide)
+        try:
+            super()._guess_max_plate_nesting(*programs, args, kwargs)  # type: ignore[no-untyped-call]
+        except EXPLAINED:
+            # A run of our own says more of the same error.
+            self.run_program(Program(*programs, args, kwargs))
+            raise
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.run_program(Program(model, guide, args, kwargs))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from itertools import dropwhile
 from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -75,6 +76,16 @@ def check_critic(given: Any, without: Any) -> None:
         raise OptionError(f"critic={given!r} is not a critic; write an object such as MLPCritic(), or {without}.")
 
 
+def check_context(name: str, shape: torch.Size, batch: torch.Size) -> None:
+    """Raises :class:`PlateError` for a context whose rows are not those of the site's plates."""
+    rows = tuple(dropwhile(lambda size: size == 1, shape[:-1]))
+    if len(rows) > len(batch) or any(own not in (1, size) for own, size in zip(rows[::-1], batch[::-1], strict=False)):
+        raise PlateError(
+            f"Site {name!r}: the option context has the shape {tuple(shape)}; write (*rows, features), where rows are "
+            f"{tuple(batch)}, the batch shape of the site, or ones."
+        )
+
+
 # Shared by most sites: options are read at every site of every step.
 _UNSET = SiteOptions()
 
@@ -130,6 +141,29 @@ def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Calla
         return {"bpq": {**options, **(own or {})}} if is_open else {}
 
     return poutine.infer_config(guide, options_of)
+
+
+class OthersDraw(Messenger):
+    """Refuses options at sites of a program whose values another program has drawn.
+
+    Args:
+        where: The program, in words.
+        drawer: The other program, in words.
+        names: Names of these sites; ``None`` for all.
+    """
+
+    def __init__(self, where: str = "model", drawer: str = "guide", names: Collection[str] | None = None) -> None:
+        super().__init__()
+        self.where, self.drawer, self.names = where, drawer, names
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if "bpq" in msg["infer"] and (self.names is None or name in self.names):
+            raise OptionError(
+                f'Site {name!r} has infer={{"bpq": ...}} in the {self.where}, where nothing reads it: options belong '
+                f'to the statement that draws the value. Write pyro.sample("{name}", ..., infer={{"bpq": ...}}) in '
+                f"the {self.drawer}, or config_bpq({self.drawer}, ...)."
+            )
 
 
 @dataclass(frozen=True, eq=False)

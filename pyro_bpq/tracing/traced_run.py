@@ -20,7 +20,7 @@ from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import Pattern
-from pyro_bpq.tracing.config import CostOptions, SiteOptions, cost_options, site_options
+from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.tracing.work import Work
@@ -278,6 +278,8 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         # The site is drawn although its mask is False, but Pyro gives no score for it.
         fn = fn.base_dist
         score = fn.score_parts(site["value"]).score_function
+    if options.context is not None:
+        check_context(info.name, options.context.shape, site["log_prob"].shape)
     baseline = None
     if options.baseline is not None:
         baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)

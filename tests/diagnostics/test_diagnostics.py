@@ -484,7 +484,7 @@ def test_biased_and_broken_programs_are_found() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
-    with pyro.validation_enabled(False), pytest.warns(BPQWarning, match="log-probability of site 'f' is NaN"):
+    with pyro.validation_enabled(False), pytest.warns(BPQWarning, match="factor of site 'f' is NaN"):
         found = diagnose(TraceBackpropQ_ELBO(), model, guide, num_samples=5)
     assert next(iter(found)).kind == "not finite" and next(iter(found)).severity == "error"
 
