@@ -90,6 +90,11 @@ def check_context(name: str, shape: torch.Size, batch: torch.Size) -> None:
 _UNSET = SiteOptions()
 
 
+def option_names() -> list[str]:
+    """The options of ``infer={"bpq": {...}}``."""
+    return [option.name for option in fields(SiteOptions) if option.name != "baseline"]
+
+
 def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     """Reads the options of a site."""
     given = infer.get("bpq")
@@ -98,7 +103,7 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
-    known = [option.name for option in fields(SiteOptions) if option.name != "baseline"]
+    known = option_names()
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)

@@ -6,7 +6,6 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -15,7 +14,7 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.tracing.config import SiteOptions, cost_options
+from pyro_bpq.tracing.config import cost_options, option_names
 from pyro_bpq.tracing.guide_warnings import guide_warnings
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
@@ -59,7 +58,6 @@ _CONSTRAINTS = MappingProxyType({"GreaterThan": "positive", "Interval": "unit_in
 _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _TWICE = re.compile("Multiple sample sites named '(.*)'")
 _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
-_SITE_OPTIONS = frozenset(option.name for option in fields(SiteOptions)) - {"baseline"}
 
 
 def explain_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> None:
@@ -314,7 +312,7 @@ def _misspelt(site: Any) -> Iterator[str]:
     for key in site["infer"]:
         if isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq"):
             yield f'Site {site["name"]!r} has infer={{{key!r}: ...}}, which nothing reads: write infer={{"bpq": ...}}.'
-        elif key in _SITE_OPTIONS:
+        elif key in option_names():
             yield (
                 f"Site {site['name']!r} has infer={{{key!r}: ...}}, which nothing reads: write "
                 f'infer={{"bpq": {{{key!r}: ...}}}}.'
