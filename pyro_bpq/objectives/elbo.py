@@ -215,7 +215,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
-        seen = self.particles.observe(self.runner, program, mode)
+        seen = self._observe(program, mode)
         ready = time.perf_counter()
         loss, number = seen.loss, self.num_particles
         loss = loss / number if number > 1 else loss

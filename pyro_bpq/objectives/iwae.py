@@ -166,7 +166,7 @@ class TraceBackpropQ_IWAE(Objective):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         start = time.perf_counter()
-        runs = self.particles.observe(self.runner, program, mode).runs
+        runs = self._observe(program, mode).runs
         found = [self.runner.layout(run) for run in runs]
         layout, rows = found[0]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import OptionError, is_real, is_whole
+from pyro_bpq.errors import BPQError, OptionError, is_real, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import LossModule, Turn
-from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
+from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Program
@@ -74,6 +74,8 @@ class Objective(ELBO, nn.Module):
         self.compile_steps(compile)
         self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
+        self._traces = Transient()
+        warn_of_hooks(self)
 
     def __call__(self, model: Any, guide: Any) -> LossModule:
         """The loss of a model and a guide as a module, for torch's own optimisers."""
@@ -170,6 +172,23 @@ class Objective(ELBO, nn.Module):
     def staged(self) -> Transient:
         """What the last step worked on, where something learns from it later."""
         return self.trainer.staged
+
+    @property
+    def traces(self) -> tuple[Any, Any]:
+        """Pyro's traces of model and guide, with log-probabilities, in the last training step.
+
+        They are those of its first particle or, where particles run in one plate, those of all of them, as in Pyro. The
+        next step drops them before it runs; copies and pickles have none.
+
+        Raises:
+            BPQError: If there are none: before the first step, and after a compiled one, which runs no programs.
+        """
+        if not self._traces.items:
+            raise BPQError(
+                "There are no traces: take a step first, e.g. svi.step(...). Compiled steps and copies have none."
+            )
+        model, guide = self._traces.items
+        return model, guide
 
     def compile_steps(self, compile: Any) -> None:
         """Sets whether, and how, steps are compiled from now on; recordings are forgotten."""
@@ -285,7 +304,7 @@ class Objective(ELBO, nn.Module):
 
         found = self.compiled.take(Recordable(self), self._prepared(program), self.num_steps, updates)
         if found is not None:
-            self.info = found.info
+            self._note(info=found.info, _traces=Transient())
             if math.isfinite(found.loss):
                 # The step has taught critics and statistics already.
                 self.trainer.num_steps += 1
@@ -302,6 +321,8 @@ class Objective(ELBO, nn.Module):
 
     def _eager_step(self, program: Program, goes_back: bool) -> tuple[Tensor, Tensor, Step]:
         """The loss, detached, a scalar that has its gradient, and the step."""
+        if self._is_learning:
+            self._note(_traces=Transient())
         result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning, goes_back))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
@@ -338,6 +359,13 @@ class Objective(ELBO, nn.Module):
             self._note(info=result.info)
             surrogate = self.trainer.prepare(surrogate, result)
         return result, surrogate
+
+    def _observe(self, program: Program, mode: Mode) -> Observation:
+        """The runs of a step, and the signals of their sites."""
+        seen = self.particles.observe(self.runner, program, mode)
+        if mode.learning:
+            self._note(_traces=Transient(seen.traces))
+        return seen
 
     def _note(self, **found: Any) -> None:
         """Sets attributes that hold no modules: a module's own way looks for some, at every step."""

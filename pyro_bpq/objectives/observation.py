@@ -75,6 +75,11 @@ class Observation:
     summed: ExactSum | None = None  # in place of items, the loss summed over all values
 
     @property
+    def traces(self) -> tuple[Any, Any]:
+        """Pyro's traces of model and guide in the first run."""
+        return (self.ordered or self.runs)[0].traces
+
+    @property
     def loss(self) -> Tensor:
         """The loss, summed over draws, a scalar in nats; its gradient has no meaning."""
         if self.summed is not None:

@@ -83,6 +83,11 @@ class TracedRun:
         return self.entries, self.flags
 
     @property
+    def traces(self) -> tuple[Any, Any]:
+        """Pyro's traces of model and guide."""
+        return self.model_trace, self.guide_trace
+
+    @property
     def escaped(self) -> bool:
         """Whether a sampled value left torch."""
         return bool(self.escaped_sites)
@@ -188,19 +193,21 @@ class PlainRun:
         scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
         loss: The loss of the run, a scalar in nats, detached.
         differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
+        traces: Pyro's traces of model and guide.
     """
 
     sites: Mapping[str, Any]
     scores: Tensor
     loss: Tensor
     differentiable: Tensor
+    traces: tuple[Any, Any]
 
 
 # What a site's infer may ask for that a plain run has no place for.
 _OPTIONS = frozenset(("bpq", "baseline", "bpq_cost", "_do_not_trace", "_enumerate_dim"))
 
 
-def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
+def plain_run(model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
     """A run as program order sees it, from its traces with log-probabilities; ``None`` where it is not plain."""
     model_sites, scored, scores = samples(model_trace), dict[str, Any](), []
     for name, site in guide_sites.items():
@@ -217,7 +224,7 @@ def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | No
             return None
     differentiable, loss = _sums(guide_sites, model_sites)
     stacked = torch.stack(scores) if scores else torch.zeros(0)
-    return PlainRun(scored, stacked, loss, differentiable)
+    return PlainRun(scored, stacked, loss, differentiable, (model_trace, guide_trace))
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

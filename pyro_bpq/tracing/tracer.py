@@ -115,7 +115,7 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
     with watch:
         model_trace, guide_trace, _ = _explained_traces(model, watch, guide, args, kwargs)
     guide_sites = watch.guide_sites(guide_trace)
-    plain = None if watch.attached else plain_run(model_trace, guide_sites)
+    plain = None if watch.attached else plain_run(model_trace, guide_trace, guide_sites)
     return plain or _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
 
 
