@@ -171,7 +171,7 @@ quick = (
     if SMOKE
     else {"num_warmup": 60, "num_samples": 40, "num_rounds": 5}
 )
-comparison = compare_estimators(model, chained, images, progress=False, verbose=False, **quick)
+comparison = compare_estimators(model, chained, images, progress=False, **quick)
 print("\n".join(str(comparison).split("\n\n")[0].splitlines()))
 print(comparison.reason)
 
