@@ -9,7 +9,7 @@ import torch
 
 from pyro_bpq.diagnostics import gradient_checks, program_checks
 from pyro_bpq.diagnostics.critic_fit import critic_fit
-from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look
+from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look, listed
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
@@ -92,4 +92,10 @@ def diagnose(
         f"after {elbo.num_steps} steps of training; gradients over {how}: "
         f"signal to noise {number(moments.signal_to_noise)}"
     )
+    pathwise = [name for name, spec in look.specs.items() if spec.estimator.is_pathwise]
+    if pathwise:
+        checked += (
+            f"; not looked for: jumps of the costs at some values of {listed(pathwise)}, as by if, torch.where, round "
+            "or an index: pathwise gradients miss them"
+        )
     return Diagnosis(tuple(findings), checked)
