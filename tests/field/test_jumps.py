@@ -1,6 +1,6 @@
 """Costs that jump where the value of a reparameterised site passes a threshold: a pathwise gradient misses the jump.
 
-    q = N(m, 1),  p = N(0, 1),  factor f(x);   J = m²/2 - E[f(x)],   dJ/dm = m - E[f'(x)] - Σ_t jump(t) φ(t - m)
+q = N(m, 1),  p = N(0, 1),  factor f(x);   J = m²/2 - E[f(x)],   dJ/dm = m - E[f'(x)] - Σ_t jump(t) φ(t - m)
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import diagnose
+from pyro_bpq.estimators import Estimator
 
 MEAN = 0.195
-STEPS = 600
+STEPS = 400
 TABLE = (0.5, -1.0, 2.0)
 
 Program = Callable[[Tensor], Tensor | float]
@@ -46,20 +47,20 @@ def density(x: float) -> float:
     return math.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
 
 
-def programs(adds: Program) -> tuple[Callable[[], None], Callable[[], None]]:
+def programs(adds: Program, **chosen: Estimator) -> tuple[Callable[[], None], Callable[[], None]]:
     def model() -> None:
         x = pyro.sample("x", dist.Normal(torch.tensor(0.0), 1.0))
         pyro.factor("f", torch.as_tensor(adds(x)))
 
     def guide() -> None:
-        pyro.sample("x", dist.Normal(pyro.param("mean", lambda: torch.tensor(MEAN)), 1.0))
+        pyro.sample("x", dist.Normal(pyro.param("mean", lambda: torch.tensor(MEAN)), 1.0), infer={"bpq": chosen})
 
     return model, guide
 
 
-def mean_gradient(adds: Program) -> tuple[float, float]:
+def mean_gradient(adds: Program, **chosen: Estimator) -> tuple[float, float]:
     """The mean gradient of some steps, and its standard error."""
-    elbo, found, (model, guide) = TraceBackpropQ_ELBO(), [], programs(adds)
+    elbo, found, (model, guide) = TraceBackpropQ_ELBO(), [], programs(adds, **chosen)
     for _ in range(STEPS):
         with warnings.catch_warnings():
             # One may say which site jumps, and at what.
@@ -81,6 +82,14 @@ def test_the_gradient_sees_a_jump(name: str) -> None:
     # The pathwise gradient would be far off.
     assert abs(MEAN - exact) > 6.0 * error
     assert abs(mean - exact) < 5.0 * error
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_a_score_function_that_is_chosen_sees_a_jump(name: str) -> None:
+    adds, jumps = JUMPS[name]
+    exact = MEAN - sum(size * density(place - MEAN) for place, size in jumps.items())
+    mean, error = mean_gradient(adds, estimator=ScoreFunction())
+    assert abs(mean - exact) < 5.0 * error < 0.5 * abs(MEAN - exact)
 
 
 @pytest.mark.parametrize("name", KINKS)
