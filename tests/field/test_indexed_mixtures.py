@@ -64,9 +64,7 @@ def near_a_point() -> Program:
     return guide
 
 
-drawn = pytest.mark.xfail(
-    strict=True, reason="a latent read as locs[z] does not broadcast over the rows of values of a run"
-)
+drawn = pytest.mark.xfail(strict=True, reason="a latent read as locs[z] does not broadcast over rows of values")
 PROGRAMS = {
     "parameters": (with_parameters, lambda: assigned),
     "latents at one point": (with_latents, at_a_point),
