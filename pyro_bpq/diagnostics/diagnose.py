@@ -10,7 +10,7 @@ import torch
 
 from pyro_bpq.diagnostics import gradient_checks, program_checks
 from pyro_bpq.diagnostics.critic_fit import critic_fit
-from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look
+from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look, listed
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
@@ -93,4 +93,10 @@ def diagnose(
     signal = moments.signal_to_noise
     found = "zero in each" if math.isnan(signal) else f"signal to noise {number(signal)}"
     checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {found}"
+    pathwise = [name for name, spec in look.specs.items() if spec.estimator.is_pathwise]
+    if pathwise:
+        checked += (
+            f"; not looked for: jumps of the costs at some values of {listed(pathwise)}, as by if, torch.where, round "
+            "or an index: pathwise gradients miss them"
+        )
     return Diagnosis(tuple(findings), checked)

@@ -28,6 +28,7 @@ from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.short import listed, short_call
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.work import COMPILED, EAGER, Work
 
@@ -162,6 +163,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         form: Form = "ancestor",
         choice: Literal["auto", "all", "fixed"] | Candidate | MeasuredChoice = "auto",
     ) -> None:
+        made_by = short_call(type(self), TraceBackpropQ_ELBO, locals())
         check_counts(num_particles, window)
         planner = planner_of(
             *(estimator, critic, reduction, lam, gamma, learner, window),
@@ -182,11 +184,19 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
+        self.made_by = made_by
         self.enumeration, self.analytic_kl, enumerates = enumeration, analytic_kl, enumeration == "exact"
         self.runner = StepRunner(
             *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
         )
-        if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
+        fixing = {
+            f"{num_particles=}": num_particles is not None,
+            "vectorize_particles=True": vectorize_particles,
+            "its cost statements": self._only_costs,
+            'enumeration="exact"': enumerates,
+        }
+        self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
+        if not self._fixed_by:
             self.particles.leave_open()
         is_open = self.particles.is_open and estimator is None and critic is not None and not planner.asks_for_critics
         is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
@@ -316,13 +326,11 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             self._rules.apply(self.choice.chosen)
         super().set_extra_state(state)
 
-    def extra_repr(self) -> str:
-        """The options, and what was settled."""
-        planner = self.planner
-        return (
-            f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
-            f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}, "
-            f"compile={False if self.compiled is None else self.compiled.options}, "
-            f"immediate={planner.immediate!r}, form={planner.form!r}"
-        ) + "".join(f"\nsettled: {text}" for text in self.settled)
+    def _why_so_many(self) -> str:
+        number, plan = self.num_particles, self.plan
+        if plan and plan.sums:
+            return "none, as the loss is summed over all values"
+        if not self.particles.is_open:
+            return f"{number}, because of {self._fixed_by or 'what was set later'}"
+        noisy = [name for name in plan.layout.specs if name in plan.noisy | plan.compared] if number > 1 else []
+        return f"{number}, left open" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import Schedule, at
+from pyro_bpq.short import Pending, listed
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -49,6 +50,8 @@ class Objective(ELBO, nn.Module):
     """
 
     runner: Runner
+    # How it was made: the call, without options that have their default values.
+    made_by = ""
     # Whether gradients of reparameterised sites come from divergences in closed form.
     analytic_kl = False
 
@@ -81,7 +84,37 @@ class Objective(ELBO, nn.Module):
         """The loss of a model and a guide as a module, for torch's own optimisers."""
         return LossModule(model, guide, self)
 
+    def __repr__(self) -> str:
+        """What runs, how many particles and why, and what was chosen because of which option."""
+        found = self._chosen()
+        head = f"{self.made_by or type(self).__name__}, after {self.num_steps} steps"
+        if not found:
+            return f"{head}\n{Pending('plan')}"
+        compiled = "" if self.compiled is None else f" Compiled: {len(self.compiled.entries)} recordings."
+        now, said = self.particles.now, self.particles.said
+        said = said or (f"They run {now.way}." if now.number > 1 else "")
+        lines = [
+            head,
+            f"runs: {self._runs()}{compiled}",
+            f"particles: {self._why_so_many()}. {said}".rstrip(),
+            f"estimators: {_together((name, estimator) for name, estimator, _ in found)}",
+            f"critics: {_together((name, critic) for name, _, critic in found)}",
+        ]
+        return "\n".join(lines)
+
     # What subclasses are made of.
+
+    @abstractmethod
+    def _chosen(self) -> Sequence[tuple[str, str, str]]:
+        """The sites, the estimator of each and why, and its critic; empty before the first step."""
+
+    @abstractmethod
+    def _why_so_many(self) -> str:
+        """The number of particles, and why."""
+
+    def _runs(self) -> str:
+        """What runs in a step."""
+        return "guide and model."
 
     @abstractmethod
     def _evaluate(self, program: Program, mode: Mode) -> Step:
@@ -458,3 +491,11 @@ class Objective(ELBO, nn.Module):
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles
+
+
+def _together(sites: Iterable[tuple[str, str]]) -> str:
+    """Names with the same text, together."""
+    found: dict[str, list[str]] = {}
+    for name, text in sites:
+        found.setdefault(text, []).append(name)
+    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())

@@ -195,9 +195,8 @@ class OpenNumber:
             reason = trial.reason
             if found is not None:
                 if not is_known:
-                    where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
                     what = "All values run" if way.sums else f"{way.number} particles run"
-                    self._say(f"{what} in one call, in {where}.", refused)
+                    self._say(f"{what} {way.way}.", refused)
                 self._note(programs=settled, is_proved=True, has_failed=False)
                 if mode.learning:
                     self._lower(runner, found.runs[0])
