@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import Reduction
 from pyro_bpq.graph.scg import Form
@@ -62,10 +64,10 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         num_particles: Number of particles ``M``. ``None`` leaves it open: up to eight run in one vectorised call if
             :func:`~pyro_bpq.plan.particles.num_particles_for` asks for several, and if a particle among others has the
             same costs as one alone. This check runs the program some twenty times more in the first step, and six times
-            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator, an option
-            about critics or ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or
-            several processes, and if sampled values steer the program. If the loss is summed over all values, there
-            are no particles.
+            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator or
+            ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or several processes, and
+            if sampled values steer the program. If the loss is summed over all values, there are no particles; options
+            about critics turn that sum off. ``print(elbo)`` says which option did what.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -200,6 +202,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             self.particles.leave_open()
         is_open = self.particles.is_open and estimator is None and critic is not None and not planner.asks_for_critics
         is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
+        # Whether options that nothing reads were told.
+        self._has_told = False
         self._rules = Rules(self.runner, self.particles, is_open and is_plain)
         choice = choice.chosen if isinstance(choice, MeasuredChoice) else choice
         # A trial would not do what a subclass does.
@@ -226,6 +230,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
         seen = self._observe(program, mode)
+        self._tell_unread(mode)
         ready = time.perf_counter()
         loss, number = seen.loss, self.num_particles
         loss = loss / number if number > 1 else loss
@@ -236,6 +241,12 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         if self.trainer.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result
+
+    def _tell_unread(self, mode: Mode) -> None:
+        """Warns once of options of sites that nothing reads."""
+        if mode.learning and not self._has_told and self.plan and self.plan.unread:
+            self._note(_has_told=True)
+            warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
 
     # The choice by measurement.
 
@@ -283,6 +294,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             critic=planner.critic, lam=self.lam, gamma=self.gamma, learner=self.learner, seed=self.critics.seed
         )
         trial._rules.apply(candidate, self._rules)
+        trial._note(_has_told=True)
         return StillTrial(trial, learns=True)
 
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:

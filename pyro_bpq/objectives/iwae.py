@@ -139,7 +139,6 @@ class TraceBackpropQ_IWAE(Objective):
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         planner = BoundPlanner(
             *(None, critic, "single"),
-            asks_for_critics=True,
             num_bounds=num_outer,
             num_features=2 if num_particles > 1 else 0,
         )

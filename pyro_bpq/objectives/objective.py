@@ -217,9 +217,7 @@ class Objective(ELBO, nn.Module):
             BPQError: If there are none: before the first step, and after a compiled one, which runs no programs.
         """
         if not self._traces.items:
-            raise BPQError(
-                "There are no traces: take a step first, e.g. svi.step(...). Compiled steps and copies have none."
-            )
+            raise BPQError("There are no traces: take a step first, e.g. svi.step(...). Compiled steps have none.")
         model, guide = self._traces.items
         return model, guide
 

@@ -158,6 +158,10 @@ class Runner(ABC):
         """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         return 1
 
+    def why_one(self, traced: TracedRun) -> str:
+        """Why that number is 1, in words."""
+        return "each step is recorded alone"
+
     @abstractmethod
     def trace(
         self,

@@ -12,6 +12,7 @@ from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.rollout.schedule import Schedule
+from pyro_bpq.short import short
 from pyro_bpq.tracing.config import check_critic, check_estimator
 
 
@@ -57,10 +58,14 @@ def planner_of(
     check_choice("immediate", immediate, ("exact", "learned"))
     check_choice("form", form, get_args(Form))
     check_choice("enumeration", enumeration, ("sample", "exact"))
-    chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
+    usual = (MLPCritic(), "chain", 0.97, 1.0, CriticLearner(), 4, "exact", "ancestor")
+    names = ("critic", "reduction", "lam", "gamma", "learner", "window", "immediate", "form")
+    given = dict(zip(names, (critic, reduction, lam, gamma, learner, window, immediate, form), strict=True))
+    asks = tuple(f"{n}={short(given[n])}" for n, own in zip(names, usual, strict=True) if given[n] != own)
     return Planner(
         *(estimator, critic, reduction),
-        asks_for_critics=chosen or critic not in (None, MLPCritic()) or (immediate, form) != ("exact", "ancestor"),
+        # Without critics nothing about them matters; but costs that are left to critics are not known either.
+        asks=asks if critic is not None or immediate == "learned" else (),
         window=window,
         immediate=immediate,
         form=form,

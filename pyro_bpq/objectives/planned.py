@@ -187,7 +187,7 @@ class PlannedObjective(Objective):
         if plan.sums and plan.summed is not None:
             return f"guide and model once, in {plan.summed.rows} rows that tell all values."
         extra = self.runner.row_runs.said if plan.flips or plan.held else ""
-        return " ".join(filter(None, ["guide and model.", extra, said]))
+        return " ".join(filter(None, ["guide and model.", extra, said, *plan.notes]))
 
     @property
     def settled(self) -> tuple[str, ...]:

@@ -52,6 +52,9 @@ class Plan:
     sums: bool = False  # whether it is summed over them
     has_rows: bool = False  # whether sites for which nothing is chosen are in plates of many rows
     elements: int = 0  # number of elements of the largest value
+    notes: tuple[str, ...] = ()  # what options of the user's have turned off, or do not change
+    alone: str = ""  # why one particle may run
+    unread: str = ""  # tells options of sites that nothing reads
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""

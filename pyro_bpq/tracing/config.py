@@ -40,9 +40,14 @@ class SiteOptions:
     baseline: BaselineOptions | None = None
 
     @property
+    def leaves_estimator(self) -> bool:
+        """Whether the ELBO chooses the estimator."""
+        return self.estimator is None and self.baseline is None
+
+    @property
     def is_open(self) -> bool:
-        """Whether no option of the site is set, so that the ELBO is free to choose."""
-        return all(getattr(self, option.name) is None for option in fields(self))
+        """Whether it also chooses if there is a critic."""
+        return self.leaves_estimator and not self.critic and self.context is None
 
     def __post_init__(self) -> None:
         check_estimator(self.estimator)

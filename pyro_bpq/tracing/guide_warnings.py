@@ -49,7 +49,8 @@ def _detached(traced: TracedRun, guide: Mapping[str, Any]) -> Iterator[str]:
         if node["type"] == "param" and name not in shared and leaf_of(node["value"]).requires_grad
     ]
     tensors = [tensor for site in guide.values() for tensor in (site["value"], site["log_prob"])]
-    if still and not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+    # A batch may give the guide nothing to draw.
+    if still and tensors and not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
         yield (
             f"No gradient reaches the parameters of the guide, {', '.join(map(repr, still))}: its values and "
             "distributions are cut off from them, so that they never learn. Look for .detach(), .data, .item(), "
