@@ -18,7 +18,7 @@ endif
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help demo test test-quick fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
+.PHONY: help demo test test-quick pyro-tests fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -26,6 +26,7 @@ help:
 	@echo "make demo        train a discrete VAE with three estimators, write demo_output/"
 	@echo "make test        the tests but the slow ones"
 	@echo "make test-quick  one case of each test that takes no time, after every edit"
+	@echo "make pyro-tests SRC=path/to/pyro  Pyro's own tests of ELBOs, with ours in place of TraceGraph_ELBO"
 	@echo "make fuzz        thousands of random programs; ARGS=\"--programs 5000 --config default\", --config all, --show SEED"
 	@echo "make test-all    every test, the doctests of docstrings and docs, and the tutorials"
 	@echo "make lint        ruff: rules and format, nothing is changed"
@@ -49,6 +50,16 @@ test-all: $(call need,test) $(call need,tutorials)
 	$(PYTEST) --doctest-modules --doctest-glob="*.md" --ignore-glob="docs/*.py" --ignore=docs/tutorials \
 	  tests pyro_bpq docs $(ARGS)
 	$(TUTORIALS) --smoke
+
+# Pyro is the installed one; only the tests come from the checkout.
+PYRO_TESTS = gradient inference valid_models enum autoguide
+
+pyro-tests: $(call need,test)
+	@test -f "$(SRC)/tests/infer/test_gradient.py" \
+	  || { echo "say where a checkout of Pyro lies: make pyro-tests SRC=path/to/pyro" >&2; exit 1; }
+	PYTHONPATH="$(CURDIR):$(CURDIR)/tests/pyro_tests$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1 \
+	  $(PYTEST) -p swapped_elbo -p no:cacheprovider -c "$(SRC)/setup.cfg" --rootdir "$(SRC)" -q -rfEX \
+	  $(PYRO_TESTS:%="$(SRC)/tests/infer/test_%.py") $(ARGS)
 
 fuzz: $(call need,test)
 	PYTHONPATH="$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1 $(PY) -m fuzz --workers $(WORKERS) $(ARGS)

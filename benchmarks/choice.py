@@ -27,6 +27,7 @@ import dataclasses
 import math
 import os
 import random
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -157,8 +158,8 @@ def done_by(elbo: ELBO) -> str:
     """What an ELBO does at each site, without the reasons; empty for Pyro's ELBOs."""
     if not isinstance(elbo, TraceBackpropQ_ELBO):
         return ""
-    reasons = ("because:", "no extra run of the model:")
-    told = [line.strip() for line in str(elbo.plan).splitlines() if not line.strip().startswith(reasons)]
+    lines = [line for line in str(elbo.plan).splitlines() if not line.startswith("no extra run of the model:")]
+    told = [re.sub(", because [^;]*", "", line) for line in lines]
     way = dataclasses.replace(elbo.particles.now, nesting=0.0)
     return "; ".join([str(way), *told])
 

@@ -6,8 +6,9 @@ against Pyro's ELBOs keeps catching it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 __all__ = [
     "BPQError",
@@ -115,3 +116,8 @@ def check_whole(owner: object, name: str, least: int) -> None:
 def is_real(value: object) -> bool:
     """Whether something is a real number: of Python or of NumPy."""
     return isinstance(value, Real)
+
+
+def is_whole(value: object, least: float = -math.inf) -> bool:
+    """Whether something is a whole number, of Python or of NumPy, of at least ``least``."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from pyro_bpq.errors import BPQError
+
+
+class Pending:
+    """Stands for what only a step makes: it is false, prints what to do, and whatever is asked of it raises that.
+
+    Args:
+        what: What it stands for.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._text = f"There is no {what} yet: take a step first, e.g. svi.step(...)."
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Copies, pickles and notebooks ask for names that may be missing.
+        raise (AttributeError(name) if name.startswith("_") else BPQError(self._text))
 
 
 def short(value: Any) -> str:
     """A dataclass with the options that differ from its defaults, ``AllAction(decay=0.9)``; ``repr`` of all else.
 
+    A function is its name.
+
     Args:
         value: The object.
     """
+    if inspect.isfunction(value):
+        return value.__name__
     if not is_dataclass(value) or isinstance(value, type):
         return repr(value)
     shown = []
@@ -23,6 +51,24 @@ def short(value: Any) -> str:
         if field.init and own is not MISSING and not _is_equal(own, usual):
             shown.append(f"{field.name}={short(own)}")
     return f"{type(value).__name__}({', '.join(shown)})"
+
+
+def short_call(made: type, usual: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """A call with the options that differ from their default values, ``TraceBackpropQ_ELBO(lam=0.5)``.
+
+    Args:
+        made: The class that is called.
+        usual: What has the options, with their default values.
+        given: The options by name; other names do not count.
+    """
+    options = inspect.signature(usual).parameters.values()
+    shown = [f"{o.name}={short(given[o.name])}" for o in options if not _is_equal(given[o.name], o.default)]
+    return f"{made.__name__}({', '.join(shown)})"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of sites, of many the first and the last one: ``z0 to z11, 12 sites``."""
+    return f"{names[0]} to {names[-1]}, {len(names)} sites" if len(names) > 3 else ", ".join(names)
 
 
 def _is_equal(own: Any, usual: Any) -> bool:

@@ -61,7 +61,7 @@ def objects() -> Iterator[Any]:
     history.record(elbo)
     items = elbo.observe(Program(CHAIN.model, CHAIN.guide, (), {})).items
     signals = [item.signals for item in items]
-    quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "verbose": False, "exact": False}
+    quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "exact": False}
     with DependencyTracker() as tracker:
         tracker.source("z", torch.tensor(1.0))
     yield from (

@@ -128,7 +128,8 @@ for name in ("z_0", "z_10", "z_20"):
 #
 # - `TraceBackpropQ_ELBO(num_particles=5, vectorize_particles=True)`: several particles in one call, as in Pyro.
 # - `infer={"bpq": {"estimator": ..., "critic": ...}}` at a site, `config_bpq(guide, ...)` for all sites of a guide.
-# - `elbo(model, guide)` is a `torch.nn.Module` for plain torch optimisers. Call it once before you make the optimiser.
+# - `elbo(model, guide)` is a `torch.nn.Module` for plain torch optimisers. If a part of it makes its parameters on
+#   first use, as Pyro's autoguides do, call it once before you make the optimiser.
 #
 # ## Something to try
 #

@@ -78,7 +78,7 @@ elbo.network
 # %%
 rows = torch.tensor([0.3, 2.1, 2.6])
 quick = {"num_warmup": 3, "num_samples": 4, "num_rounds": 1} if SMOKE else {"num_warmup": 100, "num_samples": 100}
-comparison = compare_estimators(model, guide, rows, progress=False, verbose=False, **quick)
+comparison = compare_estimators(model, guide, rows, progress=False, **quick)
 figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
 plot_comparison(comparison, axes)
 plt.show()

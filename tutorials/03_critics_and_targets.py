@@ -145,7 +145,7 @@ if not SMOKE:
 T = 2 if SMOKE else 5
 quick = {"num_warmup": 3, "num_samples": 4, "num_rounds": 1} if SMOKE else {"num_warmup": 200, "num_samples": 100}
 pyro.clear_param_store()
-comparison = compare_estimators(model, guide, progress=False, verbose=False, **quick)
+comparison = compare_estimators(model, guide, progress=False, **quick)
 plot_comparison(comparison)
 
 # %% [markdown]

@@ -131,7 +131,7 @@ elbo.network
 # %%
 pyro.clear_param_store()
 quick = {"num_warmup": 3, "num_samples": 4, "num_rounds": 1} if SMOKE else {"num_warmup": 100, "num_samples": 100}
-comparison = compare_estimators(loop_model, loop_guide, progress=False, verbose=False, **quick)
+comparison = compare_estimators(loop_model, loop_guide, progress=False, **quick)
 figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
 plot_comparison(comparison, axes)
 plt.show()

@@ -169,7 +169,7 @@ print(elbo.plan)
 
 # %%
 quick = {"num_warmup": 2, "num_samples": 3, "num_rounds": 1} if SMOKE else {"num_warmup": 50, "num_samples": 50}
-comparison = compare_estimators(air.model, air.guide, train[:BATCH], progress=False, verbose=False, **quick)
+comparison = compare_estimators(air.model, air.guide, train[:BATCH], progress=False, **quick)
 plot_comparison(comparison)
 
 # %% [markdown]

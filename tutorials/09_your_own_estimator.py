@@ -158,7 +158,7 @@ rivals = {
     "TraceGraph_ELBO": TraceGraph_ELBO(),
 }
 pyro.clear_param_store()
-comparison = compare_estimators(model, guide, estimators=rivals, progress=False, verbose=False, **quick)
+comparison = compare_estimators(model, guide, estimators=rivals, progress=False, **quick)
 figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
 plot_comparison(comparison, axes)
 plt.show()

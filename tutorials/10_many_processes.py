@@ -158,7 +158,7 @@ rivals = {
 }
 quick = {"num_warmup": 3, "num_samples": 4, "num_rounds": 1} if SMOKE else {"num_warmup": 100, "num_samples": 100}
 pyro.set_rng_seed(0)
-comparison = compare_estimators(model, guide, data, estimators=rivals, progress=False, verbose=False, **quick)
+comparison = compare_estimators(model, guide, data, estimators=rivals, progress=False, **quick)
 figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
 plot_comparison(comparison, axes)
 plt.show()

@@ -68,8 +68,8 @@ steps(first_guide, elbo, 3 if SMOKE else 30)
 print(elbo)
 
 # %% [markdown]
-# `print(elbo)` ends with what was *settled* (decided for this program), and why: how many particles run, and how.
-# `print(elbo.plan)` says which estimator each site has.
+# `print(elbo)` says what runs, how many particles and why, and which estimators and critics were chosen.
+# `print(elbo.plan)` has the details of each site.
 
 # %%
 print(elbo.plan)
@@ -171,7 +171,7 @@ quick = (
     if SMOKE
     else {"num_warmup": 60, "num_samples": 40, "num_rounds": 5}
 )
-comparison = compare_estimators(model, chained, images, progress=False, verbose=False, **quick)
+comparison = compare_estimators(model, chained, images, progress=False, **quick)
 print("\n".join(str(comparison).split("\n\n")[0].splitlines()))
 print(comparison.reason)
 

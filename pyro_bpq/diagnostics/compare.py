@@ -53,7 +53,6 @@ def compare_estimators(
     reference: Any = None,
     seed: int = 0,
     progress: bool = True,
-    verbose: bool = True,
     **kwargs: Any,
 ) -> Comparison:
     r"""Measures gradient estimators on a program at its present parameters.
@@ -88,11 +87,10 @@ def compare_estimators(
             ``TraceBackpropQ_ELBO`` with two particles or more.
         seed: Seed of the samples; global generators and ``.grad`` are restored.
         progress: Whether to show a bar.
-        verbose: Whether to print the table.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
-        The comparison, its rows by variance times time.
+        The comparison, its rows by variance times time; ``print`` shows it as a table.
 
     Raises:
         OptionError: If ``estimators`` is empty or holds another kind of object.
@@ -138,10 +136,7 @@ def compare_estimators(
             is_blind = escapes and isinstance(elbo, TraceGraph_ELBO)
             rows[name] = replace(rows[name], ms=ms, ms_spread=spread, is_blind=is_blind)
     done = tuple(sorted(rows.values(), key=lambda row: row.variance_time if row.ran else math.inf))
-    comparison = Comparison(done, *recommend(done), text, same)
-    if verbose:
-        print(comparison)
-    return comparison
+    return Comparison(done, *recommend(done), text, same)
 
 
 def _elbos(estimators: Mapping[str, Any], num_particles: int) -> dict[str, Any]:
@@ -249,7 +244,7 @@ def _measured(
         name,
         num_particles=elbo.num_particles,
         took=took(elbo),
-        claims_unbiased=None if plan is None else all(cls.spec.estimator.is_unbiased for cls in plan.layout.classes),
+        claims_unbiased=None if not plan else all(cls.spec.estimator.is_unbiased for cls in plan.layout.classes),
         is_exact=moments.is_exact,
         num_samples=moments.num_samples,
         variance=moments.total_variance,
@@ -287,7 +282,7 @@ def _middle(values: list[float]) -> tuple[float, float]:
 def took(elbo: Any) -> dict[str, str]:
     """The estimator of each site, and its critic; empty for ELBOs of other libraries, and before the first step."""
     plan = elbo.plan if isinstance(elbo, TraceBackpropQ_ELBO) else None
-    if plan is None:
+    if not plan:
         return {}
     found = {}
     for name, spec in plan.layout.specs.items():

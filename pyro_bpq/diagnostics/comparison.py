@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.short import number, table
+from pyro_bpq.short import listed, number, table
 
 # Name of the default among the estimators.
 DEFAULT = "default"
@@ -99,6 +99,9 @@ class Comparison:
     reason: str
     reference: str
     same: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __getitem__(self, name: str) -> Row:
         """The row of that name; for an estimator that is left out, the row of the one that is the same."""
@@ -196,8 +199,7 @@ def _took(row: Row) -> list[str]:
     sites: dict[str, list[str]] = {}
     for site, text in row.took.items():
         sites.setdefault(text, []).append(site)
-    more = {text: f" and {len(names) - 3} more" if len(names) > 3 else "" for text, names in sites.items()}
-    return [f"{text} at {', '.join(names[:3])}{more[text]}" for text, names in sites.items()]
+    return [f"{text} at {listed(names)}" for text, names in sites.items()]
 
 
 def recommend(rows: tuple[Row, ...]) -> tuple[str | None, str]:

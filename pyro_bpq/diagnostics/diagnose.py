@@ -2,6 +2,7 @@ r"""Reports in sentences the problems that keep a program from learning, and pos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from pyro_bpq.diagnostics import gradient_checks, program_checks
 from pyro_bpq.diagnostics.critic_fit import critic_fit
-from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look
+from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look, listed
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
@@ -22,6 +23,7 @@ _CHECKS = (
     (gradient_checks.check_finite, False),
     (gradient_checks.check_steps, False),
     (gradient_checks.check_parameters, False),
+    (program_checks.check_collapse, False),
     (gradient_checks.check_bias, False),
     (program_checks.check_hidden_rsample, False),
     (gradient_checks.check_critics, True),
@@ -88,8 +90,13 @@ def diagnose(
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     moments = fit.moments
     how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"
-    checked = (
-        f"after {elbo.num_steps} steps of training; gradients over {how}: "
-        f"signal to noise {number(moments.signal_to_noise)}"
-    )
+    signal = moments.signal_to_noise
+    found = "zero in each" if math.isnan(signal) else f"signal to noise {number(signal)}"
+    checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {found}"
+    pathwise = [name for name, spec in look.specs.items() if spec.estimator.is_pathwise]
+    if pathwise:
+        checked += (
+            f"; not looked for: jumps of the costs at some values of {listed(pathwise)}, as by if, torch.where, round "
+            "or an index: pathwise gradients miss them"
+        )
     return Diagnosis(tuple(findings), checked)

@@ -99,7 +99,8 @@ def check_parameters(look: Look) -> Iterator[Finding]:
         yield Finding(
             "no gradient",
             "warning",
-            f"The guide's parameters {listed(cut)} get no gradient in any of {count}: they will never learn.{where}",
+            f"The guide's parameters {listed(cut)} get no gradient in any of {count}: they will never learn.{where}"
+            + ("" if reached else " No parameter of model or guide gets one."),
             "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
             "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to "
             "stay as it is, this is right.",

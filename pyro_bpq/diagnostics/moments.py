@@ -62,7 +62,7 @@ class GradientMoments:
 
     @property
     def signal_to_noise(self) -> float:
-        r"""Squared norm of the mean, less its sampling noise, over the total variance."""
+        r"""Squared norm of the mean, less its sampling noise, over the total variance; NaN if both are zero."""
         return self._ratio(self.mean, self.total_variance)
 
     def site_ratios(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ class GradientMoments:
         signal = sum(float(part.square().sum()) for part in mean.values())
         if not self.is_exact:
             signal = max(0.0, signal - noise / self.num_samples)
-        return signal / noise if noise > 0 else math.inf
+        return signal / noise if noise > 0 else math.inf if signal > 0 else math.nan
 
     def site_shares(self) -> dict[str, float]:
         """Share of each site's summand in the sum of variances, largest first; empty if the sum is zero."""

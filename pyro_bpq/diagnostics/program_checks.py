@@ -8,10 +8,15 @@ from typing import Any
 
 from pyro_bpq.diagnostics.findings import Finding, Look, listed
 from pyro_bpq.estimators import Estimator, LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.plan.particles import num_particles_for
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.short import short
+from pyro_bpq.short import number, short
 from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import samples
+
+# A site draws one value only if it does so with at least this probability.
+_CERTAIN = 0.999
 
 
 def check_supports(look: Look) -> Iterator[Finding]:
@@ -30,6 +35,39 @@ def check_supports(look: Look) -> Iterator[Finding]:
             "value into several sites; or use more particles.",
             (name,),
         )
+
+
+def check_collapse(look: Look) -> Iterator[Finding]:
+    """Sites whose law has come to one value, and what each site diverges from its prior."""
+    runs, traces = look.seen.runs, [(samples(run.guide_trace), samples(run.model_trace)) for run in look.seen.runs]
+    still = [name for name, info in look.infos.items() if name in runs[0].run.sites and _draws_one(runs[0], info)]
+    if not still:
+        return
+    nats = dict[str, float]()
+    for guide, model in traces:
+        for name in look.specs.keys() & guide.keys() & model.keys():
+            cost = (guide[name]["log_prob_sum"] - model[name]["log_prob_sum"]).detach()
+            nats[name] = nats.get(name, 0.0) + float(cost) / look.elbo.num_particles
+    shown = ", ".join(f"{name!r} {number(nats[name])}" for name in look.specs if name in nats)
+    yield Finding(
+        "collapsed",
+        "warning",
+        f"{listed(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns "
+        f"next to nothing about others. log q - log p of each site in this step, in nats: {shown}.",
+        "If the posterior is that sure, this is right. Else the guide has settled too early: begin with logits near "
+        "zero, take a smaller learning rate for the guide or more particles, or scale log q - log p up slowly "
+        "(pyro.poutine.scale). Bounded logits, as by 5 * torch.tanh(logits / 5), keep other values in play.",
+        tuple(still),
+    )
+
+
+def _draws_one(run: TracedRun, info: SiteInfo) -> bool:
+    """Whether a site has one and the same value in nearly all draws, in all rows."""
+    split, fn = info.components, run.run.sites[info.name].fn
+    if split is None or split.cardinality < 2:
+        return False
+    laws = split.log_probs(split.parameters(fn).detach()).exp().reshape(-1, split.size, split.cardinality)
+    return bool((laws.mean(0).amax(-1) > _CERTAIN).all())
 
 
 def check_structure(look: Look) -> Iterator[Finding]:

@@ -158,7 +158,9 @@ def _sample(step: Step, num_samples: int) -> Accumulated:
         sum(float((square / (batch.weight - 1.0)).sum()) for key, square in batch.square.items() if key[0] is None)
         for batch in batches
     ]
-    error = float(torch.tensor(totals).std()) / math.sqrt(len(totals)) if len(totals) > 1 else math.inf
+    error = (
+        float(torch.tensor(totals, dtype=torch.float64).std()) / math.sqrt(len(totals)) if len(totals) > 1 else math.inf
+    )
     return Accumulated(whole.mean, variance, num_samples, False, error)
 
 

@@ -217,10 +217,8 @@ class BackpropQNetwork:
         return bool(self.nodes)
 
     def __repr__(self) -> str:
-        if not self.nodes and self.graph.costs:
-            return "There is no Backprop-Q network: no site has a critic. print(elbo.plan) says what serves each site."
         if not self.nodes:
-            return "There is no Backprop-Q network yet: take a step first."
+            return "There is no Backprop-Q network: no site has a critic. print(elbo.plan) says what serves each site."
         reads, rows = dict(self.reads), [["Q-node", "scope", "immediate", "rule", "critic reads"]]
         for node in self.nodes:
             cells = [node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import Reduction
 from pyro_bpq.graph.scg import Form
@@ -28,6 +30,7 @@ from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.short import listed, short_call
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.work import COMPILED, EAGER, Work
 
@@ -61,10 +64,10 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         num_particles: Number of particles ``M``. ``None`` leaves it open: up to eight run in one vectorised call if
             :func:`~pyro_bpq.plan.particles.num_particles_for` asks for several, and if a particle among others has the
             same costs as one alone. This check runs the program some twenty times more in the first step, and six times
-            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator, an option
-            about critics or ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or
-            several processes, and if sampled values steer the program. If the loss is summed over all values, there
-            are no particles.
+            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator or
+            ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or several processes, and
+            if sampled values steer the program. If the loss is summed over all values, there are no particles; options
+            about critics turn that sum off. ``print(elbo)`` says which option did what.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -162,6 +165,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         form: Form = "ancestor",
         choice: Literal["auto", "all", "fixed"] | Candidate | MeasuredChoice = "auto",
     ) -> None:
+        made_by = short_call(type(self), TraceBackpropQ_ELBO, locals())
         check_counts(num_particles, window)
         planner = planner_of(
             *(estimator, critic, reduction, lam, gamma, learner, window),
@@ -182,14 +186,24 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
+        self.made_by = made_by
         self.enumeration, self.analytic_kl, enumerates = enumeration, analytic_kl, enumeration == "exact"
         self.runner = StepRunner(
             *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
         )
-        if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
+        fixing = {
+            f"{num_particles=}": num_particles is not None,
+            "vectorize_particles=True": vectorize_particles,
+            "its cost statements": self._only_costs,
+            'enumeration="exact"': enumerates,
+        }
+        self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
+        if not self._fixed_by:
             self.particles.leave_open()
         is_open = self.particles.is_open and estimator is None and critic is not None and not planner.asks_for_critics
         is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
+        # Whether options that nothing reads were told.
+        self._has_told = False
         self._rules = Rules(self.runner, self.particles, is_open and is_plain)
         choice = choice.chosen if isinstance(choice, MeasuredChoice) else choice
         # A trial would not do what a subclass does.
@@ -215,7 +229,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
-        seen = self.particles.observe(self.runner, program, mode)
+        seen = self._observe(program, mode)
+        self._tell_unread(mode)
         ready = time.perf_counter()
         loss, number = seen.loss, self.num_particles
         loss = loss / number if number > 1 else loss
@@ -226,6 +241,12 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         if self.trainer.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result
+
+    def _tell_unread(self, mode: Mode) -> None:
+        """Warns once of options of sites that nothing reads."""
+        if mode.learning and not self._has_told and self.plan and self.plan.unread:
+            self._note(_has_told=True)
+            warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
 
     # The choice by measurement.
 
@@ -273,6 +294,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             critic=planner.critic, lam=self.lam, gamma=self.gamma, learner=self.learner, seed=self.critics.seed
         )
         trial._rules.apply(candidate, self._rules)
+        trial._note(_has_told=True)
         return StillTrial(trial, learns=True)
 
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
@@ -316,13 +338,11 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             self._rules.apply(self.choice.chosen)
         super().set_extra_state(state)
 
-    def extra_repr(self) -> str:
-        """The options, and what was settled."""
-        planner = self.planner
-        return (
-            f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
-            f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}, "
-            f"compile={False if self.compiled is None else self.compiled.options}, "
-            f"immediate={planner.immediate!r}, form={planner.form!r}"
-        ) + "".join(f"\nsettled: {text}" for text in self.settled)
+    def _why_so_many(self) -> str:
+        number, plan = self.num_particles, self.plan
+        if plan and plan.sums:
+            return "none, as the loss is summed over all values"
+        if not self.particles.is_open:
+            return f"{number}, because of {self._fixed_by or 'what was set later'}"
+        noisy = [name for name in plan.layout.specs if name in plan.noisy | plan.compared] if number > 1 else []
+        return f"{number}, left open" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterable
+from inspect import isfunction
 from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer import ELBO, Trace_ELBO, TraceGraph_ELBO
 from pyro.infer.elbo import ELBOModule
 from torch import Tensor
 
@@ -54,6 +57,27 @@ def _check_not_traced() -> None:
             "Call the loss untraced; vectorize_particles=True, pyro.plate instead of Python loops and "
             "pyro.enable_validation(False) make a step cheaper. Networks of the model may be traced on their own."
         )
+
+
+def warn_of_hooks(objective: ELBO) -> None:
+    """Warns if a user's class overrides hooks of Pyro's ELBOs, which nothing calls here."""
+    methods = [item for kind in (ELBO, Trace_ELBO, TraceGraph_ELBO) for item in vars(kind).items()]
+    hooks = {name for name, value in methods if isfunction(value) and name.startswith("_") and not name.endswith("__")}
+    warn_of_overrides(
+        objective,
+        hooks - {"_guess_max_plate_nesting"},
+        "is never called: guide and model run in a way of their own. For the traces of a step read elbo.traces after "
+        "it; for another loss override differentiable_loss, which modules call, or loss_and_grads, which SVI calls",
+    )
+
+
+def warn_of_overrides(objective: ELBO, names: Iterable[str], advice: str) -> None:
+    """Warns if a user's class overrides one of some methods that are not called; ``advice`` ends the sentence."""
+    libraries = "pyro.", "pyro_bpq.", "torch."
+    kinds = [kind for kind in type(objective).__mro__ if not kind.__module__.startswith(libraries)]
+    own = [f"{kind.__name__}.{name}" for kind in kinds for name in sorted(names) if name in vars(kind)]
+    if own:
+        warnings.warn(f"{', '.join(own)} {advice}.", BPQWarning, stacklevel=3)
 
 
 class LossModule(ELBOModule):

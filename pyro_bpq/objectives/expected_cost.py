@@ -10,6 +10,7 @@ from pyro import poutine
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import LossModule
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.tracing.config import OthersDraw
 
 
 class ExpectedCost(TraceBackpropQ_ELBO):
@@ -67,5 +68,5 @@ def _in_turn(policy: Any, environment: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs both as one program."""
     trace = poutine.trace(policy).get_trace(*args, **kwargs)
     latent = [name for name, site in trace.nodes.items() if site["type"] == "sample" and not site["is_observed"]]
-    with poutine.block(hide=latent), poutine.replay(trace=trace):
+    with poutine.block(hide=latent), poutine.replay(trace=trace), OthersDraw("environment", "policy", latent):
         return environment(*args, **kwargs)

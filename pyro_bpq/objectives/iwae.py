@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.batching.classes import SiteSpec
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
-from pyro_bpq.errors import BPQWarning, OptionError, PlateError
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError, is_whole
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
@@ -25,6 +25,7 @@ from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of, traced_with
 from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.short import short, short_call
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
@@ -112,8 +113,9 @@ class TraceBackpropQ_IWAE(Objective):
         seed: int = 0,
         compile: bool | Backend | Compile = False,
     ) -> None:
+        made_by = short_call(type(self), TraceBackpropQ_IWAE, locals())
         for name, number in (("num_particles", num_particles), ("num_outer", num_outer)):
-            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+            if not is_whole(number, 1):
                 raise OptionError(f"{name}={number!r}: write a positive integer.")
         if baseline not in MEANS:
             raise OptionError(f'baseline={baseline!r}: write "geometric", "arithmetic" or None.')
@@ -133,10 +135,10 @@ class TraceBackpropQ_IWAE(Objective):
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
         )
+        self.made_by = made_by
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         planner = BoundPlanner(
             *(None, critic, "single"),
-            asks_for_critics=True,
             num_bounds=num_outer,
             num_features=2 if num_particles > 1 else 0,
         )
@@ -146,6 +148,13 @@ class TraceBackpropQ_IWAE(Objective):
     def planner(self) -> BoundPlanner:
         """The options that decide what is done at a site."""
         return self.runner.planner
+
+    def _chosen(self) -> list[tuple[str, str, str]]:
+        specs = self.runner.specs.items()
+        return [(name, short(spec.estimator), short(spec.critic) if spec.critic else "none") for name, spec in specs]
+
+    def _why_so_many(self) -> str:
+        return f"{self.num_inner} for each bound, because of num_particles; num_outer={self.num_outer} bounds"
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats, of one draw of all samples."""
@@ -167,7 +176,7 @@ class TraceBackpropQ_IWAE(Objective):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         start = time.perf_counter()
-        runs = self.particles.observe(self.runner, program, mode).runs
+        runs = self._observe(program, mode).runs
         found = [self.runner.layout(run) for run in runs]
         layout, rows = found[0]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
@@ -271,6 +280,11 @@ class BoundRunner(Runner):
                 BPQWarning,
                 stacklevel=2,
             )
+
+    @property
+    def specs(self) -> Mapping[str, SiteSpec]:
+        """How the sites of the structure that was met last are served; empty before the first step."""
+        return next((layout.specs for layout, _ in reversed(self._layouts.values())), {})
 
     def layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
         """The batching of the sites of a run, and the plate of its rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQError, OptionError, is_real, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import LossModule, Turn
-from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
+from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import Schedule, at
+from pyro_bpq.short import Pending, listed
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.program_errors import EXPLAINED
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Objective(ELBO, nn.Module):
     """
 
     runner: Runner
+    # How it was made: the call, without options that have their default values.
+    made_by = ""
     # Whether gradients of reparameterised sites come from divergences in closed form.
     analytic_kl = False
 
@@ -60,6 +64,8 @@ class Objective(ELBO, nn.Module):
         compile: Any = False,
         **options: Any,
     ) -> None:
+        if not is_whole(seed):
+            raise OptionError(f"seed={seed!r}: write a whole number.")
         nn.Module.__init__(self)
         # Pyro's constructor sets the number of particles.
         self.particles = ParticleCount()
@@ -71,12 +77,44 @@ class Objective(ELBO, nn.Module):
         self.compile_steps(compile)
         self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
+        self._traces = Transient()
+        warn_of_hooks(self)
 
     def __call__(self, model: Any, guide: Any) -> LossModule:
         """The loss of a model and a guide as a module, for torch's own optimisers."""
         return LossModule(model, guide, self)
 
+    def __repr__(self) -> str:
+        """What runs, how many particles and why, and what was chosen because of which option."""
+        found = self._chosen()
+        head = f"{self.made_by or type(self).__name__}, after {self.num_steps} steps"
+        if not found:
+            return f"{head}\n{Pending('plan')}"
+        compiled = "" if self.compiled is None else f" Compiled: {len(self.compiled.entries)} recordings."
+        now, said = self.particles.now, self.particles.said
+        said = said or (f"They run {now.way}." if now.number > 1 else "")
+        lines = [
+            head,
+            f"runs: {self._runs()}{compiled}",
+            f"particles: {self._why_so_many()}. {said}".rstrip(),
+            f"estimators: {_together((name, estimator) for name, estimator, _ in found)}",
+            f"critics: {_together((name, critic) for name, _, critic in found)}",
+        ]
+        return "\n".join(lines)
+
     # What subclasses are made of.
+
+    @abstractmethod
+    def _chosen(self) -> Sequence[tuple[str, str, str]]:
+        """The sites, the estimator of each and why, and its critic; empty before the first step."""
+
+    @abstractmethod
+    def _why_so_many(self) -> str:
+        """The number of particles, and why."""
+
+    def _runs(self) -> str:
+        """What runs in a step."""
+        return "guide and model."
 
     @abstractmethod
     def _evaluate(self, program: Program, mode: Mode) -> Step:
@@ -135,10 +173,20 @@ class Objective(ELBO, nn.Module):
 
     @max_plate_nesting.setter
     def max_plate_nesting(self, nesting: float) -> None:
+        if not (is_real(nesting) and nesting >= 0 and (math.isinf(nesting) or nesting == int(nesting))):
+            raise OptionError(
+                f"max_plate_nesting={nesting!r}: write a whole number, or leave it out: then it is found."
+            )
         self.particles.change(nesting=nesting)
 
     def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)  # type: ignore[no-untyped-call]
+        programs = SkipCosts()(model), SkipCosts()(guide)
+        try:
+            super()._guess_max_plate_nesting(*programs, args, kwargs)  # type: ignore[no-untyped-call]
+        except EXPLAINED:
+            # A run of our own says more of the same error.
+            self.run_program(Program(*programs, args, kwargs))
+            raise
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self.run_program(Program(model, guide, args, kwargs))
@@ -157,6 +205,21 @@ class Objective(ELBO, nn.Module):
     def staged(self) -> Transient:
         """What the last step worked on, where something learns from it later."""
         return self.trainer.staged
+
+    @property
+    def traces(self) -> tuple[Any, Any]:
+        """Pyro's traces of model and guide, with log-probabilities, in the last training step.
+
+        They are those of its first particle or, where particles run in one plate, those of all of them, as in Pyro. The
+        next step drops them before it runs; copies and pickles have none.
+
+        Raises:
+            BPQError: If there are none: before the first step, and after a compiled one, which runs no programs.
+        """
+        if not self._traces.items:
+            raise BPQError("There are no traces: take a step first, e.g. svi.step(...). Compiled steps have none.")
+        model, guide = self._traces.items
+        return model, guide
 
     def compile_steps(self, compile: Any) -> None:
         """Sets whether, and how, steps are compiled from now on; recordings are forgotten."""
@@ -272,7 +335,7 @@ class Objective(ELBO, nn.Module):
 
         found = self.compiled.take(Recordable(self), self._prepared(program), self.num_steps, updates)
         if found is not None:
-            self.info = found.info
+            self._note(info=found.info, _traces=Transient())
             if math.isfinite(found.loss):
                 # The step has taught critics and statistics already.
                 self.trainer.num_steps += 1
@@ -289,6 +352,8 @@ class Objective(ELBO, nn.Module):
 
     def _eager_step(self, program: Program, goes_back: bool) -> tuple[Tensor, Tensor, Step]:
         """The loss, detached, a scalar that has its gradient, and the step."""
+        if self._is_learning:
+            self._note(_traces=Transient())
         result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning, goes_back))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
@@ -325,6 +390,13 @@ class Objective(ELBO, nn.Module):
             self._note(info=result.info)
             surrogate = self.trainer.prepare(surrogate, result)
         return result, surrogate
+
+    def _observe(self, program: Program, mode: Mode) -> Observation:
+        """The runs of a step, and the signals of their sites."""
+        seen = self.particles.observe(self.runner, program, mode)
+        if mode.learning:
+            self._note(_traces=Transient(seen.traces))
+        return seen
 
     def _note(self, **found: Any) -> None:
         """Sets attributes that hold no modules: a module's own way looks for some, at every step."""
@@ -417,3 +489,11 @@ class Objective(ELBO, nn.Module):
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles
+
+
+def _together(sites: Iterable[tuple[str, str]]) -> str:
+    """Names with the same text, together."""
+    found: dict[str, list[str]] = {}
+    for name, text in sites:
+        found.setdefault(text, []).append(name)
+    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())

@@ -75,6 +75,11 @@ class Observation:
     summed: ExactSum | None = None  # in place of items, the loss summed over all values
 
     @property
+    def traces(self) -> tuple[Any, Any]:
+        """Pyro's traces of model and guide in the first run."""
+        return (self.ordered or self.runs)[0].traces
+
+    @property
     def loss(self) -> Tensor:
         """The loss, summed over draws, a scalar in nats; its gradient has no meaning."""
         if self.summed is not None:
@@ -152,6 +157,10 @@ class Runner(ABC):
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
         """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         return 1
+
+    def why_one(self, traced: TracedRun) -> str:
+        """Why that number is 1, in words."""
+        return "each step is recorded alone"
 
     @abstractmethod
     def trace(

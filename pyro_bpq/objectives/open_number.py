@@ -195,9 +195,8 @@ class OpenNumber:
             reason = trial.reason
             if found is not None:
                 if not is_known:
-                    where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
                     what = "All values run" if way.sums else f"{way.number} particles run"
-                    self._say(f"{what} in one call, in {where}.", refused)
+                    self._say(f"{what} {way.way}.", refused)
                 self._note(programs=settled, is_proved=True, has_failed=False)
                 if mode.learning:
                     self._lower(runner, found.runs[0])
@@ -258,10 +257,8 @@ class OpenNumber:
         """From new to alone, or to a plate."""
         number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
         if number == 1:
-            self.said = (
-                "One particle runs. Several run only if no sampled value steers the program, and if the gradient of a "
-                "site for which nothing is chosen is noisy."
-            )
+            why = "several processes learn" if mode.has_ranks else runner.why_one(found.runs[0])
+            self.said = f"One particle runs, because {why}."
         else:
             self._note(next=Particles(number, True, False, self._nesting_beside(found.runs[0])))
         sizes = {} if found.ordered else dict(found.runs[0].plate_sizes)

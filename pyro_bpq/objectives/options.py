@@ -2,27 +2,26 @@ r"""Checks the options of an objective, and makes its planner from them."""
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.errors import OptionError, check_choice
+from pyro_bpq.errors import OptionError, check_choice, is_real, is_whole
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.rollout.schedule import Schedule
+from pyro_bpq.short import short
 from pyro_bpq.tracing.config import check_critic, check_estimator
 
 
 def check_counts(num_particles: Any, window: Any) -> None:
     """Raises :class:`OptionError` for a number of particles or a window that is no positive integer."""
-    is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
-    if num_particles is not None and not (is_number and num_particles >= 1):
+    if num_particles is not None and not is_whole(num_particles, 1):
         hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
         raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}")
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+    if not is_whole(window, 1):
         raise OptionError(f"window={window!r}: write a positive integer.")
 
 
@@ -31,9 +30,9 @@ def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: 
     check_estimator(estimator)
     check_critic(critic, None)
     check_choice("reduction", reduction, get_args(Reduction))
-    if not callable(lam) and not 0.0 <= lam <= 1.0:
+    if not callable(lam) and not (is_real(lam) and 0.0 <= lam <= 1.0):
         raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
-    if not callable(gamma) and not 0.0 < gamma <= 1.0:
+    if not callable(gamma) and not (is_real(gamma) and 0.0 < gamma <= 1.0):
         raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
     check_discounted(reduction, callable(gamma) or gamma != 1.0)
     if learner is not None and not isinstance(learner, CriticLearner):
@@ -59,10 +58,14 @@ def planner_of(
     check_choice("immediate", immediate, ("exact", "learned"))
     check_choice("form", form, get_args(Form))
     check_choice("enumeration", enumeration, ("sample", "exact"))
-    chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
+    usual = (MLPCritic(), "chain", 0.97, 1.0, CriticLearner(), 4, "exact", "ancestor")
+    names = ("critic", "reduction", "lam", "gamma", "learner", "window", "immediate", "form")
+    given = dict(zip(names, (critic, reduction, lam, gamma, learner, window, immediate, form), strict=True))
+    asks = tuple(f"{n}={short(given[n])}" for n, own in zip(names, usual, strict=True) if given[n] != own)
     return Planner(
         *(estimator, critic, reduction),
-        asks_for_critics=chosen or critic not in (None, MLPCritic()) or (immediate, form) != ("exact", "ancestor"),
+        # Without critics nothing about them matters; but costs that are left to critics are not known either.
+        asks=asks if critic is not None or immediate == "learned" else (),
         window=window,
         immediate=immediate,
         form=form,

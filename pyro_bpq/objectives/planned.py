@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.layout import described
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.local_objective import LocalObjective
@@ -23,6 +23,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.short import Pending
 from pyro_bpq.step.exact_sum import sum_step
 from pyro_bpq.step.program_order import lone_step, order_step
 from pyro_bpq.step.signals import Signals
@@ -124,22 +125,20 @@ class PlannedObjective(Objective):
         self.runner.plans.use(planner)
 
     @property
-    def plan(self) -> Plan | None:
-        """What the last step did on the program's structure; ``None`` before the first one."""
-        return None if self.runner.plans.last is None else self.runner.plans.last.plan
+    def plan(self) -> Plan | Pending:
+        """What the last step did on the program's structure; before the first one it is false, and says so."""
+        return Pending("plan") if self.runner.plans.last is None else self.runner.plans.last.plan
 
     @property
-    def graph(self) -> StochasticComputationGraph:
-        """The stochastic computation graph of the last step."""
-        if self.plan is None:
-            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
-        return self.plan.graph
+    def graph(self) -> StochasticComputationGraph | Pending:
+        """The stochastic computation graph of the last step; before the first one it is false, and says so."""
+        return self.plan.graph if self.plan else Pending("graph")
 
     @property
-    def network(self) -> BackpropQNetwork:
+    def network(self) -> BackpropQNetwork | Pending:
         """The Backprop-Q network of the last step, and what its critics read; false, with a reason, without any."""
-        if self.plan is None:
-            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
+        if not self.plan:
+            return Pending("network")
         return described(self.plan.layout) or BackpropQNetwork(self.plan.graph, ())
 
     @property
@@ -178,6 +177,17 @@ class PlannedObjective(Objective):
         particles = self.particles.drawn
         programs = programs_of(self._prepared(program), particles)
         return [self.runner.trace(each, particles, self.num_steps, True) for each in programs]
+
+    def _chosen(self) -> list[tuple[str, str, str]]:
+        plan = self.plan
+        return [(name, plan.estimator(name), plan.critic(name)) for name in (plan.layout.specs if plan else ())]
+
+    def _runs(self) -> str:
+        plan, said = self.plan, self.runner.structure.said
+        if plan.sums and plan.summed is not None:
+            return f"guide and model once, in {plan.summed.rows} rows that tell all values."
+        extra = self.runner.row_runs.said if plan.flips or plan.held else ""
+        return " ".join(filter(None, ["guide and model.", extra, said, *plan.notes]))
 
     @property
     def settled(self) -> tuple[str, ...]:

@@ -126,6 +126,14 @@ class StepRunner(Runner):
         plan = self._static_plan(traced)
         return 1 if plan is None else num_particles_for(plan, traced, particles, self.structure.work_of(traced))
 
+    def why_one(self, traced: TracedRun) -> str:
+        """Why that number is 1, in words."""
+        plan = self._static_plan(traced)
+        if plan is not None:
+            return plan.alone
+        is_asked = self.structure.mode == "dynamic"
+        return 'you wrote structure="dynamic"' if is_asked else "sampled values steer the program"
+
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
         plan = self._static_plan(traced)

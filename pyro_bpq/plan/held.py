@@ -148,7 +148,7 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     # What the probabilities of the children's values read, as bits.
     children = {name: graph.bits_of(site.children) for name, site in sites.items()}
     laws = {name: own | union(graph.parent_bits, own) for name, own in children.items()}
-    asked = frozenset(name for name in sites if is_chosen or not traced.options[name].is_open)
+    asked = frozenset(name for name in sites if is_chosen or not traced.options[name].leaves_estimator)
     return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked, _groups(graph, sites))
 
 

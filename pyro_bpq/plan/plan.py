@@ -3,17 +3,18 @@ r"""What a step does on a structure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.short import short
+from pyro_bpq.short import listed, short
 from pyro_bpq.tracing.component_costs import Pattern
 
 # Stand for a site's own name, and for its number in the names of other sites.
@@ -51,6 +52,9 @@ class Plan:
     sums: bool = False  # whether it is summed over them
     has_rows: bool = False  # whether sites for which nothing is chosen are in plates of many rows
     elements: int = 0  # number of elements of the largest value
+    notes: tuple[str, ...] = ()  # what options of the user's have turned off, or do not change
+    alone: str = ""  # why one particle may run
+    unread: str = ""  # tells options of sites that nothing reads
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
@@ -64,36 +68,49 @@ class Plan:
             alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
         for text, names in alike.items():
             if len(names) < _ALIKE:
-                lines += [f"{name}: {_named(text, name, _number(name))}" for name in names]
+                lines += [f"{n}: {_named(text, n, _number(n))}{self._reads([n])}" for n in names]
             else:
-                lines.append(f"{names[0]} to {names[-1]}, {len(names)} sites: {_named(text, 'the site', 't')}")
+                lines.append(f"{listed(names)}: {_named(text, 'the site', 't')}{self._reads(names)}")
         return "\n".join(lines)
 
     def _about(self, name: str) -> str:
         spec = self.layout.specs[name]
-        lines = [short(spec.estimator), f"    because: {self.rules.get(name, 'chosen')}"]
-        if not (spec.estimator.is_pathwise or self.sums):
-            lines += [f"    critic: {self._critic(name)}", f"    known at all values: {self._known(name)}"]
+        parts = [self.estimator(name)]
         if "hindsight" in spec.estimator.needs:
-            lines.append(f"    known with all other sites held: {self._held(name)}")
-        return "\n".join(lines)
+            parts.append(f"known with all other sites held: {self._held(name)}")
+        if not (spec.estimator.is_pathwise or self.sums):
+            parts += [f"known at all values: {self._known(name)}", f"critic: {self.critic(name)}"]
+        return "; ".join(parts)
 
-    def _critic(self, name: str) -> str:
-        critic, network = self.layout.specs[name].critic, self.layout.network
+    def estimator(self, name: str) -> str:
+        """The estimator of a site, and why, in words."""
+        return f"{short(self.layout.specs[name].estimator)}, because {self.rules.get(name, 'chosen')}"
+
+    def critic(self, name: str) -> str:
+        """The critic of a site, in words."""
+        critic = self.layout.specs[name].critic
         is_told = set(self.graph.downstream_costs(name)).issubset(self.layout.tabled.get(name, ()))
         if critic is None and not is_told:
             return "none"
-        if critic is None or network is None or not any(node.is_learned for node in network.q_nodes(name)):
+        if not self._learned(name):
             return "none, as nothing is left to learn"
-        return f"{short(critic)}{self._reads(name)}"
+        return short(critic)
 
-    def _reads(self, name: str) -> str:
-        """What the critics of a site see of their scopes."""
+    def _reads(self, names: Sequence[str]) -> str:
+        """What the critics of some sites see of their scopes; of several sites only how many others."""
+        nodes = [node for name in names for node in self._learned(name)]
+        found = [(own, rest) for own, rest in dict.fromkeys(map(self.layout.members, nodes)) if own]
+        shown = [(", ".join(own), rest) for own, rest in found]
+        if len(names) > 1 and len(found) > 1:
+            shown = [(f"up to {max(len(own) for own, _ in found)} others", max(rest for _, rest in found))]
+        texts = [own + (f", the sum of {rest} more" if rest else "") for own, rest in shown]
+        return f", reads {'; '.join(texts)}" if texts else ""
+
+    def _learned(self, name: str) -> list[QNode]:
+        """The Q-nodes of a site that a critic learns."""
         network = self.layout.network
         nodes = () if network is None or self.layout.specs[name].critic is None else network.q_nodes(name)
-        found = dict.fromkeys(self.layout.members(node) for node in nodes if node.is_learned)
-        texts = [", ".join(seen) + (f", the sum of {summed} more" if summed else "") for seen, summed in found if seen]
-        return f", reads {'; '.join(texts)}" if texts else ""
+        return [node for node in nodes if node.is_learned]
 
     def _known(self, name: str) -> str:
         costs = self.layout.tabled.get(name, ())

@@ -40,6 +40,7 @@ from pyro_bpq.plan.rules import (
 )
 from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
+from pyro_bpq.plan.written import unread_options, why_one, written_options
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
@@ -76,8 +77,8 @@ class Planner:
     reduction: Reduction  # reduction of the Backprop-Q network
     max_support: int = 64  # largest number of values of a component that are summed over by default
     max_elements: int = 1 << 21  # largest number of costs that the extra run of the model may evaluate by default
-    # Whether the user has chosen something about critics: then sites have them wherever they can.
-    asks_for_critics: bool = False
+    # What the user has written about critics, in words: then sites have them wherever they can.
+    asks: tuple[str, ...] = ()
     window: int = 4  # number of most recent scope members per class of sites that a critic sees as separate features
     # ``"exact"``, or ``"learned"`` for no cost that is known at other values than the sampled one.
     immediate: Literal["exact", "learned"] = "exact"
@@ -85,6 +86,11 @@ class Planner:
     discounted: bool = False  # whether targets may have a discount below 1
     # Whether the objective is an ELBO of sampled sites: what else it needs is known in program order.
     is_elbo: bool = False
+
+    @property
+    def asks_for_critics(self) -> bool:
+        """Whether the user has written something about critics."""
+        return bool(self.asks)
 
     @property
     def orders(self) -> bool:
@@ -176,9 +182,12 @@ class Planner:
         values, that costs have no gradients to the values of sites, that the programs do not run with sites held.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
-        summed = None
-        if self.orders and facts.cuts_plates and not facts.is_dynamic:
+        summed, written = None, written_options(traced, self.estimator, self.asks)
+        if self.is_elbo and facts.cuts_plates and not facts.is_dynamic:
             summed = sum_plan(structure, self.max_support)
+        drawn = f"It is not summed over all values, because you wrote {', '.join(written)}."
+        notes = [drawn] if written and summed is not None else []
+        summed = None if written else summed
         if facts.sums and summed is not None:
             return self._sum(structure, summed)
         sites = {
@@ -194,8 +203,13 @@ class Planner:
         can_flip = can_flip and structure.is_exact and not facts.is_dynamic
         extra = self._extra_run(structure, choices) if can_flip else ExtraRun()
         # Costs of a user's own may be dear: critics save calls.
-        is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
-        compared = Compared() if is_chosen or facts.is_dynamic else compare(structure, extra)
+        is_chosen = self.estimator is not None or bool(traced.user_costs)
+        compared = Compared()
+        if not (is_chosen or facts.is_dynamic):
+            compared = compare(structure, extra)
+            # Who asks for critics has them, in as many particles.
+            served = frozenset() if self.asks else {n for n in compared.served if traced.options[n].is_open}
+            compared = replace(compared, served=frozenset(served))
         for name in compared.served:
             revise(choices, replace(sites[name], is_of_few=compared.is_few, is_by_row=not compared.is_few))
         if compared.served and can_flip:
@@ -216,6 +230,8 @@ class Planner:
         sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
         last = frozenset(name for name in sloped if not graph.descendants(name))
         held = held_plan(structure, estimators, self.estimator is not None)
+        if self.asks and layout.network is None:
+            notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
         return Plan(
             graph,
             layout,
@@ -237,6 +253,9 @@ class Planner:
             summed=summed,
             has_rows=bool(in_rows(structure)),
             elements=largest_value(traced),
+            notes=tuple(notes),
+            alone=why_one(traced, self.estimator),
+            unread=unread_options(traced, estimators, self._given_critics(traced, estimators)),
         )
 
     def _facts(self, traced: TracedRun, name: str) -> SiteFacts:
@@ -255,7 +274,10 @@ class Planner:
         kinds = {name: set[Known]() for name in estimators}
         layout = self._layout(plain, estimators, dict.fromkeys(estimators), kinds, ExtraRun())
         rules, has_buffers = {n: c.rule for n, c in choices.items()}, structure.facts.has_buffers
-        return Plan(graph, layout, None, {}, has_buffers=has_buffers, rules=rules, summed=summed, sums=True)
+        unread = unread_options(traced, estimators, {})
+        return Plan(
+            graph, layout, None, {}, has_buffers=has_buffers, rules=rules, summed=summed, sums=True, unread=unread
+        )
 
     def _extra_run(self, structure: Structure, choices: Mapping[str, Choice]) -> ExtraRun:
         estimators = {name: choice.estimator for name, choice in choices.items()}
@@ -266,7 +288,7 @@ class Planner:
     ) -> dict[str, Critic | None]:
         """The critics of all sites; one that nobody chose is left out if an extra run gives what it would learn."""
         traced, graph = structure.traced, structure.graph
-        critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
+        critics = self._given_critics(traced, {name: choice.estimator for name, choice in choices.items()})
         for name in extra.components:
             # A critic would learn costs that read more than the site and its ancestors.
             seen = {name, *graph.ancestors(name)}
@@ -371,6 +393,10 @@ class Planner:
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
+
+    def _given_critics(self, traced: TracedRun, estimators: Mapping[str, Estimator]) -> dict[str, Critic | None]:
+        """The critics of all sites, those included that have nothing left to learn."""
+        return {name: self._critic(traced, name, estimator) for name, estimator in estimators.items()}
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else what follows from the ELBO's for a site of its kind."""

@@ -37,7 +37,7 @@ def untold(site: SiteFacts, structure: Structure, is_alone: bool, layers: int) -
         is_untold=True,
         can_compare=is_plain and not structure.facts.is_dynamic,
         is_alone=is_alone and keeps_rows and is_last,
-        layers=layers if keeps_rows and is_plain and site.options.is_open else 0,
+        layers=layers if keeps_rows and is_plain and site.options.leaves_estimator else 0,
         reads=num_reads(traced, name),
     )
 
@@ -59,7 +59,7 @@ def num_reads(traced: TracedRun, name: str) -> int:
 
 
 def in_rows(structure: Structure) -> frozenset[str]:
-    """Sites for which nothing is chosen, in plates of many rows, whose costs differ from row to row as data do.
+    """Sites for which no estimator is chosen, in plates of many rows, whose costs differ from row to row as data do.
 
     Critics see data only where ``context`` shows them some.
     """
@@ -69,8 +69,8 @@ def in_rows(structure: Structure) -> frozenset[str]:
 
 
 def open_sites(traced: TracedRun) -> list[str]:
-    """Sites without ``rsample`` for which nothing is chosen."""
-    return [n for n, options in traced.options.items() if options.is_open and not traced.infos[n].has_rsample]
+    """Sites without ``rsample`` for which no estimator is chosen."""
+    return [n for n, options in traced.options.items() if options.leaves_estimator and not traced.infos[n].has_rsample]
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Compared:
     """Which sites, of those without a chosen estimator, get their baseline from other particles.
 
     Args:
-        noisy: Sites for which nothing is chosen and whose gradients are noisy. A program without noise draws one site,
-            each of whose costs reads one component and is known at all of its values.
+        noisy: Sites for which no estimator is chosen, whose gradients are noisy. A program without noise draws one
+            site, each of whose costs reads one component and is known at all of its values.
         sites: Those of them that other particles serve, if there are any.
         served: The sites that get leave-one-out over the particles that run now.
         is_few: Whether that is because the program has few sites, not because of rows of data.

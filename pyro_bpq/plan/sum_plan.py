@@ -35,7 +35,7 @@ class SumPlan:
 
 
 def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
-    """Plans the sum; ``None`` if a site has more values or a law or a cost reads more, or if a site has options."""
+    """Plans the sum; ``None`` if a site has more values or a law or a cost reads more."""
     traced, graph = structure.traced, structure.graph
     if structure.facts.handed or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
         return None
@@ -43,8 +43,6 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     components, parents = {}, dict[str, str | None]()
     for name, info in traced.infos.items():
         split, read = info.components, [parent for parent in graph.node(name).parents if parent not in shared]
-        if not traced.options[name].is_open:
-            return None
         if name in shared:
             if read or traced.run.sites[name].score is not None:
                 return None

@@ -192,6 +192,13 @@ class Particles:
         return 1 if self.sums else self.number
 
     @property
+    def way(self) -> str:
+        """How they run, in words."""
+        if self.is_hidden:
+            return "in one call, in a dimension that the program does not see"
+        return "in one call, in a plate of their own" if self.has_plate else "one after the other"
+
+    @property
     def has_plate(self) -> bool:
         """Whether the particles have a plate of their own."""
         return self.is_vectorized and self.number > 1

@@ -36,25 +36,27 @@ class RunInOrder:
         scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
         loss: The loss of the run, a scalar in nats, detached.
         differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
+        traces: Pyro's traces of model and guide.
     """
 
     estimators: Mapping[str, Estimator]
     scores: Tensor
     loss: Tensor
     differentiable: Tensor
+    traces: tuple[Any, Any]
 
 
 def in_order(traced: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
     """Reads a run in program order, with the estimators of its sites that have a score."""
     if isinstance(traced, PlainRun):
-        return RunInOrder(estimators, traced.scores, traced.loss, traced.differentiable)
+        return RunInOrder(estimators, traced.scores, traced.loss, traced.differentiable, traced.traces)
     run, scores = traced.run, []
     for name in estimators:
         score = run.sites[name].score
         assert score is not None
         scores.append(score.sum() if score.dim() else score)
     stacked = torch.stack(scores) if scores else torch.zeros(0)
-    return RunInOrder(estimators, stacked, run.loss.detach(), run.differentiable)
+    return RunInOrder(estimators, stacked, run.loss.detach(), run.differentiable, traced.traces)
 
 
 def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from pyro_bpq.compiled.subject import Updates
 from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.entry import warn_of_overrides
 from pyro_bpq.objectives.objective import Objective
 
 # Seconds between two losses that the progress bar shows.
@@ -68,6 +69,7 @@ class CompiledSVI(SVI):
         if compile is not None or loss.compiled is None:
             loss.compile_steps(True if compile is None else compile)
         super().__init__(model, guide, optim, loss)  # type: ignore[no-untyped-call]
+        warn_of_overrides(loss, ["loss_and_grads"], "is not called by CompiledSVI, whose steps are compiled: write SVI")
         self.objective = loss
         self._updates = Updates(optim)
 

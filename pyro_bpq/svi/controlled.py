@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.objectives.entry import warn_of_overrides
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.watch import leaf_of
@@ -54,6 +55,8 @@ class _ControlledSVI(SVI):
         if not isinstance(loss, TraceBackpropQ_ELBO):
             raise OptionError(f"{type(self).__name__}(loss={loss!r}): write loss=TraceBackpropQ_ELBO(...).")
         super().__init__(model, guide, optim, loss, **kwargs)  # type: ignore[no-untyped-call]
+        own = f"is not called by {type(self).__name__}, which calls differentiable_loss: override that, or write SVI"
+        warn_of_overrides(loss, ["loss_and_grads"], own)
         self.elbo = loss
         self.last: ControlledStep | None = None
 

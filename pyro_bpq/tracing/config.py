@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from itertools import dropwhile
 from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -39,9 +40,14 @@ class SiteOptions:
     baseline: BaselineOptions | None = None
 
     @property
+    def leaves_estimator(self) -> bool:
+        """Whether the ELBO chooses the estimator."""
+        return self.estimator is None and self.baseline is None
+
+    @property
     def is_open(self) -> bool:
-        """Whether no option of the site is set, so that the ELBO is free to choose."""
-        return all(getattr(self, option.name) is None for option in fields(self))
+        """Whether it also chooses if there is a critic."""
+        return self.leaves_estimator and not self.critic and self.context is None
 
     def __post_init__(self) -> None:
         check_estimator(self.estimator)
@@ -75,8 +81,23 @@ def check_critic(given: Any, without: Any) -> None:
         raise OptionError(f"critic={given!r} is not a critic; write an object such as MLPCritic(), or {without}.")
 
 
+def check_context(name: str, shape: torch.Size, batch: torch.Size) -> None:
+    """Raises :class:`PlateError` for a context whose rows are not those of the site's plates."""
+    rows = tuple(dropwhile(lambda size: size == 1, shape[:-1]))
+    if len(rows) > len(batch) or any(own not in (1, size) for own, size in zip(rows[::-1], batch[::-1], strict=False)):
+        raise PlateError(
+            f"Site {name!r}: the option context has the shape {tuple(shape)}; write (*rows, features), where rows are "
+            f"{tuple(batch)}, the batch shape of the site, or ones."
+        )
+
+
 # Shared by most sites: options are read at every site of every step.
 _UNSET = SiteOptions()
+
+
+def option_names() -> list[str]:
+    """The options of ``infer={"bpq": {...}}``."""
+    return [option.name for option in fields(SiteOptions) if option.name != "baseline"]
 
 
 def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
@@ -87,7 +108,7 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
-    known = [option.name for option in fields(SiteOptions) if option.name != "baseline"]
+    known = option_names()
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -130,6 +151,29 @@ def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Calla
         return {"bpq": {**options, **(own or {})}} if is_open else {}
 
     return poutine.infer_config(guide, options_of)
+
+
+class OthersDraw(Messenger):
+    """Refuses options at sites of a program whose values another program has drawn.
+
+    Args:
+        where: The program, in words.
+        drawer: The other program, in words.
+        names: Names of these sites; ``None`` for all.
+    """
+
+    def __init__(self, where: str = "model", drawer: str = "guide", names: Collection[str] | None = None) -> None:
+        super().__init__()
+        self.where, self.drawer, self.names = where, drawer, names
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if "bpq" in msg["infer"] and (self.names is None or name in self.names):
+            raise OptionError(
+                f'Site {name!r} has infer={{"bpq": ...}} in the {self.where}, where nothing reads it: options belong '
+                f'to the statement that draws the value. Write pyro.sample("{name}", ..., infer={{"bpq": ...}}) in '
+                f"the {self.drawer}, or config_bpq({self.drawer}, ...)."
+            )
 
 
 @dataclass(frozen=True, eq=False)

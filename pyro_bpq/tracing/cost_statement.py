@@ -15,11 +15,11 @@ import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import am_i_wrapped, effectful
+from pyro.poutine.runtime import am_i_wrapped, effectful, get_plates
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQError, OptionError, PlateError, UnsupportedSiteError
 from pyro_bpq.tracing.config import CostOptions, cost_options
 
 
@@ -69,13 +69,33 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     if am_i_wrapped():
         size = tensor.numel() if isinstance(found, Tensor) else 0
         options = CostOptions(exact, is_function, size, shape=tuple(tensor.shape))
-        pyro.sample(
-            name,
-            _Cost(tensor),
-            obs=tensor.detach().new_empty((*tensor.shape, 0)),
-            infer={"is_auxiliary": True, "bpq_cost": options},  # type: ignore[arg-type]
-        )
+        infer = {"is_auxiliary": True, "bpq_cost": options}
+        try:
+            pyro.sample(name, _Cost(tensor), obs=tensor.detach().new_empty((*tensor.shape, 0)), infer=infer)  # type: ignore[arg-type]
+        except ValueError as error:
+            found = _explained(name, tensor, error)
+            if found is None:
+                raise
+            raise found from error
     return tensor
+
+
+def _explained(name: str, value: Tensor, error: ValueError) -> BPQError | None:
+    """The error of a cost that is NaN, or whose rows are not those of its plates; ``None`` to leave it."""
+    text = str(error)
+    if "Shape mismatch" in text:
+        plates = {plate.dim: (plate.name, plate.dim, plate.size) for plate in get_plates() if plate.dim is not None}
+        rows = tuple(plates[dim][-1] if dim in plates else 1 for dim in range(min(plates), 0))
+        return PlateError(
+            f"{text}\nThe cost {name!r} has the shape {tuple(value.shape)}, and is in the plates {[*plates.values()]} "
+            f"(name, dim, size): give it one number for each row, the shape {rows}; or move it out of the plate."
+        )
+    if "to satisfy the constraint" not in text:
+        return None
+    return UnsupportedSiteError(
+        f"The cost {name!r} is NaN at {int(value.isnan().sum())} of {value.numel()} elements. Look at how it is "
+        "computed: 0 / 0, a logarithm of a negative number, or infinity minus infinity."
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,10 +36,10 @@ def plate_error(error: Exception, plates: Mapping[str, Frames], where: str) -> P
     if unlike is not None and unlike[1] != PARTICLES:
         plate, site, dim, rows, size = unlike.groups()
         lines = [
-            f"In the {where} the plate {plate!r} has {rows} rows in dimension {dim}, and the distribution of site "
-            f"{site!r} has {size} there. If these {size} belong to each row, write .to_event(1) behind the "
-            "distribution. If they are rows, give plate and parameters the same number; a parameter keeps the size "
-            "that it was made with."
+            f"In the {where} the plate {plate!r} has {rows} rows in dimension {dim}, and the distribution, or the "
+            f"factor, of site {site!r} has {size} there. If these {size} belong to each row, write .to_event(1) behind "
+            "the distribution, or .sum(-1) behind the factor. If they are rows, give plate and parameters the same "
+            "number; a parameter keeps the size that it was made with."
         ]
     return PlateError(told(error, *lines, *advice))
 
@@ -50,6 +50,10 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
     frames = [plates_of(site) for site in (*model.values(), *guide.values())]
     if "plate stack overflow" in text:
         return nesting_error(error, frames)
+    both = [name for name in guide if name in model]
+    unlike = [sizes_line(name, plates_of(model[name]), plates_of(guide[name])) for name in both]
+    if any(unlike) and re.search("size|shape", text):
+        return PlateError(told(error, *dict.fromkeys(filter(None, unlike))))
     if not (isinstance(error, ValueError) and _is_about_shapes(text)):
         return None
     lines = []
@@ -68,6 +72,23 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
         if len({tuple(_listed(plates_of(site))) for site in sites}) == 1:
             lines += list(filter(None, map(_loose_line, reversed(sites))))[:1]
     return PlateError(told(error, *lines, *particle_advice(frames)))
+
+
+def sizes_line(name: str, model: Frames, guide: Frames) -> str:
+    """Says that a plate around a site has another size in the guide than in the model; empty if none has.
+
+    The model's plate replays the rows of the guide's, so that the number of these tells nothing.
+    """
+    sizes = {frame.name: frame.full_size for frame in guide}
+    for frame in model:
+        ours, theirs = sizes.get(frame.name, -1), frame.full_size
+        # A plate without a size has -1.
+        if ours != theirs and min(ours, theirs) >= 0:
+            return (
+                f"The plate {frame.name!r} around site {name!r} has {ours} rows in the guide, and {theirs} in the "
+                f'model. Give it the same size in both: pyro.plate("{frame.name}", {theirs}, dim={frame.dim}).'
+            )
+    return ""
 
 
 def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames]) -> str:

@@ -14,7 +14,8 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.tracing.config import cost_options
+from pyro_bpq.tracing.config import cost_options, option_names
+from pyro_bpq.tracing.guide_warnings import guide_warnings
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
@@ -27,12 +28,21 @@ from pyro_bpq.tracing.plate_errors import (
     plate_error_of_traces,
     plates_of,
     rows_of,
+    sizes_line,
     statements,
     told,
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, is_enumerated, number_of_values
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import (
+    HANDED,
+    PARTICLES,
+    Watch,
+    distribution_name,
+    is_enumerated,
+    number_of_values,
+)
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -76,6 +86,9 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
         # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
         lines = [unlike_line(name, watch.scored_as[name], watch.drawn_as[name]) for name in unlike]
         return PlateError(told(error, *lines))
+    sizes = [sizes_line(name, law[1], watch.drawn_as.get(name, law)[1]) for name, law in watch.scored_as.items()]
+    if any(sizes) and _SHAPES.search(text):
+        return PlateError(told(error, *dict.fromkeys(filter(None, sizes))))
     declared = len(watch.subsamples.keys() - {PARTICLES})
     found = (
         nesting_error(error, plates, declared)
@@ -222,30 +235,30 @@ def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
 
 
 def warn_of_program(
-    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
 ) -> None:
     """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only."""
-    for text in _warnings(model_sites, guide_sites, loss, is_first, is_enumerating):
+    # Replay gives sites of the model what the guide says of them.
+    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, is_first)):
         warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def _warnings(
-    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
 ) -> Iterator[str]:
     everything = [*guide_sites.values(), *model_sites.values()]
     if is_first:
         for warn in (_repeated, _misspelt):
             for site in everything:
                 yield from warn(site)
-        if model_sites:
-            yield from _observed(guide_sites.values())
+        yield from guide_warnings(traced, model_sites, guide_sites)
     if is_first and is_validation_enabled():
         for name, site in guide_sites.items():
             yield from _unlike(site, model_sites.get(name, site))
-        yield from _other_names(model_sites, guide_sites)
-        if not is_enumerating:
+        yield from _other_plates(model_sites, guide_sites)
+        if not traced.enumerated:
             yield from _marked(guide_sites.values())
-    if not bool(loss.isfinite().all()):
+    if not bool(traced.run.loss.isfinite().all()):
         yield from [*_of_nan(everything)] or _of_infinity(everything)
 
 
@@ -255,51 +268,55 @@ def _of_nan(sites: list[Any]) -> Iterator[str]:
     missing = [site for site in data if number_missing(site["value"])]
     yield from map(nan_line, missing)
     site = next((site for site in sites if number_missing(site.get("log_prob"))), None)
-    if site is not None and not missing:
+    if site is None or missing:
+        return
+    density, fn = site["log_prob"], site["fn"]
+    count = f"is NaN at {number_missing(density)} of {density.numel()} elements"
+    if cost_options(site) is not None or hasattr(fn, "log_factor"):
         yield (
-            f"The log-probability of site {site['name']!r} is NaN: its factor is, or a parameter of its "
-            f"distribution, {distribution_name(site['fn'])}, is NaN or outside of its range. "
-            "pyro.enable_validation(True) says which."
+            f"The {_scored(site)} {count}. Look at how it is computed: 0 / 0, a logarithm of a negative number, or "
+            "infinity minus infinity."
+        )
+    elif number_missing(site["value"]):
+        yield f"The drawn value of site {site['name']!r} is NaN, and so is its log-probability."
+    else:
+        checked = "" if is_validation_enabled() else " pyro.enable_validation(True) says which."
+        yield edge_line(site) or (
+            f"The {_scored(site)} {count}: a parameter of its distribution, {distribution_name(fn)}, is NaN or outside "
+            f"of its range.{checked}"
         )
 
 
 def _of_infinity(sites: list[Any]) -> Iterator[str]:
-    """Explains an infinite loss by the first log-probability or factor that is infinite."""
+    """Explains an infinite loss by the first log-probability, factor or cost that is infinite."""
     for site in sites:
         density = site.get("log_prob")
         if isinstance(density, Tensor) and bool(density.isinf().any()):
-            kind = "factor" if hasattr(site["fn"], "log_factor") else "log-probability"
-            yield (
-                f"The {kind} of site {site['name']!r} is infinite at {int(density.isinf().sum())} of {density.numel()} "
+            yield edge_line(site) or (
+                f"The {_scored(site)} is infinite at {int(density.isinf().sum())} of {density.numel()} "
                 "elements, so that this step has no finite gradient. Write a large finite cost in place of an infinite "
                 "one, or draw only values that are possible."
             )
             return
 
 
+def _scored(site: Any) -> str:
+    """What a site adds to the loss, in words."""
+    if cost_options(site) is not None:
+        return f"cost {site['name']!r}"
+    return f"{'factor' if hasattr(site['fn'], 'log_factor') else 'log-probability'} of site {site['name']!r}"
+
+
 def _misspelt(site: Any) -> Iterator[str]:
-    """Warns if a key of ``infer`` looks like a misspelt ``"bpq"``."""
+    """Warns if a key of ``infer`` looks like a misspelt ``"bpq"``, or like an option that belongs into it."""
     for key in site["infer"]:
         if isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq"):
             yield f'Site {site["name"]!r} has infer={{{key!r}: ...}}, which nothing reads: write infer={{"bpq": ...}}.'
-            return
-
-
-def _observed(guide: Iterable[Any]) -> Iterator[str]:
-    """Warns if the guide observes data."""
-    names = [
-        site["name"]
-        for site in guide
-        if site["is_observed"]
-        and not site["infer"].get("_deterministic")
-        and cost_options(site) is None
-        and type(site["fn"]).__name__ not in ("Unit", "Delta")
-    ]
-    if names:
-        yield (
-            f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over "
-            "in the wrong order? It is loss(model, guide, ...) and SVI(model, guide, ...)."
-        )
+        elif key in option_names():
+            yield (
+                f"Site {site['name']!r} has infer={{{key!r}: ...}}, which nothing reads: write "
+                f'infer={{"bpq": {{{key!r}: ...}}}}.'
+            )
 
 
 def _repeated(site: Any) -> Iterator[str]:
@@ -332,10 +349,13 @@ def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
     )
 
 
-def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> Iterator[str]:
-    """Warns if guide and model name a plate differently: nothing then shows that its rows are the same."""
+def _other_plates(model: Mapping[str, Any], guide: Mapping[str, Any]) -> Iterator[str]:
+    """Warns if a plate has another name, or another size, in the guide than in the model."""
     known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
     for name in (name for name in guide if name in model):
+        if line := sizes_line(name, plates_of(model[name]), plates_of(guide[name])):
+            yield f"{line} Now the model runs the rows of the guide, whose costs it scales."
+            return
         there = {frame.dim: frame for frame in _rows_around(model[name])}
         for frame in _rows_around(guide[name]):
             other = there.get(frame.dim)
@@ -410,6 +430,23 @@ def nan_line(site: Any) -> str:
         how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
     count = f"{number_missing(value)} of {value.numel()}"
     return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
+
+
+def edge_line(site: Any) -> str:
+    """Says that a value lies on the edge of a continuous support, where rounding has put it; empty if it does not."""
+    value, fn, name = site["value"], site["fn"], site["name"]
+    if is_discrete(fn) is not False or "Real" in support(fn) or not isinstance(value, Tensor):
+        return ""
+    number = int(((value == 0) | (value == 1) | value.isinf()).sum())
+    if not number:
+        return ""
+    whose, advice = ("drawn value", "less extreme parameters, a higher temperature where there is one, or float64")
+    if site["is_observed"]:
+        whose, advice = "data", "data that lie inside, as by data.clamp(1e-6, 1 - 1e-6) or data.clamp(min=1e-6)"
+    return (
+        f"The {whose} of site {name!r} is on the edge of its support at {number} of {value.numel()} elements, where "
+        f"{described(fn)} has no finite log-probability. Rounding puts values there: take {advice}."
+    )
 
 
 def support_line(site: Any) -> str:

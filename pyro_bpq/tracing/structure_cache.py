@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -247,7 +248,7 @@ class StructureCache:
                 self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is tracked.")
             self.escapes |= traced.escaped
             self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
-            if traced.met and not self.crosses:
+            if traced.crosses and not self.crosses:
                 _warn_of_rows(traced, reads)
             self.crosses |= traced.crosses
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
@@ -345,17 +346,32 @@ class StructureCache:
 
 
 def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
-    """Warns that rows of a plate meet, although the plate declares them independent."""
+    """Warns that rows of a plate may meet, although the plate declares them independent."""
+    warnings.warn(_met(traced, reads) if traced.met else _left_a_plate(traced), BPQWarning, stacklevel=3)
+
+
+def _met(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> str:
     cost, plates = next(iter(traced.met.items()))
     inside = [n for n in sorted(reads[cost]) if any(plate.name in plates for plate in traced.plates[n])]
-    warnings.warn(
+    return (
         f"Rows of the plate {', '.join(map(repr, plates))} meet in {cost}: a row of it reads other rows of "
         f"{', '.join(map(repr, inside))}, although a plate declares its rows independent. From now on each row is "
         "charged with the costs of all rows, which is unbiased, with more variance; Pyro's own ELBOs would be biased. "
         f"If that is not meant, look at the dimensions in which the program of {cost} reduces, flips or indexes; if it "
-        "is, take the dimension into the event with .to_event().",
-        BPQWarning,
-        stacklevel=2,
+        "is, take the dimension into the event with .to_event()."
+    )
+
+
+def _left_a_plate(traced: TracedRun) -> str:
+    sites = [name for name in sorted(traced.escaped_sites) if traced.plates[name]]
+    plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
+    rows = math.prod(traced.plate_sizes[plate] for plate in plates)
+    return (
+        f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
+        "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "
+        f"the costs of all {rows} rows, which is unbiased, with a variance that grows with their number. Stay "
+        "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or give what a simulator in numpy returns "
+        "as the cost of each row, pyro_bpq.cost(name, function, z)."
     )
 
 

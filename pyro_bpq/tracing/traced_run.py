@@ -20,7 +20,7 @@ from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import Pattern
-from pyro_bpq.tracing.config import CostOptions, SiteOptions, cost_options, site_options
+from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.tracing.work import Work
@@ -81,6 +81,11 @@ class TracedRun:
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean the same sites, plates and options in the same order, and the same flags."""
         return self.entries, self.flags
+
+    @property
+    def traces(self) -> tuple[Any, Any]:
+        """Pyro's traces of model and guide."""
+        return self.model_trace, self.guide_trace
 
     @property
     def escaped(self) -> bool:
@@ -188,19 +193,21 @@ class PlainRun:
         scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
         loss: The loss of the run, a scalar in nats, detached.
         differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
+        traces: Pyro's traces of model and guide.
     """
 
     sites: Mapping[str, Any]
     scores: Tensor
     loss: Tensor
     differentiable: Tensor
+    traces: tuple[Any, Any]
 
 
 # What a site's infer may ask for that a plain run has no place for.
 _OPTIONS = frozenset(("bpq", "baseline", "bpq_cost", "_do_not_trace", "_enumerate_dim"))
 
 
-def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
+def plain_run(model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
     """A run as program order sees it, from its traces with log-probabilities; ``None`` where it is not plain."""
     model_sites, scored, scores = samples(model_trace), dict[str, Any](), []
     for name, site in guide_sites.items():
@@ -217,7 +224,7 @@ def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | No
             return None
     differentiable, loss = _sums(guide_sites, model_sites)
     stacked = torch.stack(scores) if scores else torch.zeros(0)
-    return PlainRun(scored, stacked, loss, differentiable)
+    return PlainRun(scored, stacked, loss, differentiable, (model_trace, guide_trace))
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -278,6 +285,8 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         # The site is drawn although its mask is False, but Pyro gives no score for it.
         fn = fn.base_dist
         score = fn.score_parts(site["value"]).score_function
+    if options.context is not None:
+        check_context(info.name, options.context.shape, site["log_prob"].shape)
     baseline = None
     if options.baseline is not None:
         baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)

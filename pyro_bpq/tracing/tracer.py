@@ -22,7 +22,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.tracing.component_costs import ElementWatch
-from pyro_bpq.tracing.config import cost_options
+from pyro_bpq.tracing.config import OthersDraw, cost_options
 from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
@@ -86,8 +86,11 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
         tracked = {} if tracker is None else _tracked(tracker, watch, guide_sites, model_sites, heard)
     traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-    if options.track and options.warns:
-        warn_of_program(model_sites, guide_sites, traced.run.loss, options.step == 0, bool(watch.enumerated))
+    if options.only_costs and options.step == 0 and tracked and not (traced.user_costs or tracked["escaped_sites"]):
+        raise UnsupportedProgramError(
+            "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
+            "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
+        )
     if not (options.track or options.only_costs or watch.enumerated or watch.leaves):
         return traced
     in_plates = {name for name, info in traced.infos.items() if info.plates}
@@ -101,6 +104,8 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         maps=() if maps is None else tuple(maps.found),
         work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
     )
+    if options.track and options.warns:
+        warn_of_program(traced, model_sites, guide_sites, options.step == 0)
     return _only_costs(traced) if options.only_costs else traced
 
 
@@ -110,7 +115,7 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
     with watch:
         model_trace, guide_trace, _ = _explained_traces(model, watch, guide, args, kwargs)
     guide_sites = watch.guide_sites(guide_trace)
-    plain = None if watch.attached else plain_run(model_trace, guide_sites)
+    plain = None if watch.attached else plain_run(model_trace, guide_trace, guide_sites)
     return plain or _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
 
 
@@ -151,7 +156,10 @@ def importance_traces(
     else:
         guide_trace, model_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs), Trace()
         if model is not None:
-            replayed = poutine.replay(model, trace=guide_trace)
+            # Replay hides what the model's own statements say of sites that the guide has drawn.
+            is_first = watch.tracker is not None or watch.options.step == 0
+            checked = OthersDraw()(model) if is_first else model
+            replayed = poutine.replay(checked, trace=guide_trace)
             model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
     given = model_trace, guide_trace
     try:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from test_graph import graphs
 from validation import validate_network
 
-from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics.render import render_network, render_scg
 from pyro_bpq.errors import BPQError, GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode, Reduction
@@ -482,4 +481,3 @@ def test_a_network_without_q_nodes_is_false_and_a_sentence() -> None:
     empty = BackpropQNetwork(graph, ())
     assert not empty and str(empty).startswith("There is no Backprop-Q network: no site has a critic")
     assert BackpropQNetwork.build(graph)
-    assert "take a step first" in str(TraceBackpropQ_ELBO().network)

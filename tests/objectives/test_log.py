@@ -94,9 +94,8 @@ def test_what_is_settled_is_said_once(name: str, caplog: pytest.LogCaptureFixtur
     found = said(caplog)
     for text in expected:
         assert found.count(text) == 1, found
-        # The same is shown to those who print the objective, as far as it holds still.
-        assert f"settled: {text}\n" in repr(elbo)
-    assert "settled" not in repr(TraceBackpropQ_ELBO())
+        # The same is shown to those who print the objective, as far as it holds still: one particle had an extra run.
+        assert (text in repr(elbo)) is not text.startswith("The extra run")
 
 
 def test_sums_over_all_values_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +103,7 @@ def test_sums_over_all_values_are_said_once(caplog: pytest.LogCaptureFixture, mo
     with caplog.at_level("INFO", "pyro_bpq"):
         elbo = steps(lambda z: z)
     text = "All values run in one call, in a plate of their own."
-    assert said(caplog).count(text) == 1 and f"settled: {text}\n" in repr(elbo)
+    assert said(caplog).count(text) == 1 and text in repr(elbo)
 
 
 def test_nothing_is_said_unless_asked_for(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

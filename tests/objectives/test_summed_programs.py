@@ -276,7 +276,7 @@ def test_diagnosis_knows_that_nothing_is_drawn() -> None:
     assert not [finding for finding in found.findings if "particle" in str(finding) or "critic" in str(finding)]
     moments = gradient_moments(elbo, programs.model, programs.guide)
     assert moments.is_exact and moments.total_variance == pytest.approx(0.0, abs=1e-20)
-    quick: dict[str, Any] = {"num_warmup": 3, "num_samples": 5, "num_rounds": 1, "progress": False, "verbose": False}
+    quick: dict[str, Any] = {"num_warmup": 3, "num_samples": 5, "num_rounds": 1, "progress": False}
     row = compare_estimators(programs.model, programs.guide, **quick)["default"]
     assert row.variance == pytest.approx(0.0, abs=1e-20) and not row.is_biased
 

@@ -1,0 +1,137 @@
+"""Guides whose parameters get no gradient: told in the first step, and by ``diagnose``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+
+from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
+from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
+
+Cut = Callable[[Tensor], Tensor]
+
+
+def bits(q: Tensor) -> dist.TorchDistribution:
+    return dist.Bernoulli(logits=q)
+
+
+def counts(q: Tensor) -> dist.TorchDistribution:
+    return dist.Poisson(q.exp())
+
+
+def smooth(q: Tensor) -> dist.TorchDistribution:
+    return dist.Normal(q, 1.0)
+
+
+KINDS = [bits, counts, smooth]
+
+
+def programs(kind: Any, cut: Cut = Tensor.detach, learns: bool = False) -> tuple[Any, Any]:
+    def model() -> None:
+        z = pyro.sample("z", kind(torch.tensor(0.1)))
+        mean = pyro.param("mean", torch.tensor(0.2)) if learns else 0.0
+        pyro.sample("x", dist.Normal(z + mean, 1.0), obs=torch.tensor(0.7))
+
+    return model, lambda: pyro.sample("z", kind(cut(pyro.param("q", torch.tensor(0.3)))))
+
+
+def warned(model: Any, guide: Any, steps: int = 3, elbo: Any = None) -> list[str]:
+    elbo = elbo or TraceBackpropQ_ELBO()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            elbo.loss_and_grads(model, guide)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_tells_it_once(kind: Any, learns: bool) -> None:
+    (text,) = warned(*programs(kind, learns=learns))
+    assert text.startswith("No gradient reaches the parameters of the guide, 'q'")
+    assert ".detach()" in text and 'pyro.poutine.block(guide, hide_types=["param"])' in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_guide_with_a_gradient_is_left_alone(kind: Any) -> None:
+    assert not warned(*programs(kind, cut=Tensor.clone))
+
+
+def test_what_silences_it_silences_it() -> None:
+    model, guide = programs(bits)
+    assert not warned(model, poutine.block(guide, hide_types=["param"]))
+
+
+def test_guides_without_parameters_are_left_alone() -> None:
+    model, _ = programs(bits, learns=True)
+    assert not warned(model, lambda: pyro.sample("z", dist.Bernoulli(0.4)))
+
+
+def test_parameters_that_the_model_reads_count_for_the_model() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(z + pyro.param("q"), 1.0), obs=torch.tensor(0.7))
+
+    _, guide = programs(bits)
+    assert not warned(model, guide)
+
+
+def test_evaluation_says_nothing() -> None:
+    model, guide = programs(bits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TraceBackpropQ_ELBO().loss(model, guide)
+
+
+def test_a_policy_without_a_gradient_is_told_too() -> None:
+    def policy(cut: Cut) -> None:
+        cost("fee", 2.0 * pyro.sample("z", bits(cut(pyro.param("q", torch.tensor(0.3))))))
+
+    assert len(warned(None, lambda: policy(Tensor.detach), elbo=ExpectedCost())) == 1
+    assert not warned(None, lambda: policy(Tensor.clone), elbo=ExpectedCost())
+
+
+class Guide(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = PyroParam(torch.tensor(0.3))
+
+    def forward(self) -> None:
+        pyro.sample("z", bits(self.q.detach()))
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_module_is_told_too(is_local: bool) -> None:
+    model, _ = programs(bits)
+    with pyro.settings.context(module_local_params=is_local), pytest.warns(UserWarning, match="No gradient reaches"):
+        TraceBackpropQ_ELBO()(model, Guide())()
+
+
+@pytest.mark.filterwarnings("ignore:No gradient reaches")
+@pytest.mark.parametrize("kind", KINDS)
+def test_diagnose_says_that_no_parameter_gets_a_gradient(kind: Any) -> None:
+    model, guide = programs(kind)
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(model, guide)
+    found = diagnose(elbo, model, guide, num_samples=6, num_outcomes=1)
+    text = " ".join(str(found).split())
+    assert "The guide's parameters 'q' get no gradient" in text
+    assert "No parameter of model or guide gets one." in text and "inf" not in text
+
+
+@pytest.mark.filterwarnings("ignore:No gradient reaches")
+def test_measurements_of_no_gradient_run() -> None:
+    model, guide = programs(smooth)
+    elbo = TraceBackpropQ_ELBO()
+    moments = gradient_moments(elbo, model, guide, num_samples=4)
+    assert moments.total_variance == 0.0 and all(bool((mean == 0.0).all()) for mean in moments.mean.values())
+    compare_estimators(model, guide, num_samples=4)

@@ -1,0 +1,261 @@
+"""Subclasses that override hooks of Pyro's ELBOs are told, and ``elbo.traces`` gives what they want."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, TraceGraph_ELBO
+from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.nn import PyroModule, PyroParam
+from pyro.optim import SGD, ClippedAdam
+
+from pyro_bpq import CompiledSVI, ExpectedCost, ProximalSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
+from pyro_bpq.errors import BPQError, BPQWarning
+
+
+def model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(0.4))
+    y = pyro.sample("y", dist.Normal(z, 1.0))
+    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
+
+
+def guide() -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+    pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
+
+
+def steered_model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(0.4))
+    y = pyro.sample("y", dist.Normal(0.0, 1.0))
+    pyro.sample("x", dist.Normal(y + (1.0 if z.item() else -1.0), 1.0), obs=torch.tensor(0.7))
+
+
+# Hooks that nothing calls.
+
+
+class Keeps(TraceBackpropQ_ELBO):
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        found = super()._get_trace(model, guide, args, kwargs)
+        self.kept = found
+        return found
+
+
+class Logs:
+    def _get_traces(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        raise AssertionError
+
+    def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> Any:
+        raise AssertionError
+
+
+class Bound(Logs, TraceBackpropQ_IWAE):
+    pass
+
+
+class Surrogate(ExpectedCost):
+    def _loss_and_surrogate_loss(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        raise AssertionError
+
+
+HOOKS = {
+    Keeps: ["Keeps._get_trace"],
+    Bound: ["Logs._differentiable_loss_particle", "Logs._get_traces"],
+    Surrogate: ["Surrogate._loss_and_surrogate_loss"],
+}
+
+
+@pytest.mark.parametrize(("kind", "names"), HOOKS.items(), ids=lambda item: getattr(item, "__name__", ""))
+def test_hooks_that_are_never_called_are_told_once(kind: Any, names: list[str]) -> None:
+    with pytest.warns(BPQWarning) as found:
+        kind()
+    (warning,) = found
+    text = str(warning.message)
+    assert text.startswith(f"{', '.join(names)} is never called") and "elbo.traces" in text
+
+
+class Named(TraceBackpropQ_ELBO):
+    """What is called may be overridden."""
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        self.was_called = True
+        return super().loss_and_grads(model, guide, *args, **kwargs)
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().differentiable_loss(model, guide, *args, **kwargs)
+
+    def describe(self) -> str:
+        return "mine"
+
+
+def test_what_is_called_is_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in (TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, ExpectedCost, Named):
+            kind()
+        elbo = Named()
+        SVI(model, guide, SGD({"lr": 0.1}), elbo).step()
+    assert elbo.was_called
+
+
+@pytest.mark.parametrize("loop", [CompiledSVI, ProximalSVI])
+def test_loops_that_call_something_else_say_so(loop: Any) -> None:
+    with pytest.warns(BPQWarning, match=f"Named.loss_and_grads is not called by {loop.__name__}"):
+        loop(model, guide, SGD({"lr": 0.1}), Named())
+
+
+# The traces of a step.
+
+
+def as_pyro(seed: int, model: Any = model) -> tuple[Any, Any]:
+    """The traces that Pyro's own ELBO would take."""
+
+    class Kept(TraceGraph_ELBO):
+        def _get_trace(self, *args: Any) -> Any:
+            self.kept = super()._get_trace(*args)
+            return self.kept
+
+    pyro.set_rng_seed(seed)
+    elbo = Kept()
+    elbo.loss_and_grads(model, guide)
+    return elbo.kept
+
+
+def sites_of(trace: Any) -> dict[str, Any]:
+    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one": {"num_particles": 1},
+    "apart": {"num_particles": 3},
+    "order": {"num_particles": 1, "structure": "dense"},
+}
+
+
+@pytest.mark.parametrize("program", [model, steered_model])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_traces_are_those_of_the_last_steps_first_particle(options: dict[str, Any], program: Any) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    for seed in range(5):
+        pyro.set_rng_seed(seed)
+        elbo.loss_and_grads(program, guide)
+        ours = elbo.traces
+        for own, theirs in zip(ours, as_pyro(seed, program), strict=True):
+            assert list(sites_of(own)) == list(sites_of(theirs))
+            for name, site in sites_of(theirs).items():
+                torch.testing.assert_close(sites_of(own)[name]["value"], site["value"])
+                torch.testing.assert_close(sites_of(own)[name]["log_prob_sum"], site["log_prob_sum"])
+
+
+@pytest.mark.parametrize("kind", [TraceBackpropQ_ELBO, TraceBackpropQ_IWAE])
+def test_particles_of_one_call_share_a_trace_as_in_pyro(kind: Any) -> None:
+    elbo = kind(num_particles=3, vectorize_particles=True)
+    elbo.loss_and_grads(model, guide)
+    model_trace, guide_trace = elbo.traces
+    assert guide_trace.nodes["z"]["value"].shape == (3,) == model_trace.nodes["x"]["log_prob"].shape
+
+
+class Guide(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = PyroParam(torch.tensor(0.3))
+
+    def forward(self) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=self.q))
+        pyro.sample("y", dist.Normal(0.0, 1.0))
+
+
+def test_traces_of_a_module_an_expected_cost_and_a_messenger() -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    loss = elbo(model, Guide())()
+    of_model, of_guide = elbo.traces
+    torch.testing.assert_close(of_guide.log_prob_sum() - of_model.log_prob_sum(), loss)
+
+    def policy() -> None:
+        cost("fee", 2.0 * pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)))))
+
+    costs = ExpectedCost(num_particles=1)
+    found = costs.loss_and_grads(None, policy)
+    assert 2.0 * float(costs.traces[1].nodes["z"]["value"]) == found
+
+    def smooth() -> None:
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(0.7))
+
+    elbo.loss_and_grads(smooth, AutoNormalMessenger(smooth))
+    assert "z" in elbo.traces[1].nodes and "x" in elbo.traces[0].nodes
+
+
+def test_before_the_first_step_a_sentence_says_what_to_do() -> None:
+    with pytest.raises(BPQError, match="take a step first"):
+        _ = TraceBackpropQ_ELBO().traces
+
+
+def test_evaluation_leaves_those_of_the_last_training_step() -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    elbo.loss_and_grads(model, guide)
+    before = elbo.traces
+    elbo.loss(model, guide)
+    elbo.eval().loss_and_grads(model, guide)
+    assert elbo.traces[0] is before[0]
+
+
+def test_trials_beside_training_leave_them() -> None:
+    elbo, compared = TraceBackpropQ_ELBO(choice="all"), 0
+    for seed in range(60):
+        number = elbo.num_particles
+        pyro.set_rng_seed(seed)
+        loss = elbo.loss_and_grads(model, guide)
+        of_model, of_guide = elbo.traces
+        # Of particles that run one after the other, the loss is the mean, and the traces are those of the first.
+        if of_guide.nodes["z"]["value"].numel() == number:
+            own = (of_guide.log_prob_sum() - of_model.log_prob_sum()).detach() / number
+            assert float(own) == pytest.approx(loss)
+            compared += 1
+    assert compared > 40
+
+
+def test_after_a_compiled_step_there_are_none() -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    svi = CompiledSVI(model, guide, ClippedAdam({"lr": 0.01}), elbo, compile="eager")
+    for _ in range(12):
+        svi.step()
+    assert elbo.compiled is not None
+    with pytest.raises(BPQError, match="Compiled steps"):
+        _ = elbo.traces
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["open", *OPTIONS])
+def test_copies_and_pickles_work_after_a_step_and_have_none(options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    elbo.loss_and_grads(model, guide)
+    saved = io.BytesIO()
+    torch.save(elbo.state_dict(), saved)
+    for twin in (copy.deepcopy(elbo), pickle.loads(pickle.dumps(elbo))):
+        with pytest.raises(BPQError, match="take a step first"):
+            _ = twin.traces
+        twin.loss_and_grads(model, guide)
+        assert twin.traces[0] is not elbo.traces[0]
+
+
+def test_the_next_step_lets_them_go_before_it_runs() -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    elbo.loss_and_grads(model, guide)
+    kept = weakref.ref(elbo.traces[0])
+    alive = []
+
+    def watching() -> None:
+        gc.collect()
+        alive.append(kept() is not None)
+        model()
+
+    elbo.loss_and_grads(watching, guide)
+    assert not any(alive)

@@ -1,0 +1,106 @@
+"""Values that leave torch in a plate: one warning in the first step, and an advice that helps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq.diagnostics import gradient_moments
+from pyro_bpq.testing import assert_unbiased
+
+ROWS = 3
+DATA = torch.tensor([0.3, 1.4, -0.2], dtype=torch.float64)
+
+
+def guide(rows: int = ROWS) -> None:
+    with pyro.plate("rows", rows):
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(-0.5, 0.5, rows))))
+
+
+def simulated(z: Tensor) -> Tensor:
+    return torch.from_numpy(2.0 * z.numpy())
+
+
+def by_item(z: Tensor) -> Tensor:
+    return torch.tensor([2.0 if one.item() else 0.0 for one in z])
+
+
+def by_list(z: Tensor) -> Tensor:
+    return torch.tensor([2.0 * number for number in z.tolist()])
+
+
+def by_index(z: Tensor) -> Tensor:
+    return torch.tensor([0.0, 2.0])[z.long()]
+
+
+def model(simulator: Callable[[Tensor], Tensor], data: Tensor = DATA) -> None:
+    with pyro.plate("rows", len(data)):
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(simulator(z), 1.0), obs=data)
+
+
+def as_cost(simulator: Callable[[Tensor], Tensor], data: Tensor = DATA) -> None:
+    with pyro.plate("rows", len(data)):
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        cost("x", lambda value: -dist.Normal(simulator(value), 1.0).log_prob(data), z)
+
+
+def warned(model: Any, guide: Any, steps: int = 3, **options: Any) -> list[str]:
+    elbo = TraceBackpropQ_ELBO(**options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            elbo.loss_and_grads(model, guide)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("simulator", [simulated, by_item, by_list])
+@pytest.mark.parametrize("particles", [None, 2])
+def test_it_is_told_once_with_plate_sites_price_and_remedy(simulator: Any, particles: int | None) -> None:
+    (text,) = warned(lambda: model(simulator), guide, num_particles=particles)
+    for words in ("Values of 'z'", "the plate 'rows'", "the costs of all 3 rows", "torch.where", "pyro_bpq.cost"):
+        assert words in text
+
+
+def test_values_that_stay_in_torch_or_in_a_cost_are_left_alone() -> None:
+    assert not warned(lambda: model(by_index), guide)
+    assert not warned(lambda: as_cost(simulated), guide)
+
+
+def test_values_outside_of_plates_are_left_alone() -> None:
+    def one() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(float(z), 1.0), obs=torch.tensor(0.7))
+
+    assert not warned(one, lambda: pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)))))
+
+
+@pytest.mark.filterwarnings("ignore:Values of 'z', drawn in the plate 'rows', leave torch")
+@pytest.mark.parametrize("program", [model, as_cost])
+def test_both_are_unbiased(program: Any) -> None:
+    elbo, run = TraceBackpropQ_ELBO(num_particles=1), lambda: program(simulated)
+    for _ in range(10):
+        elbo.loss_and_grads(run, guide)
+    assert_unbiased(elbo.eval(), run, guide)
+
+
+@pytest.mark.filterwarnings("ignore:Values of 'z', drawn in the plate 'rows', leave torch")
+def test_the_advice_takes_the_noise_of_other_rows_away() -> None:
+    data = torch.linspace(-1.0, 2.0, 50)
+
+    def variance(program: Any) -> float:
+        pyro.clear_param_store()
+        elbo, run = TraceBackpropQ_ELBO(num_particles=1), lambda: program(simulated, data)
+        for _ in range(20):
+            elbo.loss_and_grads(run, lambda: guide(50))
+        return gradient_moments(elbo, run, lambda: guide(50), num_samples=100).total_variance
+
+    assert 10.0 * variance(as_cost) < variance(model)
