@@ -15,7 +15,7 @@ from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import listed, short
-from pyro_bpq.tracing.component_costs import Pattern
+from pyro_bpq.record.components import Pattern
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import have_same_values
-from pyro_bpq.tracing.component_costs import Pattern, Patterns
+from pyro_bpq.record.components import Pattern, Patterns
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
 

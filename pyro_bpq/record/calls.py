@@ -24,7 +24,7 @@ _ALIASES = frozenset((torch.as_tensor, torch.asarray))
 # Number of leading arguments that Python does not read: operators follow them.
 _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
 
-OWN = "pyro_bpq.record."
+OWN = ("pyro_bpq.record.", "pyro_bpq.tracing.work")
 """Modules of the tape. They look at memory only to follow it."""
 
 Args = tuple[Any, ...]
@@ -78,7 +78,10 @@ class Calls(TorchFunctionMode):
         target = args[0] if result is None else result  # x.data = y
         if func is _LIFT or (func in _ALIASES and not isinstance(data, (Tensor, list, tuple, int, float))):
             tape.expose(target)
-        if target is not data and any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
+        leaves = tree_leaves(data)
+        if all(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+            tape.constants.add(tape.value_of(target))
+        elif target is not data and any(isinstance(leaf, Tensor) for leaf in leaves):
             tape.made(remade, (data, target.dtype, target.device), target)
             if torch._C._functorch.is_functorch_wrapped_tensor(target):
                 tape.hide(target, func.__name__)

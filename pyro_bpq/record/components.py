@@ -38,6 +38,19 @@ class Pattern:
     components: tuple[int, ...]
     number: int  # number of components `D` of the site
 
+    def fits(self, batch: torch.Size) -> bool:
+        """Whether the pattern applies to a cost of this batch shape: if rows differ, their number must match."""
+        if self.is_uniform:
+            return True
+        own = self.shape[: len(self.shape) - self.event_ndim]
+        given = (1,) * (len(own) - len(batch)) + tuple(batch)
+        return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all rows of the cost are alike."""
+        return math.prod(self.shape[: len(self.shape) - self.event_ndim]) == 1
+
     @cached_property
     def _index(self) -> Tensor:
         """The components with the event dimensions flattened to one."""
@@ -47,7 +60,7 @@ class Pattern:
         """Sums elements ``batch_of_cost + event`` by component, ``batch + (D,)``, with the batch shape of the site."""
         lead = elements.shape[: elements.dim() - self.event_ndim]
         flat = elements.reshape(*lead, -1)
-        if self.components != tuple(range(self.number)):
+        if not self.is_uniform or self.components != tuple(range(self.number)):
             index = self._index.to(flat.device).expand(flat.shape)
             # Elements that read no component are added to an extra component, which is dropped.
             charged = flat.new_zeros(*lead, self.number + 1)

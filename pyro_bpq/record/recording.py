@@ -2,7 +2,8 @@ r"""A recorded run: what depends on what, and what it would cost at other values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +30,7 @@ class Recording:
         opaque: Values that cannot be made again, and why.
         guards: What Python read where no source reaches.
         bits: The bit of each source, by name.
+        constants: Leaves whose numbers stand in the program.
     """
 
     nodes: tuple[Node, ...]
@@ -39,12 +41,13 @@ class Recording:
     opaque: Mapping[Value, str]
     guards: tuple[Guard, ...]
     bits: Mapping[str, int]
+    constants: Set[Value]
 
     @classmethod
     def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
         """What a tape has written down; ``sites`` are the values of the sources."""
         leaves = {**tape.inputs, **tape.before, **tape.noise, **sites}
-        return cls((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, leaves, tape.opaque, (*tape.guards,), tape.bits)
+        return cls((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, leaves, tape.opaque, (*tape.guards,), tape.bits, tape.constants)
 
     @cached_property
     def _maker(self) -> dict[Value, int]:
@@ -54,8 +57,30 @@ class Recording:
             found.update({new: i for _, new in node.written})
         return found
 
-    def cut(self, wanted: Iterable[Value], given: Iterable[Value] = ()) -> Function:
+    def reads(self, value: Value, source: Value) -> bool:
+        """Whether a value depends on the value of a site."""
+        return bool(self.masks[value] & self.masks[source])
+
+    @cached_property
+    def known(self) -> Callable[[Value], Tensor | None]:
+        """Gives the numbers of a value that are the same in every run, as those of ``torch.arange``."""
+        return functools.cache(self._known)
+
+    def _known(self, value: Value) -> Tensor | None:
+        if self.masks[value]:
+            return None
+        try:
+            function = self.cut([value])
+        except Uncut:
+            return None
+        if function.given and not all(given in self.constants for given in function.given):
+            return None
+        return function(*(self.leaves[given] for given in function.given))[0]
+
+    def cut(self, wanted: Iterable[Value], given: Iterable[Value] = (), sees_all: bool = False) -> Function:
         """The operators between some given values, or leaves of the run, and what is wanted.
+
+        With ``sees_all`` it need not run: values may be on the way that cannot be made again.
 
         Raises:
             Uncut: If a value on the way cannot be made again.
@@ -67,8 +92,13 @@ class Recording:
             if value in known:
                 taken[value] = None
                 continue
-            if value in self.opaque:
+            if value in self.opaque and not sees_all:
                 raise Uncut(self.opaque[value])
+            if value not in self._maker:
+                if not sees_all:
+                    raise Uncut(self.opaque.get(value, "a tensor from elsewhere"))
+                taken[value] = None
+                continue
             first = [self._maker[value]]
             while first:
                 i = first.pop()

@@ -105,6 +105,7 @@ class Tape(TorchDispatchMode):
         bits: The bit of each source, by name; ``origins`` what its value depended on before.
         inputs: Tensors that no node has made, by value; ``before`` copies of those that were written into.
         noise: Random numbers that were drawn where no source reaches, by value.
+        constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
         opaque: Values that no operator has made, and what has made them.
         guards: What Python read where no source reaches.
         steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each.
@@ -124,6 +125,7 @@ class Tape(TorchDispatchMode):
         self.before: dict[Value, Tensor] = {}
         self.noise: dict[Value, Tensor] = {}
         self.opaque: dict[Value, str] = {}
+        self.constants: set[Value] = set()
         self.guards: list[Guard] = []
         self.steering = 0
         self.lines: dict[int, str] = {}
@@ -221,6 +223,13 @@ class Tape(TorchDispatchMode):
                 known = self._storages.of(storage)
                 known.mask = known.source = bit
         return value
+
+    def taint(self, tensor: Tensor, mask: int) -> None:
+        """Adds sources to what a tensor depends on."""
+        value = self._value(tensor)
+        self.masks[value] |= mask
+        for storage in memory_of(tensor):
+            self._storages.of(storage).mask |= mask
 
     # Reads.
 
@@ -520,7 +529,7 @@ def _is_library_check() -> bool:
         module = frame.f_globals.get("__name__") or ""
         if module.startswith(_LIBRARIES):
             return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
-        if module != "torch" and not module.startswith(("torch.", OWN)):
+        if module != "torch" and not module.startswith(("torch.", *OWN)):
             return False
         frame = frame.f_back
     return False
@@ -531,7 +540,7 @@ def _line() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
-        if not module.startswith(("torch", "pyro.", OWN)) and not frame.f_code.co_filename.startswith("<"):
+        if not module.startswith(("torch", "pyro.", *OWN)) and not frame.f_code.co_filename.startswith("<"):
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             return f"{text!r} in {frame.f_code.co_name}, line {frame.f_lineno}"
         frame = frame.f_back

@@ -25,7 +25,7 @@ from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Program, Rollout, Run
 from pyro_bpq.step.site_program import gradient_to, slope_of
-from pyro_bpq.tracing.component_costs import Pattern, charge_sites
+from pyro_bpq.record.components import Pattern, charge_sites
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site

@@ -20,7 +20,7 @@ from pyro_bpq.errors import BPQWarning, StructureChangedError, check_choice
 from pyro_bpq.graph.bitsets import Reads, named
 from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.tracing.component_costs import Patterns
+from pyro_bpq.record.components import Patterns
 from pyro_bpq.tracing.plain_values import MetValues
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work

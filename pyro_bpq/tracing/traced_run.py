@@ -19,7 +19,7 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
-from pyro_bpq.tracing.component_costs import Pattern
+from pyro_bpq.record.components import Pattern
 from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info

@@ -20,14 +20,14 @@ from torch.distributions import Distribution, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.rollout.features import base_distribution
-from pyro_bpq.tracing.component_costs import ElementWatch
+from pyro_bpq.record.components import Drawn, Scored, elements_of, patterns_of, rows_that_meet
+from pyro_bpq.record.recording import Recording
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.rollout.features import base_distribution, batch_of, element_log_prob, independent_components
 from pyro_bpq.tracing.config import OthersDraw, cost_options
-from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
-from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.substitute import unchecked
 from pyro_bpq.tracing.traced_run import (
@@ -42,6 +42,7 @@ from pyro_bpq.tracing.traced_run import (
 from pyro_bpq.tracing.watch import (
     HANDED,
     LARGE,
+    PARTICLES,
     TraceOptions,
     Watch,
     carried,
@@ -67,16 +68,13 @@ Heard = Mapping[tuple[bool, str], int]
 
 def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> TracedRun:
     """Runs the guide, replays the model against it, and records both."""
-    tracker = DependencyTracker() if options.track else None
-    components, elements = options.components and not options.only_costs, None
-    if tracker is not None and (options.rows or components):
-        elements = ElementWatch(tracker, components, options.rows)
+    tape = Tape() if options.track else None
     work = WorkMode() if options.counts else None
-    watch = Watch(options, tracker, elements, work)
+    watch = Watch(options, tape, work)
     maps = LinearReads(watch.leaves) if options.maps else None
     modules = BufferedModules() if options.track else None
     # The counter of work is the innermost mode: it does not see the operators of the others.
-    modes = (tracker, None if elements is None else elements.elements, work, maps, watch, modules)
+    modes = (tape, work, maps, watch, modules)
     with contextlib.ExitStack() as stack:
         for mode in modes:
             if mode is not None:
@@ -84,7 +82,7 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
-        tracked = {} if tracker is None else _tracked(tracker, watch, guide_sites, model_sites, heard)
+        tracked = {} if tape is None else _tracked(tape, watch, guide_sites, model_sites, heard)
     traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
     if options.only_costs and options.step == 0 and tracked and not (traced.user_costs or tracked["escaped_sites"]):
         raise UnsupportedProgramError(
@@ -147,7 +145,6 @@ def importance_traces(
     compute from the value has a gradient to the leaf.
     """
     nesting, guide = watch.options.max_plate_nesting, watch.guide(guide)
-    ledger = None if watch.tracker is None else watch.tracker.ledger
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
         guide(*args, **kwargs)
@@ -157,7 +154,7 @@ def importance_traces(
         guide_trace, model_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs), Trace()
         if model is not None:
             # Replay hides what the model's own statements say of sites that the guide has drawn.
-            is_first = watch.tracker is not None or watch.options.step == 0
+            is_first = watch.tape is not None or watch.options.step == 0
             checked = OthersDraw()(model) if is_first else model
             replayed = poutine.replay(checked, trace=guide_trace)
             model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
@@ -170,8 +167,8 @@ def importance_traces(
             for name in trace.nodes.keys() & watch.leaves.keys():
                 trace.nodes[name]["value"] = trace.nodes[name]["value"].detach()  # type: ignore[union-attr]
         heard = {
-            **_score(model_trace, Trace.compute_log_prob, False, ledger),
-            **_score(guide_trace, Trace.compute_score_parts, True, ledger),
+            **_score(model_trace, Trace.compute_log_prob, False, watch),
+            **_score(guide_trace, Trace.compute_score_parts, True, watch),
         }
         if is_validation_enabled():
             for site in (*samples(model_trace).values(), *samples(guide_trace).values()):
@@ -182,9 +179,10 @@ def importance_traces(
     return model_trace, guide_trace, heard
 
 
-def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledger: Ledger | None) -> Heard:
-    """Computes the log-probabilities of a trace; with a ledger, site by site, to record the reads of each."""
-    if ledger is None:
+def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch: Watch) -> Heard:
+    """Computes the log-probabilities of a trace; on a tape site by site, to record the reads of each."""
+    tape = watch.tape
+    if tape is None:
         checked = score_bits_unchecked(trace)
         try:
             compute(trace)
@@ -192,20 +190,21 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledge
             for name, fn in checked.items():
                 trace.nodes[name]["fn"] = fn
         return {}
-    heard = {}
+    heard, everything = {}, tape.steering
     for name, site in samples(trace).items():
         one = Trace()
         one.nodes[name] = site
-        ledger.listen()
+        tape.listen()
         try:
-            compute(one)
+            with tape.steered_by(watch.steering_of(name, is_guide)):
+                compute(one)
         except ValueError:
             # The whole trace is computed again, so that the error message shows the shapes of all sites.
             compute(trace)
             raise
-        found = ledger.stop_listening()
+        found = tape.stop_listening()
         # A user's own object may have kept any value that has left torch so far.
-        heard[is_guide, name] = found | (ledger.escaped if ledger.escaped and _is_own(site["fn"]) else 0)
+        heard[is_guide, name] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
 
 
@@ -255,55 +254,92 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith(_LIBRARIES)
 
 
-def _tracked(
-    tracker: DependencyTracker, watch: Watch, guide_sites: Sites, model_sites: Sites, heard: Heard
-) -> dict[str, Any]:
-    """What the handlers of a tracked run know, as fields of its record; the handlers must be active."""
-    of_guide = _reads(tracker, guide_sites, watch, heard, True)
-    of_model = _reads(tracker, model_sites, watch, heard, False)
+def _tracked(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites, heard: Heard) -> dict[str, Any]:
+    """What the tape of a run tells, as fields of its record; the tape must be active."""
+    of_guide = _reads(tape, guide_sites, watch, heard, True)
+    of_model = _reads(tape, model_sites, watch, heard, False)
     # The lowest bit is not a site: it marks the guide's own values.
     bits = {cost: found >> 1 for cost, found in (of_guide | of_model).items()}
     # A GuideMessenger runs guide and model as one program: the guide hands nothing over.
     handed = frozenset(cost for cost, found in of_model.items() if found & watch.handed and watch.has_model)
-    handed |= _weighted_by_itself(tracker, model_sites)
+    handed |= _weighted_by_itself(tape, model_sites)
     # So does the log-probability of a value that carries more than its site's value shows.
     handed |= {cost_of_site(site, False) for site in model_sites.values() if carried(site["value"])}
-    found: dict[str, Any] = {"reads": Reads(tuple(tracker.ledger.bits)[1:], bits), "handed": handed}
-    elements = watch.elements
-    if elements is not None:
-        scored, log_probs = _scored(guide_sites, model_sites, True), _scored(guide_sites, model_sites)
-        found["patterns"] = elements.patterns(log_probs)
-        if elements.rows is not None and elements.particles is not None:
-            found["met"] = elements.rows.meeting(scored)
-            found["unfollowed"] = elements.rows.unfollowed(log_probs)
-            found["mixes"] = bool(elements.particles.meeting(scored))
-    found["escaped_sites"] = tracker.escaped - {HANDED}
+    escaped = tape.escaped - {HANDED}
+    found: dict[str, Any] = {"reads": Reads(tuple(tape.bits)[1:], bits), "handed": handed, "escaped_sites": escaped}
+    if watch.options.rows or watch.options.components:
+        found.update(_elements(tape, watch, guide_sites, model_sites))
     return found
 
 
-def _reads(tracker: DependencyTracker, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:
+def _elements(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites) -> dict[str, Any]:
+    """Which rows and components the costs of a run read."""
+    options = watch.options
+    follows = options.components and not options.only_costs and not tape.escaped - {HANDED}
+    scored, costs = _scored(guide_sites, model_sites, True), {}
+    for name, site in scored:
+        is_given = cost_options(site) is not None
+        elements, ndim = (site["log_prob"], 0) if is_given or not follows else elements_of(site)
+        costs[name] = Scored(tape.value_of(elements), ndim, _plates(site))
+    drawn = {}
+    for name, value in watch.drawn.items():
+        site = guide_sites.get(name)
+        if site is None or name in watch.untraced:
+            continue
+        fn, ndim = site["fn"], 0
+        number = 0 if _is_pathwise(site) else independent_components(fn) or 0
+        law = site["unscaled_log_prob"]
+        if follows and number > 1:
+            law, ndim = element_log_prob(fn, site["value"])
+        drawn[name] = Drawn(
+            value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, {} if _is_pathwise(site) else _plates(site)
+        )
+    sites = {value: torch.empty(0) for value in (*watch.drawn.values(), *watch.replayed.values())}
+    recording = Recording.of(tape, sites)
+    again = {f"{name} again": replace(drawn[name], value=value) for name, value in watch.replayed.items() if name in drawn}
+    every = [*drawn.values(), *again.values()]
+    plates = dict.fromkeys(plate for site in drawn.values() for plate in site.plates)
+    plates = plates if options.rows else {}
+    met: dict[str, tuple[str, ...]] = {}
+    for plate in plates:
+        for cost, why in rows_that_meet(recording, every, costs, plate).items():
+            met[cost] = (plate, why)
+    mixes = any(plate == PARTICLES for plate, _ in met.values())
+    met = {cost: (plate,) for cost, (plate, why) in met.items() if plate != PARTICLES}
+    patterns = patterns_of(recording, {**drawn, **again}, costs, met) if follows else {}
+    return {"met": met, "unfollowed": {}, "mixes": mixes, "patterns": patterns}
+
+
+def _plates(site: Any) -> dict[str, int]:
+    return {frame.name: frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+
+
+def _is_pathwise(site: Any) -> bool:
+    return bool(getattr(site["fn"], "has_rsample", False))
+
+
+def _reads(tape: Tape, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:
     """The sources that each site's cost reads, as bits; for a guide site, also the sources of its draw."""
     reads = {}
     for name, site in sites.items():
-        # A GuideMessenger runs guide and model as one program: a model site may be noted as the guide's.
-        before = watch.escaped.get((is_guide, name), watch.escaped.get((True, name), 0))
+        before = watch.steering_of(name, is_guide)
         scored = site["score_parts"].score_function if is_untraced(site) else site["log_prob"]
-        found = tracker.mask_of(scored) | before | heard.get((is_guide, name), 0)
+        found = tape.mask_of(scored) | before | heard.get((is_guide, name), 0)
         if is_guide:
-            found |= tracker.ledger.origins.get(name, 0) | watch.heard.get(name, 0)
+            found |= tape.origins.get(name, 0) | watch.heard.get(name, 0)
             # A flow remembers what it drew, so that its log-probability may not look at the value again.
-            found |= tracker.ledger.bits.get(name, 0)
+            found |= tape.bits.get(name, 0)
         reads[cost_of_site(site, is_guide)] = found
     return reads
 
 
-def _weighted_by_itself(tracker: DependencyTracker, sites: Sites) -> frozenset[str]:
+def _weighted_by_itself(tape: Tape, sites: Sites) -> frozenset[str]:
     """Costs of model sites whose scale or mask reads the site's own value: unknown at other values."""
-    bits = tracker.ledger.bits
+    bits = tape.bits
     return frozenset(
         cost_of_site(site, False)
         for name, site in sites.items()
-        if name in bits and tracker.mask_of([site["scale"], full_mask(site)]) & bits[name]
+        if name in bits and tape.mask_of([site["scale"], full_mask(site)]) & bits[name]
     )
 
 

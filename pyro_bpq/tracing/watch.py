@@ -23,11 +23,10 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import base_distribution, finite_components
-from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
 from pyro_bpq.tracing.cost_statement import Given, check_particles
-from pyro_bpq.tracing.provenance import ContainedCalls, DependencyTracker
 from pyro_bpq.tracing.work import Work, WorkMode
 
 Frames = tuple[Any, ...]
@@ -73,12 +72,11 @@ class Watch(Messenger):
     def __init__(
         self,
         options: TraceOptions,
-        tracker: DependencyTracker | None = None,
-        elements: ElementWatch | None = None,
+        tape: Tape | None = None,
         work: WorkMode | None = None,
     ) -> None:
         super().__init__()
-        self.options, self.tracker, self.elements, self.work = options, tracker, elements, work
+        self.options, self.tape, self.work = options, tape, work
         self.is_guide = self.has_model = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
@@ -92,10 +90,10 @@ class Watch(Messenger):
         # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
+        self.drawn, self.replayed = dict[str, Any](), dict[str, Any]()  # values of sites on the tape
         self.model_start, self.guide_work = torch.empty(0), Work()
-        self._calls = None if tracker is None else ContainedCalls(tracker)
         # This source is registered first, so that it has the lowest bit.
-        self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
+        self.handed = 0 if tape is None else tape.bits.setdefault(HANDED, 1)
 
     @functools.cached_property
     def _noise(self) -> torch.Generator:
@@ -108,12 +106,11 @@ class Watch(Messenger):
         return functools.partial(_run_guide, self, guide)
 
     def _pyro_sample(self, msg: Any) -> None:
-        if self.tracker is not None:
-            ledger = self.tracker.ledger
-            self.escaped[self.is_guide, msg["name"]] = ledger.escaped
+        if self.tape is not None:
+            self.escaped[self.is_guide, msg["name"]] = self.tape.steering
             if self.is_guide:
                 # Reads count from here to the end of the statement, the draw included.
-                ledger.listen()
+                self.tape.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         self.has_model |= not self.is_guide
@@ -132,9 +129,9 @@ class Watch(Messenger):
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
-        if self.tracker is not None and self.is_guide:
+        if self.tape is not None and self.is_guide:
             # The end of a nested statement ends the listening of both statements.
-            found = self.tracker.ledger.stop_listening()
+            found = self.tape.stop_listening()
             self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
 
     def _note(self, msg: Any) -> None:
@@ -155,7 +152,7 @@ class Watch(Messenger):
             return
         elif self.is_guide:
             self._draw(msg)
-        elif self.tracker is not None:
+        elif self.tape is not None:
             self._replay(msg)
 
     def _draw(self, msg: Any) -> None:
@@ -171,15 +168,11 @@ class Watch(Messenger):
             # Otherwise the value carries all gradients.
             if score is None or is_identically_zero(score):
                 return
-        if self.tracker is not None and isinstance(msg["value"], Tensor):
-            msg["value"] = self.tracker.source(name, msg["value"])
-            is_pathwise = self._is_pathwise(msg)
-            if self.elements is not None:
-                frames = [frame for frame in self.plates[name] if frame.name != PARTICLES]
-                particles = [frame for frame in self.plates[name] if frame.name == PARTICLES]
-                self.elements.drawn(name, msg["fn"], msg["value"], () if is_pathwise else frames, particles)
-            if not is_pathwise:
-                self.tracker.ledger.taint(msg["value"], self.handed)
+        if self.tape is not None and isinstance(msg["value"], Tensor):
+            msg["value"] = self.tape.source(name, msg["value"])
+            self.drawn[name] = self.tape.value_of(msg["value"])
+            if not self._is_pathwise(msg):
+                self.tape.taint(msg["value"], self.handed)
         if score is not None:
             self._keep(msg, score)
 
@@ -194,27 +187,28 @@ class Watch(Messenger):
     def _replay(self, msg: Any) -> None:
         """Gives the model its own copy of a value, to tell it apart from values that the guide handed over."""
         value = msg["value"]
-        assert self.tracker is not None
-        if isinstance(value, Tensor) and self.tracker.mask_of(value) & self.handed:
-            msg["value"] = self.tracker.source(msg["name"], value.clone())
+        assert self.tape is not None
+        if isinstance(value, Tensor) and self.tape.mask_of(value) & self.handed:
+            msg["value"] = self.tape.source(msg["name"], value.clone())
+            self.replayed[msg["name"]] = self.tape.value_of(msg["value"])
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        if self._calls is not None:
-            self._calls.open()
+        if self.tape is not None:
+            self.tape.open_call()
 
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
         for frame in msg["cond_indep_stack"]:
             if frame.name == PARTICLES and isinstance(msg["value"], Tensor):
                 check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
         # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
-        if self._calls is not None and not msg["infer"]["exact"]:
+        if self.tape is not None and not msg["infer"]["exact"]:
             value = msg["value"]
-            self._calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
+            self.tape.close_call(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
 
     def _enumerate(self, msg: Any) -> None:
         """Makes the values of an enumerated site a source, to detect if they leave torch."""
-        if self.tracker is not None and msg["name"] not in self.enumerated:
-            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        if self.tape is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tape.source(msg["name"], msg["value"])
         self.enumerated.add(msg["name"])
 
     def _attach(self, msg: Any) -> None:
@@ -248,6 +242,11 @@ class Watch(Messenger):
             )
         parts = ScoreParts(zero, score, torch.zeros(()))
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
+
+    def steering_of(self, name: str, is_guide: bool) -> int:
+        """What Python had read before a statement, as bits."""
+        # A GuideMessenger runs guide and model as one program: a model site may be noted as the guide's.
+        return self.escaped.get((is_guide, name), self.escaped.get((True, name), 0))
 
     def guide_sites(self, trace: Any) -> dict[str, Any]:
         """Returns the sites of the guide's trace and the sites that Pyro left out, in the order of draws."""
