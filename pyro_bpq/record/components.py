@@ -17,7 +17,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bpq.record.elements import MANY, NONE, Labels, Reader, Unknown
+from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Value
 from pyro_bpq.rollout.features import batch_of, element_log_prob
@@ -117,20 +117,16 @@ def rows_that_meet(
     own = {name: cost for name, cost in costs.items() if plate in cost.plates}
     if not starts or not own:
         return {}
-    function = recording.cut((cost.elements for cost in own.values()), starts, sees_all=True)
-    read, found = Reader(function, starts, recording.known), {}
-    for name, cost in own.items():
-        try:
-            labels = read(cost.elements)
-            dim = cost.plates[plate] - cost.event_ndim
-            rows = _rows(labels.ndim, dim, read.shape(cost.elements)[dim])
-            if not ((labels == NONE) | (labels == rows)).all():
-                found[name] = ""
-        except IndexError:
-            # The cost has no dimension of the plate.
-            found[name] = ""
-        except Unknown as error:
-            found[name] = str(error)
+    found = {}
+    labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
+    for (name, cost), each in zip(own.items(), labels, strict=True):
+        dim, shape = cost.plates[plate] - cost.event_ndim, recording.shapes[cost.elements]
+        if isinstance(each, Unknown):
+            found[name] = str(each)
+        elif (each != NONE).any():
+            # Else the cost reads no site of the plate.
+            is_own = -dim <= each.ndim and bool(((each == NONE) | (each == _rows(each.ndim, dim, shape[dim]))).all())  # type: ignore[index]
+            found |= {} if is_own else {name: ""}
     return found
 
 
@@ -152,8 +148,8 @@ def patterns_of(
         labels, number = _component_labels(recording, drawn, name, [cost.elements for cost in wanted.values()])
         left -= number
         for c, cost in wanted.items():
-            own = labels.get(cost.elements)
-            pattern = None if own is None else _pattern(own, recording.shapes[cost.elements], cost, site)
+            own = labels[cost.elements]
+            pattern = None if isinstance(own, Unknown) else _pattern(own, recording.shapes[cost.elements], cost, site)
             if pattern is not None:
                 found[name, c] = pattern
     return found
@@ -161,33 +157,22 @@ def patterns_of(
 
 def _component_labels(
     recording: Recording, drawn: Mapping[str, Drawn], name: str, wanted: Sequence[Value]
-) -> tuple[dict[Value, Labels], int]:
+) -> tuple[dict[Value, Labels | Unknown], int]:
     """The components of a site that elements read, and the number of operators that were followed."""
-    site, found, number = drawn[name], {}, 0
+    site, number = drawn[name], 0
     shape, batch = recording.shapes[site.value], len(site.batch)
     size = math.prod(shape[batch:]) // site.number  # type: ignore[index]
-    labels = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])  # type: ignore[index]
-    starts: dict[Value, Labels | Unknown] = {site.value: labels}
+    start = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])  # type: ignore[index]
+    starts: dict[Value, Labels | Unknown] = {site.value: start}
     # What is drawn from it reads the elements that its law reads.
     for other in drawn.values():
         if other.value > site.value and recording.reads(other.elements, site.value):
-            function = recording.cut([other.elements], starts, sees_all=True)
-            number += len(function.nodes)
-            read = Reader(function, starts, recording.known)
+            (own,), more = recording.labels([other.elements], starts)
+            number += more
             extra = (1,) * (len(recording.shapes[other.value]) - len(recording.shapes[other.elements]))  # type: ignore[arg-type]
-            try:
-                own = read(other.elements)
-                starts[other.value] = own.reshape(own.shape + extra)
-            except Unknown as error:
-                starts[other.value] = error
-    function = recording.cut(wanted, starts, sees_all=True)
-    read = Reader(function, starts, recording.known)
-    for value in wanted:
-        try:
-            found[value] = read(value)
-        except Unknown:
-            continue
-    return found, number + len(function.nodes)
+            starts[other.value] = own if isinstance(own, Unknown) else own.reshape(own.shape + extra)
+    labels, more = recording.labels(wanted, starts)
+    return dict(zip(wanted, labels, strict=True)), number + more
 
 
 def _pattern(labels: Labels, shape: Any, cost: Scored, site: Drawn) -> Pattern | None:

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, values_in
-from pyro_bpq.record.indexing import one_hot, remade, selected
+from pyro_bpq.record.indexing import copied, filled, one_hot, remade, selected, written
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.tape import MASKS, Value
 
 NONE, MANY = -1, -2
 """``NONE``: reads no element of the source. ``MANY``: reads several, or an unknown one."""
+
+# Largest number of places of a write by index that are followed.
+_MOST_PLACES = 4096
 
 Labels = np.ndarray
 Shape = tuple[int, ...]
@@ -68,7 +71,7 @@ class Reader:
     def __init__(
         self,
         function: Function,
-        starts: Mapping[Value, Labels],
+        starts: Mapping[Value, Labels | Unknown],
         known: Callable[[Value], Tensor | None] = lambda value: None,
     ) -> None:
         self.shapes, self.dtypes, self.known = function.shapes, function.dtypes, known
@@ -115,6 +118,13 @@ class Reader:
         if isinstance(found, Unknown):
             raise found
         return np.full((1,) * len(self.shape(item)), NONE, np.int32) if found is None else found
+
+    def labels(self, value: Value) -> Labels | Unknown:
+        """The labels of a value, or why they are unknown."""
+        try:
+            return self(value)
+        except Unknown as error:
+            return error
 
     def whole(self, item: Any) -> Labels:
         """The labels of an argument in its whole shape."""
@@ -204,7 +214,7 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
 
     def numbers(item: Any) -> Any:
         if item.__class__ is Value:
-            return torch.from_numpy(np.ascontiguousarray(read.whole(item) - NONE))
+            return torch.from_numpy(np.array(read.whole(item) - NONE, order="C"))
         return [*map(numbers, item)] if item.__class__ in (list, tuple) else item
 
     found = func(*map(numbers, args), **named)
@@ -275,17 +285,24 @@ def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None
     return combined(target, put, chosen)
 
 
-def _put(read: Reader, tensor: Any, index: Any, values: Any, *_: Any) -> Labels:
-    """Rule for ``tensor[index] = values``: known entries get theirs, others any."""
-    target, places = np.array(read.whole(tensor)), [part for part in index if part is not None]
-    known, chosen = [read.known(part) for part in places], combined(*map(read, places))
-    if len(places) == len(index) and all(part is not None for part in known) and (chosen == NONE).all():
-        at = tuple(part.cpu().numpy() for part in known if part is not None)
-        target[at] = np.broadcast_to(read(values), target[at].shape)
-        return target
-    if read.dtypes[places[0]] in MASKS and read.shape(places[0]) == read.shape(tensor) and read.shape(values) == ():
-        return combined(target, chosen, read(values))
-    return combined(target, over(chosen, None, False), over(read(values), None, False))
+def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) -> Labels:
+    """Rule for ``tensor[index] = values``. An index that is not known may lead to any entry of its dimension."""
+    places = [part for part in index if part is not None]
+    chosen, known = [read(part) for part in places], [read.known(part) for part in places]
+    is_mask = len(places) == 1 and read.dtypes[places[0]] in MASKS and read.shape(places[0]) == read.shape(tensor)
+    if is_mask and read.shape(values) == ():
+        return combined(read(tensor), chosen[0], read(values))
+    shape = np.broadcast_shapes(*map(read.shape, places))
+    put = combined(*(own if own.size == 1 else np.broadcast_to(own, shape) for own in chosen))
+    put = combined(np.broadcast_to(put, shape), over(read(values), tuple(range(len(shape) - read(values).ndim, 0)), False))
+    if len(places) < len(index) or put.size > _MOST_PLACES or all(part is None for part in known):
+        return combined(read(tensor), over(put, None, False))
+    result = np.array(read.whole(tensor))
+    at = [None if part is None else np.broadcast_to(part.cpu().numpy(), shape) for part in known]
+    for each in np.ndindex(shape):
+        where = tuple(slice(None) if part is None else int(part[each]) for part in at)
+        result[where] = combined(result[where], put[each])
+    return result
 
 
 def _unknown(name: str, read: Reader, *_: Any, **__: Any) -> Labels:
@@ -327,7 +344,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh triangular_solve": partial(_last, 2),
         "linalg_cross": partial(_last, 1),
         "_linalg_det _linalg_slogdet": lambda read, tensor: over(read(tensor), (-2, -1), False),
-        "copy": _copied,
+        "zero": lambda read, *_: np.full((), NONE, np.int32),
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
         "topk": lambda read, tensor, *_: over(read(tensor), [part for part in _ if isinstance(part, int)][1:2] or -1),
         "take": lambda read, tensor, index: combined(over(read(tensor), None, False), read(index)),
@@ -366,11 +383,11 @@ def name_of(func: Any) -> str:
 @cache
 def rule_of(func: Any) -> Rule:
     """The rule of an operator."""
-    if func in (remade, one_hot):
-        return {remade: _remade, one_hot: _one_hot}[func]
+    if func in _OF_FUNCTIONS:
+        return _OF_FUNCTIONS[func]
     kind, name = kind_of(func), name_of(func)
-    if func is selected:
-        return _selected
+    if kind.is_blank:
+        return lambda read, *_, **__: np.full((), NONE, np.int32)
     if name in _RULES:
         return _RULES[name]
     if name in _MOVING or kind.is_view or name in ("_unsafe_view", "_reshape_copy", "view_copy"):
@@ -389,3 +406,15 @@ def _remade(read: Reader, data: Any, *_: Any) -> Labels:
 
 def _one_hot(read: Reader, tensor: Any, number: int) -> Labels:
     return read(tensor)[..., None]
+
+
+_OF_FUNCTIONS: Mapping[Any, Rule] = MappingProxyType(
+    {
+        remade: _remade,
+        one_hot: _one_hot,
+        selected: _selected,
+        written: _put,
+        copied: _copied,
+        filled: lambda read, tensor, number: _copied(read, tensor, number),
+    }
+)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bpq.record.indexing import copied, filled, written
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import MASKS, Node, Tape, Value
+from pyro_bpq.record.tape import Node, Tape, Value
 
 
 def values_in(item: Any) -> Iterator[Value]:
@@ -116,25 +117,13 @@ def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
     return Function(nodes, (*given, *constants), wanted, tape.shapes, tape.dtypes), [tape.inputs[value] for value in constants]
 
 
-def _full(tensor: Tensor, number: Any) -> Tensor:
-    return torch.as_tensor(number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
-def _put(tensor: Tensor, index: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
-    """A write by a mask of the whole, which torch does not run for many rows at once."""
-    is_mask = len(index) == 1 and index[0].dtype in MASKS and index[0].shape == tensor.shape
-    if is_mask and values.dim() == 0 and not accumulate:
-        return torch.where(index[0].bool(), values, tensor)
-    return torch.index_put(tensor, index, values, accumulate)
-
-
 # Operators that torch runs row by row, and functions that do the same for all rows at once.
 _INSTEAD: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
     {
-        torch.ops.aten.copy.default: lambda tensor, source, _=False: source.to(tensor.dtype).expand(tensor.shape),
-        torch.ops.aten.fill.Scalar: _full,
-        torch.ops.aten.fill.Tensor: _full,
-        torch.ops.aten.index_put.default: _put,
+        torch.ops.aten.copy.default: copied,
+        torch.ops.aten.fill.Scalar: filled,
+        torch.ops.aten.fill.Tensor: filled,
+        torch.ops.aten.index_put.default: written,
     }
 )
 

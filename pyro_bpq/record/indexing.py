@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,24 @@ def remade(data: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(data, Tensor):
         return data.detach().to(dtype=dtype, device=device)
     return torch.full((), data, dtype=dtype, device=device)
+
+
+def copied(tensor: Tensor, source: Tensor, _: bool = False) -> Tensor:
+    """What is in a tensor after ``tensor.copy_(source)``."""
+    return source.to(tensor.dtype).expand(tensor.shape)
+
+
+def filled(tensor: Tensor, number: Any) -> Tensor:
+    """What is in a tensor after ``tensor.fill_(number)``."""
+    return torch.as_tensor(number, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def written(tensor: Tensor, index: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
+    """``tensor.index_put(index, values)``; torch does not run writes by a mask of the whole for many rows at once."""
+    is_mask = len(index) == 1 and index[0].dtype in _MASKS and index[0].shape == tensor.shape
+    if is_mask and values.dim() == 0 and not accumulate:
+        return torch.where(index[0].bool(), values, tensor)
+    return torch.index_put(tensor, index, values, accumulate)
 
 
 def _row(part: Tensor, size: int) -> Tensor:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, arguments_of, values_in
+from pyro_bpq.record.elements import Labels, Reader, Unknown
+from pyro_bpq.record.function import Function, arguments_of, flat, values_in
 from pyro_bpq.record.tape import Guard, Node, Tape, Value
 
 
@@ -76,6 +78,34 @@ class Recording:
         if function.given and not all(given in self.constants for given in function.given):
             return None
         return function(*(self.leaves[given] for given in function.given))[0]
+
+    def labels(
+        self, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
+    ) -> tuple[list[Labels | Unknown], int]:
+        """What elements of a source each wanted value reads, and how many operators were followed.
+
+        Args:
+            wanted: The values.
+            starts: The labels of the source, and of what was drawn from it, by value.
+        """
+        function = self.cut(wanted, starts, sees_all=True)
+        given, known = function.given, self.known
+        if function.writes:
+            try:
+                function = self._without_writes(function)
+            except (RuntimeError, NotImplementedError, KeyError) as error:
+                return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
+            known = lambda value: None  # noqa: E731
+        moved = dict(zip(given, function.given, strict=False))
+        read = Reader(function, {moved[value]: own for value, own in starts.items() if value in moved}, known)
+        return [read.labels(value) for value in function.wanted], len(function.nodes)
+
+    def _without_writes(self, function: Function) -> Function:
+        """The same operators, none of which writes in place."""
+        given = [self.leaves[value].detach().clone() for value in function.given]
+        devices = {tensor.device for tensor in given if tensor.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng([device.index for device in devices]):
+            return flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
 
     def cut(self, wanted: Iterable[Value], given: Iterable[Value] = (), sees_all: bool = False) -> Function:
         """The operators between some given values, or leaves of the run, and what is wanted.

@@ -83,6 +83,8 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
         tracked = {} if tape is None else _tracked(tape, watch, guide_sites, model_sites, heard)
+    if "elements" in tracked:
+        tracked |= _elements(watch, *tracked.pop("elements"))
     traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
     if options.only_costs and options.step == 0 and tracked and not (traced.user_costs or tracked["escaped_sites"]):
         raise UnsupportedProgramError(
@@ -268,12 +270,12 @@ def _tracked(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites, h
     escaped = tape.escaped - {HANDED}
     found: dict[str, Any] = {"reads": Reads(tuple(tape.bits)[1:], bits), "handed": handed, "escaped_sites": escaped}
     if watch.options.rows or watch.options.components:
-        found.update(_elements(tape, watch, guide_sites, model_sites))
+        found["elements"] = _asked(tape, watch, guide_sites, model_sites)
     return found
 
 
-def _elements(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites) -> dict[str, Any]:
-    """Which rows and components the costs of a run read."""
+def _asked(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites) -> tuple[Any, ...]:
+    """The recording of a run, its costs, and its draws; the tape must be active."""
     options = watch.options
     follows = options.components and not options.only_costs and not tape.escaped - {HANDED}
     scored, costs = _scored(guide_sites, model_sites, True), {}
@@ -294,19 +296,26 @@ def _elements(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites) 
         drawn[name] = Drawn(
             value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, {} if _is_pathwise(site) else _plates(site)
         )
-    sites = {value: torch.empty(0) for value in (*watch.drawn.values(), *watch.replayed.values())}
+    values = {**guide_sites, **model_sites}
+    sites = {value: values[name]["value"] for own in (watch.drawn, watch.replayed) for name, value in own.items() if name in values}
     recording = Recording.of(tape, sites)
     again = {f"{name} again": replace(drawn[name], value=value) for name, value in watch.replayed.items() if name in drawn}
-    every = [*drawn.values(), *again.values()]
+    return recording, {**drawn, **again}, costs, follows
+
+
+def _elements(watch: Watch, recording: Recording, drawn: Any, costs: Any, follows: bool) -> dict[str, Any]:
+    """Which rows and components the costs of a run read."""
+    options, every = watch.options, [*drawn.values()]
     plates = dict.fromkeys(plate for site in drawn.values() for plate in site.plates)
     plates = plates if options.rows else {}
     met: dict[str, tuple[str, ...]] = {}
     for plate in plates:
         for cost, why in rows_that_meet(recording, every, costs, plate).items():
             met[cost] = (plate, why)
+            print('MEET', cost, plate, why)
     mixes = any(plate == PARTICLES for plate, _ in met.values())
     met = {cost: (plate,) for cost, (plate, why) in met.items() if plate != PARTICLES}
-    patterns = patterns_of(recording, {**drawn, **again}, costs, met) if follows else {}
+    patterns = patterns_of(recording, drawn, costs, met) if follows else {}
     return {"met": met, "unfollowed": {}, "mixes": mixes, "patterns": patterns}
 
 
