@@ -144,8 +144,17 @@ def patterns_of(
     for name, site in drawn.items():
         if site.number < 2 or left < 0:
             continue
-        wanted = {c: cost for c, cost in costs.items() if c not in met and recording.reads(cost.elements, site.value)}
-        labels, number = _component_labels(recording, drawn, name, [cost.elements for cost in wanted.values()])
+        below = {name: site}
+        for other, own in drawn.items():
+            if own.value > site.value and any(recording.reads(own.elements, above.value) for above in below.values()):
+                below[other] = own
+        readers = [own.value for own in below.values()]
+        wanted = {
+            c: cost
+            for c, cost in costs.items()
+            if c not in met and any(recording.reads(cost.elements, value) for value in readers)
+        }
+        labels, number = _component_labels(recording, below, name, [cost.elements for cost in wanted.values()])
         left -= number
         for c, cost in wanted.items():
             own = labels[cost.elements]
@@ -156,17 +165,20 @@ def patterns_of(
 
 
 def _component_labels(
-    recording: Recording, drawn: Mapping[str, Drawn], name: str, wanted: Sequence[Value]
+    recording: Recording, below: Mapping[str, Drawn], name: str, wanted: Sequence[Value]
 ) -> tuple[dict[Value, Labels | Unknown], int]:
-    """The components of a site that elements read, and the number of operators that were followed."""
-    site, number = drawn[name], 0
+    """The components of a site that elements read, and the number of operators that were followed.
+
+    ``below`` are the site and those that are drawn from it.
+    """
+    site, number = below[name], 0
     shape, batch = recording.shapes[site.value], len(site.batch)
     size = math.prod(shape[batch:]) // site.number  # type: ignore[index]
     start = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])  # type: ignore[index]
     starts: dict[Value, Labels | Unknown] = {site.value: start}
     # What is drawn from it reads the elements that its law reads.
-    for other in drawn.values():
-        if other.value > site.value and recording.reads(other.elements, site.value):
+    for other in below.values():
+        if other.value != site.value:
             (own,), more = recording.labels([other.elements], starts)
             number += more
             extra = (1,) * (len(recording.shapes[other.value]) - len(recording.shapes[other.elements]))  # type: ignore[arg-type]

@@ -191,6 +191,10 @@ class Tape(TorchDispatchMode):
         """The names of these sources."""
         return self.names(self.mask_of(item))
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor was met."""
+        return id(tensor) in self._tensors
+
     def value_of(self, tensor: Tensor) -> Value:
         """The value that a tensor is now."""
         with torch._C.DisableTorchFunction():

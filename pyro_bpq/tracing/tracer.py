@@ -297,10 +297,9 @@ def _asked(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites) -> 
             value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, {} if _is_pathwise(site) else _plates(site)
         )
     values = {**guide_sites, **model_sites}
-    sites = {value: values[name]["value"] for own in (watch.drawn, watch.replayed) for name, value in own.items() if name in values}
+    sites = {value: values[name]["value"] for name, value in watch.drawn.items() if name in values}
     recording = Recording.of(tape, sites)
-    again = {f"{name} again": replace(drawn[name], value=value) for name, value in watch.replayed.items() if name in drawn}
-    return recording, {**drawn, **again}, costs, follows
+    return recording, drawn, costs, follows
 
 
 def _elements(watch: Watch, recording: Recording, drawn: Any, costs: Any, follows: bool) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Watch(Messenger):
         # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
-        self.drawn, self.replayed = dict[str, Any](), dict[str, Any]()  # values of sites on the tape
+        self.drawn = dict[str, Any]()  # values of sites on the tape
         self.model_start, self.guide_work = torch.empty(0), Work()
         # This source is registered first, so that it has the lowest bit.
         self.handed = 0 if tape is None else tape.bits.setdefault(HANDED, 1)
@@ -152,8 +152,6 @@ class Watch(Messenger):
             return
         elif self.is_guide:
             self._draw(msg)
-        elif self.tape is not None:
-            self._replay(msg)
 
     def _draw(self, msg: Any) -> None:
         """Makes the value that the guide has drawn a source."""
@@ -171,8 +169,6 @@ class Watch(Messenger):
         if self.tape is not None and isinstance(msg["value"], Tensor):
             msg["value"] = self.tape.source(name, msg["value"])
             self.drawn[name] = self.tape.value_of(msg["value"])
-            if not self._is_pathwise(msg):
-                self.tape.taint(msg["value"], self.handed)
         if score is not None:
             self._keep(msg, score)
 
@@ -183,14 +179,6 @@ class Watch(Messenger):
     def _is_pathwise(self, msg: Any) -> bool:
         """Whether the value of a site of the guide carries all of its gradient."""
         return _has_rsample(msg) and self._choose(msg).is_pathwise
-
-    def _replay(self, msg: Any) -> None:
-        """Gives the model its own copy of a value, to tell it apart from values that the guide handed over."""
-        value = msg["value"]
-        assert self.tape is not None
-        if isinstance(value, Tensor) and self.tape.mask_of(value) & self.handed:
-            msg["value"] = self.tape.source(msg["name"], value.clone())
-            self.replayed[msg["name"]] = self.tape.value_of(msg["value"])
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if self.tape is not None:
