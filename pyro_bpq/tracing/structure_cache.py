@@ -347,7 +347,9 @@ class StructureCache:
 
 def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
     """Warns that rows of a plate may meet, although the plate declares them independent."""
-    warnings.warn(_met(traced, reads) if traced.met else _left_a_plate(traced), BPQWarning, stacklevel=3)
+    text = _met(traced, reads) if traced.met else _left_a_plate(traced)
+    if text:
+        warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def _met(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> str:
@@ -364,6 +366,8 @@ def _met(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> str:
 
 def _left_a_plate(traced: TracedRun) -> str:
     sites = [name for name in sorted(traced.escaped_sites) if traced.plates[name]]
+    if not sites:
+        return ""
     plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
     rows = math.prod(traced.plate_sizes[plate] for plate in plates)
     return (

@@ -158,7 +158,7 @@ def importance_traces(
         if model is not None:
             # Replay hides what the model's own statements say of sites that the guide has drawn.
             is_first = watch.tracker is not None or watch.options.step == 0
-            checked = OthersDraw()(model) if is_first else model
+            checked = OthersDraw("model", "guide", guide_trace, True)(model) if is_first else model
             replayed = poutine.replay(checked, trace=guide_trace)
             model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
     given = model_trace, guide_trace

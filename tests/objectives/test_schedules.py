@@ -82,7 +82,7 @@ def test_replay_redraws_from_the_slow_guide() -> None:
     case = BY_NAME["chain"]
     case.params()
     learner = CriticLearner(replay=Replay(capacity=8, updates_per_step=0), slow=SlowTracking(1e-9, guide=True))
-    elbo = TraceBackpropQ_ELBO(learner=learner)
+    elbo = TraceBackpropQ_ELBO(1, learner=learner)
     pyro.set_rng_seed(0)
     elbo.loss_and_grads(case.model, case.guide)
     first = {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}

@@ -65,6 +65,7 @@ def test_options_of_site_and_config_are_merged() -> None:
     assert found["w"].critic == MLPCritic()
 
 
+@pytest.mark.filterwarnings("ignore:Nothing reads the options critic at z")
 def test_config_does_not_change_the_guides_own_options() -> None:
     options = {"critic": LinearCritic()}
     specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=options), estimator=ScoreFunction()))
@@ -101,6 +102,7 @@ def test_critic_false_means_none() -> None:
     assert found["z"].critic is None and found["w"].critic is not None
 
 
+@pytest.mark.filterwarnings("ignore:Nothing reads the options baseline at z")
 def test_pyros_baseline_options_are_those_of_the_score_function() -> None:
     baseline = {"use_decaying_avg_baseline": True, "baseline_beta": 0.8}
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
