@@ -105,7 +105,7 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
     )
     if options.track and options.warns:
-        warn_of_program(traced, model_sites, guide_sites, options.step == 0)
+        warn_of_program(traced, model_sites, guide_sites, options.step == 0 and not options.has_told)
     return _only_costs(traced) if options.only_costs else traced
 
 

@@ -62,6 +62,7 @@ class TraceOptions:
     rows: bool = False  # whether to look for rows of a plate that meet
     counts: bool = False  # whether to count what guide and model compute
     warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
+    has_told: bool = False  # whether another run of the step has warned of those in the program
 
 
 class Watch(Messenger):

@@ -165,7 +165,6 @@ def test_wrong_shape_raises() -> None:
         TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer=given))
 
 
-@pytest.mark.filterwarnings("ignore:Nothing reads the options baseline at z")
 def test_what_the_site_chooses_itself_comes_first() -> None:
     """Another estimator ignores the baseline; a baseline of the site's own estimator stays."""
     value = {"baseline_value": torch.full((), 50.0)}

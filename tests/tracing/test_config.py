@@ -102,7 +102,6 @@ def test_critic_false_means_none() -> None:
     assert found["z"].critic is None and found["w"].critic is not None
 
 
-@pytest.mark.filterwarnings("ignore:Nothing reads the options baseline at z")
 def test_pyros_baseline_options_are_those_of_the_score_function() -> None:
     baseline = {"use_decaying_avg_baseline": True, "baseline_beta": 0.8}
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
