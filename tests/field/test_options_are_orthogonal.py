@@ -19,6 +19,7 @@ from pyro_bpq import (
     ScoreFunction,
     SlowTracking,
     TraceBackpropQ_ELBO,
+    TraceBackpropQ_IWAE,
     config_bpq,
 )
 from pyro_bpq.diagnostics import gradient_moments
@@ -255,6 +256,16 @@ def test_a_context_of_a_reparameterised_site_is_told() -> None:
 
     (text,) = warned((model, guide))
     assert text.startswith("Nothing reads the options context at z:")
+
+
+def test_a_bound_tells_it_too() -> None:
+    bound = TraceBackpropQ_IWAE(3)
+    with pytest.warns(UserWarning, match="Nothing reads the options context at a, b, c"):
+        bound.loss_and_grads(*few(context=torch.ones(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound.loss_and_grads(*few(context=torch.ones(2)))
+        TraceBackpropQ_IWAE(3, critic=MLPCritic()).loss_and_grads(*few(context=torch.ones(2)))
 
 
 @pytest.mark.parametrize("options", [{"context": torch.ones(2)}, {"critic": MLPCritic()}], ids=str)
