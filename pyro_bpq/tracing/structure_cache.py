@@ -365,7 +365,9 @@ def _met(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> str:
 
 
 def _left_a_plate(traced: TracedRun) -> str:
-    sites = [name for name in sorted(traced.escaped_sites) if traced.plates[name]]
+    # Gradients of sites without a score come through their values: no costs are charged to them.
+    scored = {name for name, record in traced.run.sites.items() if record.score is not None}
+    sites = [name for name in sorted(scored & traced.escaped_sites) if traced.plates[name]]
     if not sites:
         return ""
     plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
