@@ -30,6 +30,8 @@ STRUCTURES = ("auto", "dynamic", "dense", "static")
 
 # Number of tracked runs that must agree before a key counts as static.
 _AGREEMENTS = 3
+# Fewer rows than these that are charged with each other's costs are not worth a word.
+_FEW_ROWS = 3
 # Largest number of keys that are kept.
 _CAPACITY = 256
 # Rows that meet are looked for after these numbers of tracked runs.
@@ -368,10 +370,10 @@ def _left_a_plate(traced: TracedRun) -> str:
     # Gradients of sites without a score come through their values: no costs are charged to them.
     scored = {name for name, record in traced.run.sites.items() if record.score is not None}
     sites = [name for name in sorted(scored & traced.escaped_sites) if traced.plates[name]]
-    if not sites:
-        return ""
     plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
     rows = math.prod(traced.plate_sizes[plate] for plate in plates)
+    if rows < _FEW_ROWS:
+        return ""
     return (
         f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
         "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "

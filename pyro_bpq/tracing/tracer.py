@@ -23,6 +23,7 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import OthersDraw, cost_options
+from pyro_bpq.tracing.guide_warnings import ParameterReads
 from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
@@ -72,11 +73,13 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
     if tracker is not None and (options.rows or components):
         elements = ElementWatch(tracker, components, options.rows)
     work = WorkMode() if options.counts else None
-    watch = Watch(options, tracker, elements, work)
+    is_first = options.track and options.warns and options.step == 0 and not options.has_told
+    parameters = ParameterReads() if is_first else None
+    watch = Watch(options, tracker, elements, work, parameters)
     maps = LinearReads(watch.leaves) if options.maps else None
     modules = BufferedModules() if options.track else None
     # The counter of work is the innermost mode: it does not see the operators of the others.
-    modes = (tracker, None if elements is None else elements.elements, work, maps, watch, modules)
+    modes = (parameters, tracker, None if elements is None else elements.elements, work, maps, watch, modules)
     with contextlib.ExitStack() as stack:
         for mode in modes:
             if mode is not None:
@@ -105,7 +108,7 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
     )
     if options.track and options.warns:
-        warn_of_program(traced, model_sites, guide_sites, options.step == 0 and not options.has_told)
+        warn_of_program(traced, model_sites, guide_sites, parameters)
     return _only_costs(traced) if options.only_costs else traced
 
 

@@ -77,9 +77,11 @@ class Watch(Messenger):
         tracker: DependencyTracker | None = None,
         elements: ElementWatch | None = None,
         work: WorkMode | None = None,
+        parameters: Any = None,
     ) -> None:
         super().__init__()
         self.options, self.tracker, self.elements, self.work = options, tracker, elements, work
+        self.parameters = parameters
         self.is_guide = self.has_model = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
@@ -137,6 +139,10 @@ class Watch(Messenger):
             # The end of a nested statement ends the listening of both statements.
             found = self.tracker.ledger.stop_listening()
             self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if self.parameters is not None and self.is_guide:
+            self.parameters.add(msg["name"], msg["value"])
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]

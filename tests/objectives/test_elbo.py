@@ -44,7 +44,7 @@ def test_differentiable_loss_gives_the_gradients_of_loss_and_grads(name: str, nu
 def test_differentiable_loss_returns_the_loss(options: dict[str, Any]) -> None:
     elbo, alike = TraceBackpropQ_ELBO(**options), None
     CHAIN.params()
-    if not options:
+    if not options.keys() - {"learner"}:
         # An evaluation takes one particle, where their number is open.
         elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
         alike = Trace_ELBO(elbo.num_particles, vectorize_particles=True, max_plate_nesting=0)
