@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.tracing.config import cost_options
-from pyro_bpq.tracing.ledger import OperatorMode, memory_of
+from pyro_bpq.tracing.ledger import OperatorMode, memory_of, signature_of
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import leaf_of
 
@@ -34,7 +34,8 @@ class ParameterReads(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carries the operator out."""
-        for value in tree_leaves((args, kwargs)) if self._names else ():
+        # Views read no numbers: what takes these reads the same memory.
+        for value in () if signature_of(func)[2] else tree_leaves((args, kwargs)):
             for storage in memory_of(value) if isinstance(value, Tensor) else ():
                 name = self._names.get(storage.data_ptr())
                 self.read |= set() if name is None else {name}
