@@ -22,8 +22,8 @@ def test_program_of_the_readme() -> None:
     pyro.clear_param_store()
     names: dict[str, Any] = {}
     exec(compile(blocks[0], str(README), "exec", dont_inherit=True), names)
-    assert "compare_estimators(model, guide, x)" in blocks[1]
-    fewer = blocks[1].replace("guide, x)  #", "guide, x, num_samples=3, num_warmup=3, num_rounds=1, progress=False)  #")
+    assert "compare_estimators(model, guide, x))  #" in blocks[1]
+    fewer = blocks[1].replace("x))  #", "x, num_samples=3, num_warmup=3, num_rounds=1, progress=False))  #")
     exec(compile(fewer, str(README), "exec", dont_inherit=True), names)
     judge = Trace_ELBO(num_particles=50, vectorize_particles=True, max_plate_nesting=1)
     after = judge.loss(names["model"], names["guide"], names["x"])

@@ -68,5 +68,5 @@ def _in_turn(policy: Any, environment: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs both as one program."""
     trace = poutine.trace(policy).get_trace(*args, **kwargs)
     latent = [name for name, site in trace.nodes.items() if site["type"] == "sample" and not site["is_observed"]]
-    with poutine.block(hide=latent), poutine.replay(trace=trace), OthersDraw("environment", "policy", latent):
+    with poutine.block(hide=latent), poutine.replay(trace=trace), OthersDraw("environment", "policy", trace, False):
         return environment(*args, **kwargs)

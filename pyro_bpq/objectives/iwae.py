@@ -23,6 +23,7 @@ from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of, traced_with
+from pyro_bpq.plan.written import unread_options
 from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
@@ -292,7 +293,11 @@ class BoundRunner(Runner):
             if len(self._layouts) >= 64:
                 self._layouts.clear()
             rows = None if self.plate is None else _row_plate(traced, self.plate)
-            self._layouts[traced.key] = self.planner.layout(traced, rows), rows
+            layout = self.planner.layout(traced, rows)
+            unread = unread_options(traced, {name: spec.critic for name, spec in layout.specs.items()})
+            if unread and not self._layouts:
+                warnings.warn(unread, BPQWarning, stacklevel=2)
+            self._layouts[traced.key] = layout, rows
         return self._layouts[traced.key]
 
 

@@ -257,8 +257,8 @@ class OpenNumber:
         """From new to alone, or to a plate."""
         number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
         if number == 1:
-            why = "several processes learn" if mode.has_ranks else runner.why_one(found.runs[0])
-            self.said = f"One particle runs, because {why}."
+            why = "sampled values steer the program" if found.ordered else runner.why_one(found.runs[0])
+            self.said = f"One particle runs, because {'several processes learn' if mode.has_ranks else why}."
         else:
             self._note(next=Particles(number, True, False, self._nesting_beside(found.runs[0])))
         sizes = {} if found.ordered else dict(found.runs[0].plate_sizes)

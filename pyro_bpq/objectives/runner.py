@@ -155,6 +155,7 @@ class StepRunner(Runner):
         maps: bool = False,
         warns: bool = True,
         put: Callable[[Any], Any] = lambda part: part,
+        has_told: bool = False,
     ) -> TracedRun:
         """Runs a program once.
 
@@ -167,6 +168,7 @@ class StepRunner(Runner):
             maps: Whether the linear maps that read their values are noted.
             warns: Whether to warn of what is hardly meant.
             put: Puts values in: it wraps model and guide, within enumeration.
+            has_told: Whether another run of the step has warned of what is hardly meant in the program.
         """
         model, guide, args, kwargs = program
         # Particles that meet show in few runs at few values, but in every tracked one.
@@ -182,6 +184,7 @@ class StepRunner(Runner):
             rows=not self.enumerates and (self.structure.follows_rows or is_looked_at),
             counts=track and not self.structure.escapes,
             warns=warns,
+            has_told=has_told,
         )
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
@@ -311,7 +314,7 @@ class StepRunner(Runner):
             first, *others = programs
             runs = [trace(first, **options)]
             with LentBuffers() if lends else contextlib.nullcontext():
-                return runs + [trace(program, **options) for program in others]
+                return runs + [trace(program, has_told=True, **options) for program in others]
 
         if last is None or not last.plan.led_back:
             return each()

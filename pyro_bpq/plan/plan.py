@@ -19,8 +19,6 @@ from pyro_bpq.record.components import Pattern
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"
-# Number of sites from which on those that are alike are printed together.
-_ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,8 @@ class Plan:
         for name in self.layout.specs:
             alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
         for text, names in alike.items():
-            if len(names) < _ALIKE:
-                lines += [f"{n}: {_named(text, n, _number(n))}{self._reads([n])}" for n in names]
-            else:
-                lines.append(f"{listed(names)}: {_named(text, 'the site', 't')}{self._reads(names)}")
+            shown = (names[0], _number(names[0])) if len(names) == 1 else ("the site", "t")
+            lines.append(f"{listed(names)}: {_named(text, *shown)}{self._reads(names)}")
         return "\n".join(lines)
 
     def _about(self, name: str) -> str:

@@ -255,7 +255,7 @@ class Planner:
             elements=largest_value(traced),
             notes=tuple(notes),
             alone=why_one(traced, self.estimator),
-            unread=unread_options(traced, estimators, self._given_critics(traced, estimators)),
+            unread=unread_options(traced, self._given_critics(traced, estimators)),
         )
 
     def _facts(self, traced: TracedRun, name: str) -> SiteFacts:
@@ -274,7 +274,7 @@ class Planner:
         kinds = {name: set[Known]() for name in estimators}
         layout = self._layout(plain, estimators, dict.fromkeys(estimators), kinds, ExtraRun())
         rules, has_buffers = {n: c.rule for n, c in choices.items()}, structure.facts.has_buffers
-        unread = unread_options(traced, estimators, {})
+        unread = unread_options(traced, {})
         return Plan(
             graph, layout, None, {}, has_buffers=has_buffers, rules=rules, summed=summed, sums=True, unread=unread
         )

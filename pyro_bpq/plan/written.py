@@ -3,11 +3,9 @@ r"""What the options that a user has written turn off, or leave as it is, in wor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.plan.rules import with_baseline
 from pyro_bpq.short import listed, short
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -29,24 +27,20 @@ def why_one(traced: TracedRun, estimator: Estimator | None) -> str:
     return f"you wrote an estimator or a baseline at {listed(chosen)}" if chosen else "no gradient is noisy"
 
 
-def unread_options(traced: TracedRun, estimators: Mapping[str, Estimator], critics: Mapping[str, Critic | None]) -> str:
-    """Tells options of sites that nothing reads; empty if there are none.
+def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None]) -> str:
+    """Tells options of sites that are about critics, at sites that have none; empty if there are none.
 
-    ``critics`` has those of the sites, whether anything is left to learn or not.
+    ``critics`` has those too that have nothing left to learn.
     """
     found: dict[str, list[str]] = {}
     for name, options in traced.options.items():
-        given = dict[str, Any]()
-        if critics.get(name) is None:
-            given = {"critic": options.critic, "context": options.context is not None, "share": options.share}
-        if options.baseline is not None and not estimators[name].is_pathwise:
-            given["baseline"] = estimators[name] != with_baseline(options.baseline)
-        for option in (option for option, is_unread in given.items() if is_unread):
+        given = {"critic": options.critic, "context": options.context is not None, "share": options.share}
+        for option in (option for option, value in given.items() if value and critics.get(name) is None):
             found.setdefault(option, []).append(name)
     if not found:
         return ""
     texts = "; ".join(f"{option} at {listed(names)}" for option, names in found.items())
     return (
-        f"Nothing reads the options {texts}: print(elbo.plan) says what serves these sites. Leave them out; or choose "
-        "an estimator there that uses them, as AllAction() does with critic=MLPCritic()."
+        f"Nothing reads the options {texts}: these sites have no critic, as print(elbo.plan) says. Leave them out, or "
+        "choose critic=MLPCritic() there, and an estimator that uses it, such as AllAction()."
     )

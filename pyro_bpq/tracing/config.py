@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import dropwhile
 from typing import Any
@@ -159,16 +159,17 @@ class OthersDraw(Messenger):
     Args:
         where: The program, in words.
         drawer: The other program, in words.
-        names: Names of these sites; ``None`` for all.
+        trace: The trace of the other program, whose own options count.
+        is_whole: Whether the other program draws all values, those included that its trace lacks.
     """
 
-    def __init__(self, where: str = "model", drawer: str = "guide", names: Collection[str] | None = None) -> None:
+    def __init__(self, where: str, drawer: str, trace: Any, is_whole: bool) -> None:
         super().__init__()
-        self.where, self.drawer, self.names = where, drawer, names
+        self.where, self.drawer, self.trace, self.is_whole = where, drawer, trace, is_whole
 
     def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if "bpq" in msg["infer"] and (self.names is None or name in self.names):
+        name, drawn = msg["name"], self.trace.nodes.get(msg["name"])
+        if "bpq" in msg["infer"] and (self.is_whole if drawn is None else "bpq" not in drawn["infer"]):
             raise OptionError(
                 f'Site {name!r} has infer={{"bpq": ...}} in the {self.where}, where nothing reads it: options belong '
                 f'to the statement that draws the value. Write pyro.sample("{name}", ..., infer={{"bpq": ...}}) in '

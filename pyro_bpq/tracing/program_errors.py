@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.tracing.config import cost_options, option_names
-from pyro_bpq.tracing.guide_warnings import guide_warnings
+from pyro_bpq.tracing.guide_warnings import ParameterReads, guide_warnings
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
@@ -236,24 +236,27 @@ def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
 
 
 def warn_of_program(
-    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], first: ParameterReads | None
 ) -> None:
-    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only."""
+    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only.
+
+    ``first`` knows the parameters that the guide has read, in the first run.
+    """
     # Replay gives sites of the model what the guide says of them.
-    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, is_first)):
+    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, first)):
         warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def _warnings(
-    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], first: ParameterReads | None
 ) -> Iterator[str]:
     everything = [*guide_sites.values(), *model_sites.values()]
-    if is_first:
+    if first is not None:
         for warn in (_repeated, _misspelt):
             for site in everything:
                 yield from warn(site)
-        yield from guide_warnings(traced, model_sites, guide_sites)
-    if is_first and is_validation_enabled():
+        yield from guide_warnings(traced, model_sites, guide_sites, first.read)
+    if first is not None and is_validation_enabled():
         for name, site in guide_sites.items():
             yield from _unlike(site, model_sites.get(name, site))
         yield from _other_plates(model_sites, guide_sites)

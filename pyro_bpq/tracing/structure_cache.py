@@ -30,6 +30,8 @@ STRUCTURES = ("auto", "dynamic", "dense", "static")
 
 # Number of tracked runs that must agree before a key counts as static.
 _AGREEMENTS = 3
+# Fewer rows than these that are charged with each other's costs are not worth a word.
+_FEW_ROWS = 3
 # Largest number of keys that are kept.
 _CAPACITY = 256
 # Rows that meet are looked for after these numbers of tracked runs.
@@ -347,7 +349,9 @@ class StructureCache:
 
 def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
     """Warns that rows of a plate may meet, although the plate declares them independent."""
-    warnings.warn(_met(traced, reads) if traced.met else _left_a_plate(traced), BPQWarning, stacklevel=3)
+    text = _met(traced, reads) if traced.met else _left_a_plate(traced)
+    if text:
+        warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def _met(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> str:
@@ -363,9 +367,13 @@ def _met(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> str:
 
 
 def _left_a_plate(traced: TracedRun) -> str:
-    sites = [name for name in sorted(traced.escaped_sites) if traced.plates[name]]
+    # Gradients of sites without a score come through their values: no costs are charged to them.
+    scored = {name for name, record in traced.run.sites.items() if record.score is not None}
+    sites = [name for name in sorted(scored & traced.escaped_sites) if traced.plates[name]]
     plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
     rows = math.prod(traced.plate_sizes[plate] for plate in plates)
+    if rows < _FEW_ROWS:
+        return ""
     return (
         f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
         "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "

@@ -25,6 +25,7 @@ from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import base_distribution, batch_of, element_log_prob, independent_components
 from pyro_bpq.tracing.config import OthersDraw, cost_options
+from pyro_bpq.tracing.guide_warnings import ParameterReads
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
@@ -70,11 +71,13 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
     """Runs the guide, replays the model against it, and records both."""
     tape = Tape() if options.track else None
     work = WorkMode() if options.counts else None
-    watch = Watch(options, tape, work)
+    is_first = options.track and options.warns and options.step == 0 and not options.has_told
+    parameters = ParameterReads() if is_first else None
+    watch = Watch(options, tape, work, parameters)
     maps = LinearReads(watch.leaves) if options.maps else None
     modules = BufferedModules() if options.track else None
     # The counter of work is the innermost mode: it does not see the operators of the others.
-    modes = (tape, work, maps, watch, modules)
+    modes = (parameters, tape, work, maps, watch, modules)
     with contextlib.ExitStack() as stack:
         for mode in modes:
             if mode is not None:
@@ -105,7 +108,7 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
     )
     if options.track and options.warns:
-        warn_of_program(traced, model_sites, guide_sites, options.step == 0)
+        warn_of_program(traced, model_sites, guide_sites, parameters)
     return _only_costs(traced) if options.only_costs else traced
 
 
@@ -157,7 +160,7 @@ def importance_traces(
         if model is not None:
             # Replay hides what the model's own statements say of sites that the guide has drawn.
             is_first = watch.tape is not None or watch.options.step == 0
-            checked = OthersDraw()(model) if is_first else model
+            checked = OthersDraw("model", "guide", guide_trace, True)(model) if is_first else model
             replayed = poutine.replay(checked, trace=guide_trace)
             model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
     given = model_trace, guide_trace

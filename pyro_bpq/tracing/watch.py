@@ -61,6 +61,7 @@ class TraceOptions:
     rows: bool = False  # whether to look for rows of a plate that meet
     counts: bool = False  # whether to count what guide and model compute
     warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
+    has_told: bool = False  # whether another run of the step has warned of those in the program
 
 
 class Watch(Messenger):
@@ -74,9 +75,11 @@ class Watch(Messenger):
         options: TraceOptions,
         tape: Tape | None = None,
         work: WorkMode | None = None,
+        parameters: Any = None,
     ) -> None:
         super().__init__()
         self.options, self.tape, self.work = options, tape, work
+        self.parameters = parameters
         self.is_guide = self.has_model = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
@@ -133,6 +136,10 @@ class Watch(Messenger):
             # The end of a nested statement ends the listening of both statements.
             found = self.tape.stop_listening()
             self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if self.parameters is not None and self.is_guide:
+            self.parameters.add(msg["name"], msg["value"])
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]

@@ -83,6 +83,22 @@ def test_values_outside_of_plates_are_left_alone() -> None:
     assert not warned(one, lambda: pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)))))
 
 
+def test_reparameterised_values_are_left_alone() -> None:
+    """Their gradients come through the values: nothing is charged to them."""
+
+    def smooth(mean: Any) -> Tensor:
+        with pyro.plate("rows", ROWS):
+            return pyro.sample("y", dist.Normal(mean, 1.0))
+
+    def checked() -> None:
+        y = smooth(torch.zeros(ROWS))
+        assert bool(y.isfinite().all())
+        with pyro.plate("data", ROWS):
+            pyro.sample("x", dist.Normal(y, 1.0), obs=DATA)
+
+    assert not warned(checked, lambda: smooth(pyro.param("m", torch.zeros(ROWS))))
+
+
 @pytest.mark.filterwarnings("ignore:Values of 'z', drawn in the plate 'rows', leave torch")
 @pytest.mark.parametrize("program", [model, as_cost])
 def test_both_are_unbiased(program: Any) -> None:

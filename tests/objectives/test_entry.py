@@ -35,7 +35,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
 
 def trained() -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(learner=CriticLearner(replay=Replay(updates_per_step=0)))
+    elbo = TraceBackpropQ_ELBO(1, learner=CriticLearner(replay=Replay(updates_per_step=0)))
     run(elbo, steps=3)
     return elbo
 

@@ -17,7 +17,7 @@ from pyro_bpq.critics.bank import Block
 
 
 def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:
-    return TraceBackpropQ_ELBO(learner=CriticLearner(slow=SlowTracking(rate), **options))
+    return TraceBackpropQ_ELBO(1, learner=CriticLearner(slow=SlowTracking(rate), **options))
 
 
 def critics(elbo: TraceBackpropQ_ELBO) -> list[Block]:
@@ -82,7 +82,7 @@ def test_replay_redraws_from_the_slow_guide() -> None:
     case = BY_NAME["chain"]
     case.params()
     learner = CriticLearner(replay=Replay(capacity=8, updates_per_step=0), slow=SlowTracking(1e-9, guide=True))
-    elbo = TraceBackpropQ_ELBO(learner=learner)
+    elbo = TraceBackpropQ_ELBO(1, learner=learner)
     pyro.set_rng_seed(0)
     elbo.loss_and_grads(case.model, case.guide)
     first = {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
@@ -114,7 +114,7 @@ def test_replay_redraws_from_the_slow_guide() -> None:
 @pytest.mark.parametrize("name", ["chain", "diamond"])
 def test_steps_stay_unbiased(name: str, learner: CriticLearner) -> None:
     case = BY_NAME[name]
-    elbo = trained(TraceBackpropQ_ELBO(learner=learner), *case.programs, params=case.params, lr=0.02).eval()
+    elbo = trained(TraceBackpropQ_ELBO(1, learner=learner), *case.programs, params=case.params, lr=0.02).eval()
     assert any(bool(w.any()) for w in elbo.critics.weights().values())
     assert bias(elbo, *case.programs, params=case.params, truth=case.exact()) < 1e-10
 

@@ -65,6 +65,7 @@ def test_options_of_site_and_config_are_merged() -> None:
     assert found["w"].critic == MLPCritic()
 
 
+@pytest.mark.filterwarnings("ignore:Nothing reads the options critic at z")
 def test_config_does_not_change_the_guides_own_options() -> None:
     options = {"critic": LinearCritic()}
     specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=options), estimator=ScoreFunction()))

@@ -1,0 +1,293 @@
+"""Options about critics change critics; what else an option turns off, or leaves as it is, is said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bpq import (
+    AllAction,
+    CriticLearner,
+    MLPCritic,
+    Replay,
+    ScoreFunction,
+    SlowTracking,
+    TraceBackpropQ_ELBO,
+    TraceBackpropQ_IWAE,
+    config_bpq,
+)
+from pyro_bpq.diagnostics import gradient_moments
+from pyro_bpq.testing import assert_unbiased
+
+Programs = tuple[Callable[[], None], Callable[[], None]]
+LENGTH = 10
+
+
+def coin(name: str, infer: dict[str, Any], logits: Any = 0.0) -> torch.Tensor:
+    own = pyro.param(f"logits of {name}", torch.tensor(0.1)) + logits
+    return pyro.sample(name, dist.Bernoulli(logits=own), infer=infer)
+
+
+def chain(**options: Any) -> Programs:
+    """A chain whose costs read several sites."""
+
+    def model() -> None:
+        total = torch.tensor(0.0)
+        for t in range(LENGTH):
+            total = total + pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * total - 0.5))
+            pyro.sample(f"x_{t}", dist.Normal(total, 1.0), obs=torch.tensor(0.4 * t))
+
+    def guide() -> None:
+        for t in range(LENGTH):
+            coin(f"z_{t}", {"bpq": dict(options)} if options else {})
+
+    return model, guide
+
+
+def few(**options: Any) -> Programs:
+    """Three sites, whose costs read all of them."""
+
+    def model() -> None:
+        a, b, c = (pyro.sample(name, dist.Bernoulli(0.4)) for name in "abc")
+        pyro.sample("x", dist.Normal(a + b * c, 1.0), obs=torch.tensor(0.7))
+        pyro.sample("y", dist.Normal(a * b - c, 1.0), obs=torch.tensor(-0.2))
+
+    def guide() -> None:
+        for name in "abc":
+            coin(name, {"bpq": dict(options)} if options else {})
+
+    return model, guide
+
+
+def markov(**options: Any) -> Programs:
+    """A chain that is summed over all values."""
+
+    def model() -> None:
+        z = torch.tensor(0.0)
+        for t in range(5):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=2.0 * z - 1.0))
+            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.4 * t))
+
+    def guide() -> None:
+        for t in range(5):
+            coin(f"z_{t}", {"bpq": dict(options)} if options else {})
+
+    return model, guide
+
+
+ABOUT_CRITICS: dict[str, dict[str, Any]] = {
+    "lam": {"lam": 0.9},
+    "gamma": {"gamma": 0.99},
+    "window": {"window": 6},
+    "reduction": {"reduction": "single"},
+    "form": {"form": "history"},
+    "critic": {"critic": MLPCritic((8,))},
+    "rate": {"learner": CriticLearner(lr=0.01)},
+    "slow": {"learner": CriticLearner(slow=SlowTracking())},
+    "replay": {"learner": CriticLearner(replay=Replay(capacity=4))},
+    "the user's optimiser": {"learner": None},
+    "immediate": {"immediate": "learned"},
+}
+AT_A_SITE: dict[str, dict[str, Any]] = {
+    "share": {"share": "z"},
+    "context": {"context": torch.ones(2)},
+    "critic": {"critic": MLPCritic((8,))},
+    "none": {"critic": False},
+}
+
+
+def trained(programs: Programs, steps: int = 2, **options: Any) -> TraceBackpropQ_ELBO:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    for _ in range(steps):
+        elbo.loss_and_grads(*programs)
+    return elbo
+
+
+def critics_of(elbo: TraceBackpropQ_ELBO) -> set[Any]:
+    return {spec.critic for spec in elbo.plan.layout.specs.values()}
+
+
+# The number of particles.
+
+
+@pytest.mark.parametrize("options", ABOUT_CRITICS.values(), ids=ABOUT_CRITICS)
+@pytest.mark.parametrize("make", [chain, few])
+def test_an_option_about_critics_leaves_the_number_of_particles(make: Any, options: dict[str, Any]) -> None:
+    plain, elbo = trained(make()), trained(make(), **options)
+    assert elbo.num_particles == plain.num_particles > 1
+    assert critics_of(elbo) - {None}
+    assert "because you wrote" not in str(elbo)
+
+
+@pytest.mark.filterwarnings("ignore:Nothing reads the options share")
+@pytest.mark.parametrize("options", AT_A_SITE.values(), ids=AT_A_SITE)
+@pytest.mark.parametrize("make", [chain, few])
+def test_an_option_of_a_site_about_its_critic_leaves_it_too(make: Any, options: dict[str, Any]) -> None:
+    plain = trained(make())
+    for programs in (make(**options), (make()[0], config_bpq(make()[1], **options))):
+        elbo = trained(programs)
+        assert elbo.num_particles == plain.num_particles > 1
+        if "context" in options or options.get("critic"):
+            assert critics_of(elbo) - {None}
+
+
+def test_a_shared_critic_does_a_chain_no_harm() -> None:
+    def variance(**options: Any) -> float:
+        programs = chain(**options)
+        return gradient_moments(trained(programs, 30), *programs, num_samples=60).total_variance
+
+    assert variance(share="z") < 2.0 * variance()
+
+
+WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "estimator": ({"estimator": AllAction()}, "One particle runs, because you wrote estimator=AllAction()."),
+    "dynamic": ({"structure": "dynamic"}, 'One particle runs, because you wrote structure="dynamic".'),
+    "vectorize": ({"vectorize_particles": True}, "because of vectorize_particles=True"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("make", [chain, few])
+def test_an_option_that_changes_the_number_is_named(make: Any, options: dict[str, Any], words: str) -> None:
+    elbo = trained(make(), **options)
+    assert elbo.num_particles == 1 and words in str(elbo)
+
+
+def test_an_estimator_at_all_sites_is_named() -> None:
+    elbo = trained(few(estimator=AllAction()))
+    assert elbo.num_particles == 1
+    assert "One particle runs, because you wrote an estimator or a baseline at a, b, c." in str(elbo)
+
+
+def test_an_estimator_at_one_site_leaves_the_number() -> None:
+    model, guide = few()
+
+    def one() -> None:
+        coin("a", {"bpq": {"estimator": AllAction()}})
+        for name in "bc":
+            coin(name, {})
+
+    assert trained((model, one)).num_particles == trained((model, guide)).num_particles
+
+
+def test_a_program_without_noise_says_that() -> None:
+    def model() -> None:
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.4)), 1.0), obs=torch.tensor(0.7))
+
+    elbo = trained((model, lambda: coin("z", {})), steps=1)
+    assert elbo.num_particles == 1 and "One particle runs, because no gradient is noisy." in str(elbo)
+
+
+def test_a_steered_program_says_that() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(1.0 if z.item() else -1.0, 1.0), obs=torch.tensor(0.7))
+
+    elbo = trained((model, lambda: coin("z", {})))
+    assert "One particle runs, because sampled values steer the program." in str(elbo)
+
+
+# The sum over all values.
+
+
+@pytest.mark.parametrize("options", ABOUT_CRITICS.values(), ids=ABOUT_CRITICS)
+def test_critics_that_are_asked_for_turn_the_sum_off_and_say_so(options: dict[str, Any]) -> None:
+    (name,) = options
+    elbo = trained(markov(), steps=55 if name == "lam" else 2, **options)
+    assert not elbo.plan.sums and elbo.num_particles > 1
+    assert f"It is not summed over all values, because you wrote {name}=" in str(elbo)
+
+
+@pytest.mark.parametrize("options", [{}, {"critic": None}, {"critic": None, "lam": 0.9}, {"seed": 3}], ids=str)
+def test_other_options_leave_the_sum(options: dict[str, Any]) -> None:
+    assert trained(markov(), steps=55, **options).plan.sums
+
+
+def test_options_of_a_site_that_only_name_or_refuse_a_critic_leave_the_sum() -> None:
+    assert trained(markov(critic=False), steps=55).plan.sums
+    with pytest.warns(UserWarning, match="Nothing reads the options share at z_0 to z_4, 5 sites"):
+        assert trained(markov(share="z"), steps=55).plan.sums
+
+
+def test_a_critic_at_a_site_turns_the_sum_off_and_says_so() -> None:
+    elbo = trained(markov(critic=MLPCritic()), steps=55)
+    assert not elbo.plan.sums
+    assert 'because you wrote infer={"bpq": ...} at z_0 to z_4, 5 sites.' in str(elbo)
+
+
+# Options that nothing reads.
+
+
+def warned(programs: Programs, steps: int = 3, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trained(programs, steps, **options)
+    return [str(warning.message) for warning in found]
+
+
+UNREAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "context": (few, {"context": torch.ones(2), "estimator": ScoreFunction()}, "context at a, b, c"),
+    "critic": (few, {"critic": MLPCritic(), "estimator": ScoreFunction()}, "critic at a, b, c"),
+    "share": (few, {"share": "z"}, "share at a, b, c"),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "words"), UNREAD.values(), ids=UNREAD)
+def test_an_option_of_a_site_that_nothing_reads_is_told_once(make: Any, options: dict[str, Any], words: str) -> None:
+    (text,) = warned(make(**options))
+    assert text.startswith(f"Nothing reads the options {words}:")
+
+
+def test_a_context_of_a_reparameterised_site_is_told() -> None:
+    def model() -> None:
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(0.7))
+
+    def guide() -> None:
+        law = dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0)
+        pyro.sample("z", law, infer={"bpq": {"context": torch.ones(2)}})
+
+    (text,) = warned((model, guide))
+    assert text.startswith("Nothing reads the options context at z:")
+
+
+def test_a_bound_tells_it_too() -> None:
+    bound = TraceBackpropQ_IWAE(3)
+    with pytest.warns(UserWarning, match="Nothing reads the options context at a, b, c"):
+        bound.loss_and_grads(*few(context=torch.ones(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound.loss_and_grads(*few(context=torch.ones(2)))
+        TraceBackpropQ_IWAE(3, critic=MLPCritic()).loss_and_grads(*few(context=torch.ones(2)))
+
+
+@pytest.mark.parametrize("options", [{"context": torch.ones(2)}, {"critic": MLPCritic()}], ids=str)
+@pytest.mark.parametrize("make", [chain, few])
+def test_options_that_some_critic_reads_are_left_alone(make: Any, options: dict[str, Any]) -> None:
+    assert not warned(make(**options)) and not warned(chain(share="z"))
+
+
+def test_an_option_about_critics_where_there_are_none_is_said_in_print() -> None:
+    elbo = trained(few(), estimator=ScoreFunction(), lam=0.9)
+    assert "No site has a critic, so that lam=0.9 changes nothing." in str(elbo)
+
+
+# They stay unbiased.
+
+
+@pytest.mark.parametrize("options", ABOUT_CRITICS.values(), ids=ABOUT_CRITICS)
+def test_steps_with_several_particles_and_critics_are_unbiased(options: dict[str, Any]) -> None:
+    def model() -> None:
+        a, b = (pyro.sample(name, dist.Bernoulli(0.4)) for name in "ab")
+        pyro.sample("x", dist.Normal(a + 2.0 * a * b, 1.0), obs=torch.tensor(0.7))
+
+    programs: Programs = model, lambda: [coin(name, {}) for name in "ab"] and None
+    elbo = trained(programs, 6, **{**options, "num_particles": 3, "vectorize_particles": True})
+    assert_unbiased(elbo.eval(), *programs)
