@@ -171,47 +171,28 @@ class StepRunner(Runner):
             has_told: Whether another run of the step has warned of what is hardly meant in the program.
         """
         model, guide, args, kwargs = program
-        # Particles that meet show in few runs at few values, but in every tracked one.
-        is_looked_at = particles.has_plate and not self.structure.always_tracks
         options = self._options(
             particles,
             track=track,
             step=num_steps,
             only_costs=self.only_costs,
-            components=self.structure.follows_components and not self.enumerates,
             sloped=sloped,
             maps=maps,
-            rows=not self.enumerates and (self.structure.follows_rows or is_looked_at),
-            counts=track and not self.structure.escapes,
             warns=warns,
             has_told=has_told,
         )
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
             check_gradients(traced)
-            return self._with_rows_that_meet(traced, program, particles, num_steps)
+            return traced
         nesting = int(particles.nesting)
         with enumerated_programs(model, guide, nesting) as (summed, sampled):
             # Values that are put in stand outside of enumeration, which follows the sites that it passes.
-            traced = trace_run(put(summed), put(sampled), args, kwargs, options)
+            finish = functools.partial(eliminate, nesting=nesting)
+            traced = trace_run(put(summed), put(sampled), args, kwargs, options, finish)
         if self.warns and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
-        traced = eliminate(traced, nesting)
-        if track and self.structure.follows_rows:
-            # Rows are not followed beside the values of enumerated sites.
-            traced = replace(traced, unfollowed=plated_costs(traced))
-        return self._with_rows_that_meet(traced, program, particles, num_steps)
-
-    def _with_rows_that_meet(
-        self, traced: TracedRun, program: Program, particles: Particles, num_steps: int
-    ) -> TracedRun:
-        """The run with the rows that meet by values, where they could not be followed."""
-        if not traced.unfollowed or self.structure.crosses or traced.crosses:
-            return traced
-        trace = traced_with(self, particles, num_steps)
-        is_first = self.structure.tracked_runs == 0
-        met = rows_that_meet(trace, program, traced, self.has_buffers, num_steps, is_first)
-        return replace(traced, met=met, crosses=bool(met))
+        return traced
 
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:
         planner, nesting, number = self.plans.planner, particles.nesting, particles.number

@@ -88,6 +88,7 @@ class Drawn:
 class Scored:
     """A cost: its elements in the batch and the event, and its plates."""
 
+    site: str
     elements: Value
     event_ndim: int
     plates: Mapping[str, int]
@@ -211,15 +212,12 @@ def _pattern(labels: Labels, shape: Any, cost: Scored, site: Drawn) -> Pattern |
 def charge_sites(
     records: Mapping[str, SiteRecord],
     patterns: Mapping[tuple[str, str], Pattern],
-    sites: Mapping[str, tuple[float, Any]],
+    elements: Mapping[str, tuple[float, Tensor]],
 ) -> dict[str, SiteRecord]:
-    """Charges the components of sites with the costs that read them."""
-    elements = {}
-    for cost in dict.fromkeys(cost for _, cost in patterns):
-        sign, site = sites[cost]
-        elements[cost] = sign * elements_of(site)[0]
+    """Charges the components of sites with the elements of the costs that read them, each with its sign."""
     charged: dict[str, Tensor] = {}
     for (name, cost), pattern in patterns.items():
-        term = pattern.charge(elements[cost], batch_of(records[name].fn, records[name].value))
+        sign, own = elements[cost]
+        term = pattern.charge(sign * own, batch_of(records[name].fn, records[name].value))
         charged[name] = charged[name] + term if name in charged else term
     return {name: replace(record, charged=charged.get(name)) for name, record in records.items()}

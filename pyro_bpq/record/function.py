@@ -3,7 +3,7 @@ r"""Parts of a recorded run as functions of some of its values: straight lines o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.indexing import copied, filled, written
+from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.tape import Node, Tape, Value
 
@@ -79,6 +80,25 @@ class Function:
             needed |= own
             gone.append(tuple(own))
         return gone[::-1]
+
+    def with_means(self) -> Function:
+        """The same with means in place of draws."""
+        nodes = (n._replace(func=n.func.mean) if isinstance(n.func, Draw) else n for n in self.nodes)
+        return replace(self, nodes=tuple(nodes))
+
+    def reading(self, sources: Set[Value]) -> list[Node]:
+        """The operators that depend on some of the given values."""
+        found, known = list[Node](), {*sources}
+        for node in self.nodes:
+            if not known.isdisjoint(arguments_of(node)):
+                found.append(node)
+                known.update(values_in(node.result), (new for _, new in node.written))
+        return found
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether an operator draws from a generator."""
+        return any(isinstance(node.func, Draw) or kind_of(node.func).is_random for node in self.nodes)
 
     @cached_property
     def writes(self) -> bool:

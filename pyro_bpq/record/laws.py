@@ -1,16 +1,72 @@
-"""Distributions with other tensors in place of their own."""
+"""Draws as operators: distributions with other tensors in place of their own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pyro.distributions import OneHotCategorical
 from pyro.poutine.runtime import effectful
 from torch import Tensor
 from torch.distributions import Distribution, Transform
-from torch.distributions.utils import lazy_property
+
+from pyro_bpq.rollout.features import finite_components
+
+# What transforms and conditional distributions remember of their last call.
+_CACHES = frozenset(("_inv", "_cached_x_y"))
+
+
+@effectful(type="bpq_draw")
+def draw(name: str, fn: Any) -> Any:
+    """Draws from a distribution; a message, for handlers that draw in place of the generator."""
+    return fn()
+
+
+class Draw:
+    """The draw of a site as a function of the tensors of its distribution.
+
+    Args:
+        name: The site.
+        fn: Its distribution. Its tensors are not kept.
+        is_mean: Whether the mean takes the place of a draw, with its gradient.
+    """
+
+    def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
+        self.name, self.is_mean = name, is_mean
+        self._form = mapped(fn, lambda tensor: torch.empty(0))
+
+    def __repr__(self) -> str:
+        return f"Draw({self.name!r})"
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """A value of the site."""
+        own = iter(tensors)
+        fn = mapped(self._form, lambda _: next(own))
+        return fn.mean if self.is_mean else draw(self.name, fn)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Draw) and (self.name, self.is_mean) == (other.name, other.is_mean)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.is_mean))
+
+    @property
+    def mean(self) -> Draw:
+        """The same with the mean, where values may move continuously and have one."""
+        split = finite_components(self._form) if not self._form.has_rsample else None
+        has_mean = self._form.has_rsample or (split is not None and split.kind in ("bernoulli", "one_hot"))
+        found = copy.copy(self)
+        found.is_mean = has_mean
+        return found
+
+
+def tensors_of(fn: Any) -> list[Tensor]:
+    """The tensors of a distribution, in a fixed order."""
+    found: list[Tensor] = []
+    mapped(fn, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
 
 
 def mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -35,10 +91,38 @@ def mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return item
 
 
-# What transforms and conditional distributions remember of their last call.
-_CACHES = frozenset(("_inv", "_cached_x_y"))
-
-
 def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any] | None:
     found = {key: mapped(value, change) for key, value in parts.items()}
     return found if any(found[key] is not value for key, value in parts.items()) else None
+
+
+def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
+    """Log-probability at a value that may lie between support values: that of a one-hot site is linear in it."""
+    return unchecked(_linear(fn)).log_prob(value)
+
+
+def unchecked(fn: Any) -> Any:
+    """A copy of the distribution that does not check values."""
+    fn = copy.copy(fn)
+    fn._validate_args = False
+    if hasattr(fn, "base_dist"):
+        fn.base_dist = unchecked(fn.base_dist)
+    return fn
+
+
+class _LinearOneHot(OneHotCategorical):
+    def log_prob(self, value: Tensor) -> Tensor:
+        # A value of probability zero has a logit of -inf; the clamp keeps 0 * -inf from becoming NaN.
+        return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)
+
+
+def _linear(fn: Any) -> Any:
+    """The distribution, with a one-hot base distribution made linear in the value."""
+    if isinstance(fn, torch.distributions.OneHotCategorical):
+        return _LinearOneHot(logits=fn.logits, validate_args=False)
+    if hasattr(fn, "base_dist"):
+        base = _linear(fn.base_dist)
+        if base is not fn.base_dist:
+            fn = copy.copy(fn)
+            fn.base_dist = base
+    return fn

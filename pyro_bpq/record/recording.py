@@ -28,7 +28,8 @@ class Recording:
         masks: For each value the sources that it depends on, as bits.
         shapes: The shape of each value.
         dtypes: Its type.
-        leaves: The tensors of the run that no operator has made, by value: inputs, values of sites, noise.
+        leaves: Values that no operator has made: inputs, values of sites, noise.
+        tensors: Their tensors in the run, until :meth:`release` forgets those that another run has anew.
         opaque: Values that cannot be made again, and why.
         guards: What Python read where no source reaches.
         bits: The bit of each source, by name.
@@ -39,7 +40,8 @@ class Recording:
     masks: Sequence[int]
     shapes: Sequence[object]
     dtypes: Sequence[object]
-    leaves: Mapping[Value, Tensor]
+    leaves: Set[Value]
+    tensors: dict[Value, Tensor]
     opaque: Mapping[Value, str]
     guards: tuple[Guard, ...]
     bits: Mapping[str, int]
@@ -48,8 +50,8 @@ class Recording:
     @classmethod
     def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
         """What a tape has written down; ``sites`` are the values of the sources."""
-        leaves = {**tape.inputs, **tape.before, **tape.noise, **sites}
-        return cls((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, leaves, tape.opaque, (*tape.guards,), tape.bits, tape.constants)
+        found = {**tape.inputs, **tape.before, **tape.noise, **sites}
+        return cls((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque, (*tape.guards,), tape.bits, tape.constants)
 
     @cached_property
     def _maker(self) -> dict[Value, int]:
@@ -58,6 +60,11 @@ class Recording:
             found.update(dict.fromkeys(values_in(node.result), i))
             found.update({new: i for _, new in node.written})
         return found
+
+    def release(self, values: Iterable[Value]) -> None:
+        """Forgets tensors of the run."""
+        for value in values:
+            self.tensors.pop(value, None)
 
     def reads(self, value: Value, source: Value) -> bool:
         """Whether a value depends on the value of a site."""
@@ -77,7 +84,7 @@ class Recording:
             return None
         if function.given and not all(given in self.constants for given in function.given):
             return None
-        return function(*(self.leaves[given] for given in function.given))[0]
+        return function(*(self.tensors[given] for given in function.given))[0]
 
     def labels(
         self, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
@@ -102,20 +109,26 @@ class Recording:
 
     def _without_writes(self, function: Function) -> Function:
         """The same operators, none of which writes in place."""
-        given = [self.leaves[value].detach().clone() for value in function.given]
+        given = [self.tensors[value].detach().clone() for value in function.given]
         devices = {tensor.device for tensor in given if tensor.is_cuda}
         with torch.no_grad(), torch.random.fork_rng([device.index for device in devices]):
             return flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
 
-    def cut(self, wanted: Iterable[Value], given: Iterable[Value] = (), sees_all: bool = False) -> Function:
+    def cut(
+        self,
+        wanted: Iterable[Value],
+        given: Iterable[Value] = (),
+        redrawn: Set[Value] = frozenset(),
+        sees_all: bool = False,
+    ) -> Function:
         """The operators between some given values, or leaves of the run, and what is wanted.
 
-        With ``sees_all`` it need not run: values may be on the way that cannot be made again.
+        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run: values may be on the way that cannot be made again.
 
         Raises:
             Uncut: If a value on the way cannot be made again.
         """
-        wanted, known = tuple(wanted), {*self.leaves, *given}
+        wanted, known = tuple(wanted), {*self.leaves, *given} - redrawn
         pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
         while pending:
             value = pending.pop()

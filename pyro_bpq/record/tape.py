@@ -228,6 +228,14 @@ class Tape(TorchDispatchMode):
                 known.mask = known.source = bit
         return value
 
+    def drawn(self, tensor: Tensor, func: Any, law: list[Tensor]) -> Value:
+        """Writes down how the value of a source was drawn, from the tensors of its law; returns the value."""
+        with torch._C.DisableTorchFunction():
+            value, self._mask, self._after = self._value(tensor), 0, ()
+            taken = self.taken(tuple(law))
+            self.nodes.append(Node(func, taken, _NOTHING, value, (), self._after))
+            return value
+
     def taint(self, tensor: Tensor, mask: int) -> None:
         """Adds sources to what a tensor depends on."""
         value = self._value(tensor)

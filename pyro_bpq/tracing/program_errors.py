@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.tracing.config import cost_options, option_names
-from pyro_bpq.tracing.guide_warnings import ParameterReads, guide_warnings
+from pyro_bpq.tracing.guide_warnings import guide_warnings
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
@@ -37,7 +37,6 @@ from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import (
-    HANDED,
     PARTICLES,
     Watch,
     distribution_name,
@@ -131,9 +130,9 @@ def _one_value_error(error: Exception, number: int, tape: Tape) -> BPQError | No
     read, text = _read_tensor(error.__traceback__), own_text(error)
     if read is None:
         # NumPy or a list may complain later, after the value has left torch.
-        gone = tape.escaped - {HANDED}
+        gone = tape.escaped
         return UnsupportedProgramError(left_torch(gone, number, text)) if gone else None
-    sites = tape.sources_of(read) - {HANDED}
+    sites = tape.sources_of(read)
     # Else it is no sampled value, or one that has several elements in a run of one particle, too.
     return UnsupportedProgramError(left_torch(sites, number, text)) if sites and read.numel() == number else None
 
@@ -236,27 +235,24 @@ def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
 
 
 def warn_of_program(
-    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], first: ParameterReads | None
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
 ) -> None:
-    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only.
-
-    ``first`` knows the parameters that the guide has read, in the first run.
-    """
+    """Warns of probable mistakes in programs that run. It reads values, so call it for recorded runs only."""
     # Replay gives sites of the model what the guide says of them.
-    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, first)):
+    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, is_first)):
         warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def _warnings(
-    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], first: ParameterReads | None
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
 ) -> Iterator[str]:
     everything = [*guide_sites.values(), *model_sites.values()]
-    if first is not None:
+    if is_first:
         for warn in (_repeated, _misspelt):
             for site in everything:
                 yield from warn(site)
-        yield from guide_warnings(traced, model_sites, guide_sites, first.read)
-    if first is not None and is_validation_enabled():
+        yield from guide_warnings(traced, model_sites, guide_sites)
+    if is_first and is_validation_enabled():
         for name, site in guide_sites.items():
             yield from _unlike(site, model_sites.get(name, site))
         yield from _other_plates(model_sites, guide_sites)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.util import scale_and_mask
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
@@ -16,20 +18,27 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor, nn
-from torch.distributions import Distribution, Transform
+from torch.distributions import Distribution, OneHotCategorical, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.record.components import Drawn, Scored, elements_of, patterns_of, rows_that_meet
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
+from pyro_bpq.record.components import Drawn, Scored, elements_of
+from pyro_bpq.record.recorded import Recorded, arguments_in
+from pyro_bpq.record.laws import relaxed_log_prob
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.rollout.features import base_distribution, batch_of, element_log_prob, independent_components
+from pyro_bpq.rollout.features import (
+    base_distribution,
+    batch_of,
+    element_log_prob,
+    finite_components,
+    independent_components,
+)
 from pyro_bpq.tracing.config import OthersDraw, cost_options
-from pyro_bpq.tracing.guide_warnings import ParameterReads
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
-from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.substitute import unchecked
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
@@ -41,7 +50,6 @@ from pyro_bpq.tracing.traced_run import (
     total,
 )
 from pyro_bpq.tracing.watch import (
-    HANDED,
     LARGE,
     PARTICLES,
     TraceOptions,
@@ -51,7 +59,6 @@ from pyro_bpq.tracing.watch import (
     is_untraced,
     samples,
 )
-from pyro_bpq.tracing.work import WorkMode
 
 # Modules whose distributions keep a value only in tensors.
 _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
@@ -67,48 +74,47 @@ Heard = Mapping[tuple[bool, str], int]
 """Sources that may have steered a log-probability in Python, as bits, by (is of the guide, site name)."""
 
 
-def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> TracedRun:
-    """Runs the guide, replays the model against it, and records both."""
+def trace_run(
+    model: Part,
+    guide: Part,
+    args: Args,
+    kwargs: Kwargs,
+    options: TraceOptions,
+    finish: Callable[[TracedRun], TracedRun] = lambda traced: traced,
+) -> TracedRun:
+    """Runs the guide, replays the model against it, and records both.
+
+    ``finish`` makes the costs of the run from its log-probabilities.
+    """
     tape = Tape() if options.track else None
-    work = WorkMode() if options.counts else None
-    is_first = options.track and options.warns and options.step == 0 and not options.has_told
-    parameters = ParameterReads() if is_first else None
-    watch = Watch(options, tape, work, parameters)
+    watch = Watch(options, tape)
     maps = LinearReads(watch.leaves) if options.maps else None
-    modules = BufferedModules() if options.track else None
-    # The counter of work is the innermost mode: it does not see the operators of the others.
-    modes = (parameters, tape, work, maps, watch, modules)
     with contextlib.ExitStack() as stack:
-        for mode in modes:
+        for mode in (tape, maps, watch):
             if mode is not None:
                 stack.enter_context(mode)
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
-        tracked = {} if tape is None else _tracked(tape, watch, guide_sites, model_sites, heard)
-    if "elements" in tracked:
-        tracked |= _elements(watch, *tracked.pop("elements"))
-    traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-    if options.only_costs and options.step == 0 and tracked and not (traced.user_costs or tracked["escaped_sites"]):
+        traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+        if watch.leaves:
+            traced = replace(traced, run=traced.run.with_leaves(watch.leaves))
+        if watch.enumerated or maps is not None:
+            found = () if maps is None else tuple(maps.found)
+            traced = replace(traced, enumerated=frozenset(watch.enumerated), maps=found)
+        if tape is not None:
+            reads = {**_reads(tape, guide_sites, watch, heard, True), **_reads(tape, model_sites, watch, heard, False)}
+            traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
+        traced = finish(traced)
+        if tape is not None:
+            traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites, args, kwargs))
+    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
             "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
         )
-    if not (options.track or options.only_costs or watch.enumerated or watch.leaves):
-        return traced
-    in_plates = {name for name, info in traced.infos.items() if info.plates}
-    traced = replace(
-        traced,
-        **tracked,
-        run=traced.run.with_leaves(watch.leaves),
-        enumerated=frozenset(watch.enumerated),
-        crosses=bool(tracked.get("met") or in_plates & tracked.get("escaped_sites", set())),
-        has_buffers=modules is None or bool(modules),
-        maps=() if maps is None else tuple(maps.found),
-        work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
-    )
     if options.track and options.warns:
-        warn_of_program(traced, model_sites, guide_sites, parameters)
+        warn_of_program(traced, model_sites, guide_sites, not options.has_told and options.step == 0)
     return _only_costs(traced) if options.only_costs else traced
 
 
@@ -259,66 +265,73 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith(_LIBRARIES)
 
 
-def _tracked(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites, heard: Heard) -> dict[str, Any]:
-    """What the tape of a run tells, as fields of its record; the tape must be active."""
-    of_guide = _reads(tape, guide_sites, watch, heard, True)
-    of_model = _reads(tape, model_sites, watch, heard, False)
-    # The lowest bit is not a site: it marks the guide's own values.
-    bits = {cost: found >> 1 for cost, found in (of_guide | of_model).items()}
-    # A GuideMessenger runs guide and model as one program: the guide hands nothing over.
-    handed = frozenset(cost for cost, found in of_model.items() if found & watch.handed and watch.has_model)
-    handed |= _weighted_by_itself(tape, model_sites)
-    # So does the log-probability of a value that carries more than its site's value shows.
-    handed |= {cost_of_site(site, False) for site in model_sites.values() if carried(site["value"])}
-    escaped = tape.escaped - {HANDED}
-    found: dict[str, Any] = {"reads": Reads(tuple(tape.bits)[1:], bits), "handed": handed, "escaped_sites": escaped}
-    if watch.options.rows or watch.options.components:
-        found["elements"] = _asked(tape, watch, guide_sites, model_sites)
-    return found
-
-
-def _asked(tape: Tape, watch: Watch, guide_sites: Sites, model_sites: Sites) -> tuple[Any, ...]:
-    """The recording of a run, its costs, and its draws; the tape must be active."""
-    options = watch.options
-    follows = options.components and not options.only_costs and not tape.escaped - {HANDED}
-    scored, costs = _scored(guide_sites, model_sites, True), {}
-    for name, site in scored:
-        is_given = cost_options(site) is not None
-        elements, ndim = (site["log_prob"], 0) if is_given or not follows else elements_of(site)
-        costs[name] = Scored(tape.value_of(elements), ndim, _plates(site))
-    drawn = {}
+def _recorded(
+    tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites, args: Args, kwargs: Kwargs
+) -> Recorded:
+    """The recording of a run with the names of its values; the tape must be active."""
+    follows = not (traced.only_costs or traced.enumerated or tape.escaped)
+    scored, drawn, values = {}, {}, {}
+    for cost, site in _scored(guide_sites, model_sites, True):
+        elements, ndim = (site["log_prob"], 0) if cost_options(site) or not follows else elements_of(site)
+        scored[cost] = Scored(site["name"], tape.value_of(elements), ndim, _plates(site))
     for name, value in watch.drawn.items():
         site = guide_sites.get(name)
-        if site is None or name in watch.untraced:
+        if site is None:
             continue
-        fn, ndim = site["fn"], 0
-        number = 0 if _is_pathwise(site) else independent_components(fn) or 0
-        law = site["unscaled_log_prob"]
+        values[value] = site["value"]
+        fn, (law, ndim), is_pathwise = site["fn"], (site["log_prob"], 0), _is_pathwise(site)
+        number = 0 if is_pathwise else independent_components(fn) or 0
         if follows and number > 1:
             law, ndim = element_log_prob(fn, site["value"])
-        drawn[name] = Drawn(
-            value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, {} if _is_pathwise(site) else _plates(site)
-        )
-    values = {**guide_sites, **model_sites}
-    sites = {value: values[name]["value"] for name, value in watch.drawn.items() if name in values}
-    recording = Recording.of(tape, sites)
-    return recording, drawn, costs, follows
+        plates = {plate: dim for plate, dim in _plates(site).items() if plate == PARTICLES or not is_pathwise}
+        drawn[name] = Drawn(value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, plates)
+    costs, unweighted = {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()}, set()
+    for cost, site in _scored(guide_sites, model_sites) if traced.elimination is None else ():
+        if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(base_distribution(site["fn"]), OneHotCategorical):
+            own = site["unscaled_log_prob"]
+            costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
+            unweighted.add(cost)
+    subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
+    found = arguments_in(tape, args, kwargs)
+    parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
+    assert isinstance(traced.reads, Reads)
+    laws = {}
+    for name in drawn:
+        site = guide_sites[name]
+        fn, law = site["fn"], site.get("unscaled_log_prob", site["score_parts"].score_function)
+        while isinstance(fn, MaskedDistribution):
+            fn, law = fn.base_dist, None
+        laws[name] = tape.value_of(fn.log_prob(site["value"]) if law is None else law)
+    return Recorded(
+        Recording.of(tape, values), traced.reads, _self_read(tape, model_sites), drawn, scored, costs, frozenset(unweighted), laws, found, subsamples, parameters, watch.num_of_guide
+    )
 
 
-def _elements(watch: Watch, recording: Recording, drawn: Any, costs: Any, follows: bool) -> dict[str, Any]:
-    """Which rows and components the costs of a run read."""
-    options, every = watch.options, [*drawn.values()]
-    plates = dict.fromkeys(plate for site in drawn.values() for plate in site.plates)
-    plates = plates if options.rows else {}
-    met: dict[str, tuple[str, ...]] = {}
-    for plate in plates:
-        for cost, why in rows_that_meet(recording, every, costs, plate).items():
-            met[cost] = (plate, why)
-            print('MEET', cost, plate, why)
-    mixes = any(plate == PARTICLES for plate, _ in met.values())
-    met = {cost: (plate,) for cost, (plate, why) in met.items() if plate != PARTICLES}
-    patterns = patterns_of(recording, drawn, costs, met) if follows else {}
-    return {"met": met, "unfollowed": {}, "mixes": mixes, "patterns": patterns}
+def _self_read(tape: Tape, sites: Sites) -> frozenset[str]:
+    """Costs of the model whose law, scale or mask reads the value that it scores."""
+    found = set()
+    for name, site in sites.items():
+        split = None if site["is_observed"] else finite_components(site["fn"])
+        if name in tape.bits and split is not None:
+            law = [split.parameters(site["fn"]), site["scale"], full_mask(site)]
+            if tape.mask_of(law) & tape.bits[name] or carried(site["value"]):
+                found.add(cost_of_site(site, False))
+    return frozenset(found)
+
+
+def _linear(traced: TracedRun) -> dict[str, Tensor]:
+    """The own costs of one-hot sites, as linear functions of their values."""
+    found = {}
+    for name, record in traced.run.sites.items():
+        if isinstance(base_distribution(record.fn), OneHotCategorical) and name not in traced.untraced:
+            sides = (
+                (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),
+                (cost_of_model(name), -1.0, record.prior, record.prior_scale, record.prior_mask),
+            )
+            for cost, sign, fn, scale, mask in sides:
+                if cost in traced.run.costs and fn is not None:
+                    found[cost] = sign * scale_and_mask(relaxed_log_prob(fn, record.value), scale, mask)
+    return found
 
 
 def _plates(site: Any) -> dict[str, int]:
@@ -342,16 +355,6 @@ def _reads(tape: Tape, sites: Sites, watch: Watch, heard: Heard, is_guide: bool)
             found |= tape.bits.get(name, 0)
         reads[cost_of_site(site, is_guide)] = found
     return reads
-
-
-def _weighted_by_itself(tape: Tape, sites: Sites) -> frozenset[str]:
-    """Costs of model sites whose scale or mask reads the site's own value: unknown at other values."""
-    bits = tape.bits
-    return frozenset(
-        cost_of_site(site, False)
-        for name, site in sites.items()
-        if name in bits and tape.mask_of([site["scale"], full_mask(site)]) & bits[name]
-    )
 
 
 def _scored(guide_sites: Sites, model_sites: Sites, user: bool = False) -> list[tuple[str, Any]]:

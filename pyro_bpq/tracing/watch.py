@@ -23,11 +23,11 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.laws import Draw, tensors_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import base_distribution, finite_components
 from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
 from pyro_bpq.tracing.cost_statement import Given, check_particles
-from pyro_bpq.tracing.work import Work, WorkMode
 
 Frames = tuple[Any, ...]
 """The vectorised plates around a statement, as Pyro's frames."""
@@ -37,10 +37,6 @@ PARTICLES = "num_particles_vectorized"
 
 # Smallest number of entries of Bernoulli values for which it saves time to draw and to check them here.
 LARGE = 1 << 14
-
-HANDED = "what the guide hands over"
-"""Name of the source that marks the guide's own values, as opposed to values that the model replays."""
-
 
 @dataclass(frozen=True)
 class TraceOptions:
@@ -74,12 +70,9 @@ class Watch(Messenger):
         self,
         options: TraceOptions,
         tape: Tape | None = None,
-        work: WorkMode | None = None,
-        parameters: Any = None,
     ) -> None:
         super().__init__()
-        self.options, self.tape, self.work = options, tape, work
-        self.parameters = parameters
+        self.options, self.tape = options, tape
         self.is_guide = self.has_model = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
@@ -94,9 +87,8 @@ class Watch(Messenger):
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
         self.drawn = dict[str, Any]()  # values of sites on the tape
-        self.model_start, self.guide_work = torch.empty(0), Work()
-        # This source is registered first, so that it has the lowest bit.
-        self.handed = 0 if tape is None else tape.bits.setdefault(HANDED, 1)
+        self.model_start, self.num_of_guide = torch.empty(0), 0
+        self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @functools.cached_property
     def _noise(self) -> torch.Generator:
@@ -138,8 +130,8 @@ class Watch(Messenger):
             self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
 
     def _pyro_post_param(self, msg: Any) -> None:
-        if self.parameters is not None and self.is_guide:
-            self.parameters.add(msg["name"], msg["value"])
+        if self.tape is not None and self.is_guide:
+            self.parameters[msg["name"]] = msg["value"]
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]
@@ -174,8 +166,9 @@ class Watch(Messenger):
             if score is None or is_identically_zero(score):
                 return
         if self.tape is not None and isinstance(msg["value"], Tensor):
+            law = tensors_of(msg["fn"])
             msg["value"] = self.tape.source(name, msg["value"])
-            self.drawn[name] = self.tape.value_of(msg["value"])
+            self.drawn[name] = self.tape.drawn(msg["value"], Draw(name, msg["fn"]), law)
         if score is not None:
             self._keep(msg, score)
 
@@ -267,8 +260,8 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
     finally:
         watch.is_guide = False
         watch.model_start = torch.get_rng_state()
-        if watch.work is not None:
-            watch.guide_work = watch.work.total
+        if watch.tape is not None:
+            watch.num_of_guide = len(watch.tape.nodes)
 
 
 def draw_bits(msg: Any) -> Tensor | None:
