@@ -24,8 +24,9 @@ class StructureFacts:
     num_particles: int = 1  # number of particles
     is_ordered: bool = False  # whether steps on the structure are to go in program order
     sums: bool = False  # whether the loss is to be summed over all values
-    # A recorded run. It never tells structures apart.
+    # A recorded run. It tells structures apart only by the sites whose other values give the costs that read them.
     recorded: Recorded | None = field(default=None, compare=False)
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.indexing import copied, filled, written
-from pyro_bpq.record.laws import Draw
+from pyro_bpq.record.laws import Draw, DrawRows
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.tape import Node, Tape, Value
 
@@ -86,6 +86,28 @@ class Function:
         nodes = (n._replace(func=n.func.mean) if isinstance(n.func, Draw) else n for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
 
+    def in_rows(self, index: Tensor) -> Function:
+        """The same with draws for each number in ``index``, which has a dimension that is not seen."""
+        nodes = (
+            n._replace(func=partial(n.func.rows, index)) if isinstance(n.func, Draw) else n for n in self.nodes
+        )
+        return replace(self, nodes=tuple(nodes))
+
+    def in_double(self) -> Function:
+        """The same in double precision."""
+
+        def wide(item: Any) -> Any:
+            kind = item.__class__
+            if kind is list or kind is tuple:
+                return kind(wide(part) for part in item)
+            return torch.float64 if item is torch.float32 else item
+
+        nodes = (
+            n._replace(args=wide(n.args), kwargs={name: wide(part) for name, part in n.kwargs.items()})
+            for n in self.nodes
+        )
+        return replace(self, nodes=tuple(nodes))
+
     def reading(self, sources: Set[Value]) -> list[Node]:
         """The operators that depend on some of the given values."""
         found, known = list[Node](), {*sources}
@@ -98,7 +120,7 @@ class Function:
     @cached_property
     def draws(self) -> bool:
         """Whether an operator draws from a generator."""
-        return any(isinstance(node.func, Draw) or kind_of(node.func).is_random for node in self.nodes)
+        return any(isinstance(node.func, (Draw, DrawRows)) or kind_of(node.func).is_random for node in self.nodes)
 
     @cached_property
     def writes(self) -> bool:

@@ -61,7 +61,6 @@ def reach(roots: Mapping[str, Any]) -> Call:
     call = Call()
     call.note("torch's default type", (torch.get_default_dtype(), torch.get_default_device()))
     call.note("autocast", tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")))
-    call.note("gradients", (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
     for name, root in roots.items():
         call.visit(name, root)
     for handler in _PYRO_STACK:
@@ -78,6 +77,7 @@ class Call:
         paths: Where each entry of ``spec`` was found.
         tensors: The tensors, in the order in which they are reached, each once.
         sources: Where each tensor was found.
+        modes: Whether gradients are on, and whether torch infers only.
         arrays: Large arrays of numpy, and where each was found: they are told apart by identity.
     """
 
@@ -86,6 +86,7 @@ class Call:
         self.paths: list[Path] = []
         self.tensors: list[Tensor] = []
         self.sources: list[Path] = []
+        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.arrays: list[tuple[Path, Any]] = []
         # What ``spec`` tells by its identity, which must not be given again.
         self._kept: list[Any] = []

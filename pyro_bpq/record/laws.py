@@ -12,6 +12,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 
+from pyro_bpq.record.tape import noted
 from pyro_bpq.rollout.features import finite_components
 
 # What transforms and conditional distributions remember of their last call.
@@ -46,6 +47,10 @@ class Draw:
         fn = mapped(self._form, lambda _: next(own))
         return fn.mean if self.is_mean else draw(self.name, fn)
 
+    def rows(self, index: Tensor, *tensors: Tensor) -> Any:
+        """A value for each number in ``index``, which has a dimension that the caller does not see."""
+        return _Rows.apply(self, index, *tensors)  # type: ignore[no-untyped-call]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Draw) and (self.name, self.is_mean) == (other.name, other.is_mean)
 
@@ -60,6 +65,46 @@ class Draw:
         found = copy.copy(self)
         found.is_mean = has_mean
         return found
+
+
+class DrawRows:
+    """Draws of a site in rows, each from tensors of its own.
+
+    Args:
+        draw: A draw.
+        number: Number of rows.
+        has_rows: For each tensor of the distribution whether each row has its own.
+    """
+
+    def __init__(self, draw: Draw, number: int, has_rows: tuple[bool, ...]) -> None:
+        self.draw, self.number, self.has_rows = draw, number, has_rows
+
+    def __repr__(self) -> str:
+        return f"DrawRows({self.draw}, {self.number})"
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The values, ``(rows, batch, event)``."""
+        rows = [tensor.unbind(0) if own else None for tensor, own in zip(tensors, self.has_rows, strict=True)]
+        pairs = [*zip(tensors, rows, strict=True)]
+        return torch.stack([self.draw(*(t if own is None else own[i] for t, own in pairs)) for i in range(self.number)])
+
+
+class _Rows(torch.autograd.Function):
+    """Draws in the dimension of :func:`torch.func.vmap`, row by row."""
+
+    @staticmethod
+    def forward(*_: Any) -> Any:  # noqa: D102
+        raise NotImplementedError
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:  # noqa: D102
+        raise NotImplementedError
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:  # noqa: D102
+        own = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims[2:], strict=True)]
+        every = DrawRows(draw, info.batch_size, tuple(dim is not None for dim in dims[2:]))
+        return noted(every, own), 0
 
 
 def tensors_of(fn: Any) -> list[Tensor]:

@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
 from pyro_bpq.record.function import Function, arguments_of, flat, values_in
+from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
-from pyro_bpq.record.tape import Value
+from pyro_bpq.record.tape import Tape, Value
 from pyro_bpq.record.work import Work, work_of
 
 # Largest number of cost elements in rows that run at once.
@@ -31,10 +32,12 @@ class Bound:
     """The tensors of a run with the operators of a recording.
 
     Args:
+        recorded: The recording.
         tensors: Its leaves by value.
         weights: Scale and mask of each cost.
     """
 
+    recorded: Recorded
     tensors: Mapping[Value, Tensor]
     weights: Mapping[str, tuple[Any, Any]]
 
@@ -58,10 +61,13 @@ class Recorded:
         costs: The value of each cost in nats, before it is scaled and masked if no site decides how.
         unweighted: Costs that are to be scaled and masked.
         laws: The log-probability of the value of each site of the guide, neither scaled nor masked.
-        arguments: Values of the arguments by their position.
+        reached: Values of tensors of the call, by their position in it.
         subsamples: Values of the indices that plates have drawn, by name of the plate.
-        parameters: Values of the guide's parameters, by name.
+        stored: Values of the parameters in Pyro's store, by name.
+        parameters: Values of the guide's parameters, by name, as ``pyro.param`` has returned them.
         num_of_guide: Number of operators of the guide.
+        traced: The values of the tensors in the traces of the run, in a fixed order.
+        differentiable: The sum of all costs through which pathwise gradients flow.
     """
 
     recording: Recording
@@ -72,10 +78,13 @@ class Recorded:
     costs: Mapping[str, Value]
     unweighted: frozenset[str]
     laws: Mapping[str, Value]
-    arguments: Mapping[int, Value]
+    reached: Mapping[int, Value]
     subsamples: Mapping[str, Value]
+    stored: Mapping[str, Value]
     parameters: Mapping[str, Value]
     num_of_guide: int
+    traced: tuple[Value, ...] = ()
+    differentiable: Value | None = None
     # Functions that were asked for, by what was asked.
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -96,7 +105,7 @@ class Recorded:
     def release(self) -> None:
         """Forgets the tensors of the run that another run has anew."""
         sites = (site.value for site in self.drawn.values())
-        self.recording.release((*sites, *self.arguments.values(), *self.subsamples.values()))
+        self.recording.release((*sites, *self.reached.values(), *self.subsamples.values()))
 
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
@@ -133,27 +142,35 @@ class Recorded:
         self,
         values: Mapping[str, Tensor],
         subsamples: Mapping[str, Any],
-        arguments: Any,
+        call: Call,
         weights: Mapping[str, tuple[Any, Any]],
+        own: Recorded | None = None,
     ) -> Bound:
         """The tensors of another run with the same operators.
 
         Args:
             values: The values of its sites.
             subsamples: The indices that its plates have drawn.
-            arguments: Its arguments.
+            call: The call that it was.
             weights: Scale and mask of each of its costs.
+            own: Its own recording, if it was recorded.
         """
-        leaves = tree_leaves(arguments) if self.arguments else []
-        found = dict(self.recording.tensors)
-        found.update({value: leaves[i] for i, value in self.arguments.items()})
+        found = dict((own or self).recording.tensors)
+        stored = dict(pyro.get_param_store().named_parameters())
+        found.update({value: stored[name] for name, value in self.stored.items()})
+        found.update({value: call.tensors[i] for i, value in self.reached.items()})
         found.update({value: subsamples[name] for name, value in self.subsamples.items() if name in subsamples})
         found.update({site.value: values[name].detach() for name, site in self.drawn.items() if name in values})
-        return Bound(found, {name: weight for name, weight in weights.items() if name in self.unweighted})
+        return Bound(self, found, {name: weight for name, weight in weights.items() if name in self.unweighted})
+
+    def can_compute(self, cost: str) -> bool:
+        """Whether a cost can be computed again."""
+        return cost in self._laws_and_costs and self._direct[self._laws_and_costs[cost]] >= 0
 
     def can_cut(self, cost: str, site: str) -> bool:
         """Whether a cost is known at other values of a site."""
-        return (cost, site) in self._cuttable
+        mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
+        return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
 
     def law(self, child: str) -> str:
         """Name of the log-probability of the value of a site; that of its cost where this is the same."""
@@ -169,16 +186,31 @@ class Recorded:
         return {**laws, **elements, **sites, **self.costs}
 
     @cached_property
-    def _cuttable(self) -> frozenset[tuple[str, str]]:
-        found = set()
-        laws = {self.law(name): value for name, value in self.laws.items()}
-        for cost, value in {**laws, **self.costs}.items():
-            try:
-                function = self.recording.cut([value])
-            except Uncut:
-                continue
-            found |= {(cost, name) for name, site in self.drawn.items() if site.value in function.given}
-        return frozenset(found)
+    def cuts(self) -> tuple[int, ...]:
+        """For each cost and law the sites that it reads as they are, as bits; -1 where it cannot be computed again."""
+        return tuple(self._direct[value] for value in self._laws_and_costs.values())
+
+    @cached_property
+    def _laws_and_costs(self) -> dict[str, Value]:
+        return {**{self.law(name): value for name, value in self.laws.items()}, **self.costs}
+
+    @cached_property
+    def _direct(self) -> list[int]:
+        """For each value the sites that it reads other than through a draw, as bits; -1 where nothing makes it."""
+        recording, bits = self.recording, {site.value: 1 << i for i, site in enumerate(self.drawn.values())}
+        found = [-1] * len(recording.masks)
+        for value in recording.leaves:
+            found[value] = bits.get(value, 0)
+        of_node = list[int]()
+        for node in recording.nodes:
+            mask, read = 0, [*(found[value] for value in arguments_of(node)), *(of_node[i] for i in node.after)]
+            for part in read:
+                mask = -1 if part < 0 or mask < 0 else mask | part
+            of_node.append(mask)
+            for value in (*values_in(node.result), *(new for _, new in node.written)):
+                if value not in recording.leaves:
+                    found[value] = -1 if value in recording.opaque else mask
+        return found
 
     def num_elements(self, cost: str) -> int:
         """Number of elements of a cost, or of what it is summed from."""
@@ -232,6 +264,23 @@ class Recorded:
             found = zip(wanted, function(*taken), strict=True)
             return {name: bound.weighted(name, value) for name, value in found}
 
+    def draws(self, cost: str) -> bool:
+        """Whether random numbers are drawn where it is computed again."""
+        return self.recording.cut([self.named[cost]], sees_all=True).draws
+
+    def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
+        """Costs at the values of a run, in double precision if asked.
+
+        Raises:
+            Uncut: If something on the way cannot be computed again.
+        """
+        function = self.recording.cut([self.named[cost] for cost in costs])
+        tensors = [bound.tensors[value] for value in function.given]
+        if in_double:
+            function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
+        tensors = [tensor.clone() for tensor in tensors] if function.writes else tensors
+        return {cost: bound.weighted(cost, value) for cost, value in zip(costs, function(*tensors), strict=True)}
+
     def sign_of(self, cost: str) -> float:
         """The sign with which the elements of a log-probability enter the loss."""
         return 1.0 if cost == cost_of_guide(self.scored[cost].site) else -1.0
@@ -248,6 +297,38 @@ class Recorded:
             own = {name: value[start : start + rows] for name, value in moved.items()}
             parts.append(self._at_few(names, sites, bound, own))
         return {name: bound.weighted(name, torch.cat([part[i] for part in parts])) for i, name in enumerate(names)}
+
+    def many(self, number: int, bound: Bound) -> dict[Value, Tensor]:
+        """What the traces of so many new particles hold, by value, ``(number, ...)``; values that all share are left out.
+
+        Raises:
+            Uncut: If something cannot be computed again.
+            NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+        """
+        key = "many", number
+        if key not in self._made:
+            self._made[key] = self._of_many(number, bound)
+        wanted, function, given, constants = self._made[key]
+        first = torch.arange(number)
+        return dict(zip(wanted, function(first, *(bound.tensors[value] for value in given), *constants), strict=True))
+
+    def _of_many(self, number: int, bound: Bound) -> tuple[Any, ...]:
+        recording, sites = self.recording, frozenset(site.value for site in self.drawn.values())
+        wanted = tuple(dict.fromkeys(value for value in self.traced if recording.masks[value]))
+        function = recording.cut(wanted, (), sites)
+        if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
+            raise Uncut("noise")
+        given, constants = function.given, list[Tensor]()
+        tensors = [bound.tensors[value] for value in given]
+        with torch.random.fork_rng():
+            if function.writes:
+                function, constants = flat(
+                    torch.func.functionalize(_called(function)), [tensor.detach().clone() for tensor in tensors]
+                )
+            dims = (0, *(None for _ in (*given, *constants)))
+            run = torch.func.vmap(lambda index, *own: tuple(function.in_rows(index)(*own)), dims, randomness="different")
+            function, more = flat(run, [torch.arange(number), *tensors, *constants])
+        return wanted, function, given, constants + more
 
     @torch.no_grad()
     def _at_few(
@@ -304,7 +385,11 @@ def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def arguments_in(tape: Any, args: Any, kwargs: Any) -> dict[int, Value]:
-    """The positions of the arguments that a tape knows, and their values; the tape must be active."""
-    leaves = enumerate(tree_leaves((args, kwargs)))
-    return {i: tape.value_of(leaf) for i, leaf in leaves if isinstance(leaf, Tensor) and tape.knows(leaf)}
+def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value]]:
+    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into."""
+    values = {id(tensor): value for value, tensor in tape.inputs.items() if value not in tape.before}
+    stored = pyro.get_param_store().named_parameters()
+    return (
+        {i: values[id(tensor)] for i, tensor in enumerate(call.tensors) if id(tensor) in values},
+        {name: values[id(tensor)] for name, tensor in stored if id(tensor) in values},
+    )

@@ -34,6 +34,8 @@ class Recording:
         guards: What Python read where no source reaches.
         bits: The bit of each source, by name.
         constants: Leaves whose numbers stand in the program.
+        passing: Leaves that another run has anew: noise, and what a run writes into.
+        written: Tensors that the run has written into, and what was in them before.
     """
 
     nodes: tuple[Node, ...]
@@ -46,12 +48,19 @@ class Recording:
     guards: tuple[Guard, ...]
     bits: Mapping[str, int]
     constants: Set[Value]
+    passing: Set[Value] = frozenset()
+    written: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @classmethod
     def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
         """What a tape has written down; ``sites`` are the values of the sources."""
         found = {**tape.inputs, **tape.before, **tape.noise, **sites}
-        return cls((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque, (*tape.guards,), tape.bits, tape.constants)
+        passing = tape.noise.keys() | tape.before.keys()
+        return cls(
+            *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
+            *((*tape.guards,), tape.bits, tape.constants, passing),
+            tuple((tape.inputs[value], kept) for value, kept in tape.before.items()),
+        )
 
     @cached_property
     def _maker(self) -> dict[Value, int]:
@@ -65,6 +74,16 @@ class Recording:
         """Forgets tensors of the run."""
         for value in values:
             self.tensors.pop(value, None)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Gives tensors that the run has written into what was in them before."""
+        for tensor, kept in self.written:
+            tensor.copy_(kept)
+
+    def lasts(self, values: Iterable[Value]) -> bool:
+        """Whether no value is one that another run has anew."""
+        return self.passing.isdisjoint(values)
 
     def reads(self, value: Value, source: Value) -> bool:
         """Whether a value depends on the value of a site."""

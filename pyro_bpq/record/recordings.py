@@ -1,7 +1,7 @@
 r"""Graphs and recordings by structure, and when a run is recorded.
 
 A superset of a site's downstream costs gives an unbiased gradient. A subset in general does not. So dependencies of
-runs that look alike are joined and never replaced. A run whose structure is not known is recorded before it counts.
+runs of one structure are joined and never replaced. A run whose structure is not known is recorded before it counts.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, check_choice
-from pyro_bpq.graph.bitsets import Reads, named
-from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
-from pyro_bpq.record.key import Keys, reach
+from pyro_bpq.record.graphs import build_graph, dense_graph
+from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 STRUCTURES = ("auto", "dynamic", "dense")
 
 # Programs of at most so many operators are recorded at every step.
-SMALL = 200
+SMALL = 0
 # Largest number of steps in a row that are not recorded.
 _LONGEST = 64
 # Largest numbers of structures and of kinds of calls that are kept.
@@ -44,28 +47,62 @@ class Known:
         reads: The sites that each cost reads, over all recorded runs.
         patterns: What components costs read, where all recorded runs agree.
         self_read: Costs of the model whose law, scale or mask reads the value that it scores.
-        recorded: The last recorded run; ``alone`` that of one particle where several run in one call.
     """
 
     graph: StochasticComputationGraph
     reads: Reads
     patterns: Patterns
     self_read: frozenset[str]
-    recorded: Recorded
-    alone: Recorded | None = None
 
 
-@dataclass
-class _Timetable:
-    """When calls that look alike are recorded again: after 1, 2, 4, ... steps, and then every 64."""
+@dataclass(eq=False)
+class Alike:
+    """What is known of calls that look alike, in which Python reads the same numbers.
 
+    Recorded again are their runs after 1, 2, 4, ... steps, and then every 64.
+
+    Attributes:
+        particles: How their particles run; ``None`` before it is settled.
+        may_sum: Whether the loss may be summed over all values; ``unsummed`` how particles run where it is not.
+        always: Why every one of their runs is recorded; empty if it is not.
+        steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
+        recorded: The last recorded run, by modes of torch, structure and number of particles in it.
+    """
+
+    particles: Particles | None = None
+    may_sum: bool = True
+    unsummed: Particles | None = None
+    always: str = ""
     steps: int = 0
-    next: int = 1
-    always: bool = False  # whether the program is small, or its structure changes
+    next: float = 0
+    recorded: dict[Any, Recorded] = field(default_factory=dict)
 
-    @property
-    def is_due(self) -> bool:
-        return self.always or self.steps >= self.next
+    def knows(self, modes: Any, number: int) -> bool:
+        """Whether a run of so many particles was recorded."""
+        return any(key[0] == modes and key[2] == number for key in self.recorded)
+
+
+@dataclass(eq=False)
+class _Kind:
+    """Calls that look alike, by the numbers that Python reads in them."""
+
+    checks: list[tuple[Check, OrderedDict[Any, Alike]]] = field(default_factory=list)
+
+    def find(self, call: Call) -> Alike | None:
+        """What is known of a call; ``None`` if nothing is."""
+        for check, found in self.checks:
+            alike = found.get(check.numbers(call))
+            if alike is not None:
+                return alike
+        return None
+
+    def put(self, check: Check, call: Call, alike: Alike) -> Alike:
+        """Notes what the recorded run of a call has shown: what Python reads in such calls."""
+        for known, found in self.checks:
+            if known == check:
+                return found.setdefault(known.numbers(call), alike)
+        self.checks.append((check, OrderedDict({check.numbers(call): alike})))
+        return alike
 
 
 class Recordings:
@@ -74,12 +111,13 @@ class Recordings:
     The mode is one of:
 
     - ``"auto"``: a run is recorded if its call looks new, after 1, 2, 4, ... steps and then every 64, and at every step
-      if the program is small or sampled values steer it;
+      where what is computed from it must be fresh, or where sampled values steer the program;
     - ``"dynamic"``: every run is recorded;
     - ``"dense"``: none is; every earlier site is an ancestor.
 
     Attributes:
-        known: What is known, by the key of the run.
+        call: The call that is looked at; ``now`` what is known of calls like it.
+        known: What is known of structures, by the key of their runs.
         escaping: Sites whose values steer the program.
         crosses: Whether rows of a plate may meet.
         in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
@@ -92,15 +130,13 @@ class Recordings:
         self.escaping: tuple[str, ...] = ()
         self.crosses = self.in_order = self.needs_graphs = False
         self.known: OrderedDict[Any, Known] = OrderedDict()
-        self.said = ""
-        self.num_recorded = 0
-        self._calls: OrderedDict[Hashable, _Timetable] = OrderedDict()
-        self._keys = Keys()
-        self._now = _Timetable()
-        self._must = False
+        self.said, self.num_recorded = "", 0
+        self.call, self.now = Call(), Alike()
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._keys, self._kind, self._must = Keys(), _Kind(), False
 
     def __repr__(self) -> str:
-        return f"Recordings({self.mode!r}, {len(self.known)} structures, escapes={self.escapes})"
+        return f"Recordings({self.mode!r}, {len(self.known)} structures, steered by {self.escaping or 'nothing'})"
 
     def state_dict(self) -> dict[str, Any]:
         """What runs have shown of the program; recordings are made again."""
@@ -120,32 +156,31 @@ class Recordings:
 
     # When a run is recorded.
 
-    def meet(self, roots: Mapping[str, Any], learning: bool) -> None:
-        """Looks at a call before it runs."""
-        key = self._keys.of(reach(roots))
-        now = self._calls.get(key)
-        if now is None:
-            now = _Timetable(next=0)
-            if learning:
-                self._calls[key] = now
-                if len(self._calls) > _CAPACITY:
-                    self._calls.popitem(last=False)
-        self._now = now
+    def meet(self, call: Call) -> None:
+        """Looks at a call before its programs run."""
+        key = self._keys.of(call)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
+            if len(self._kinds) > _CAPACITY:
+                self._kinds.popitem(last=False)
+        self.call, self._kind, self.now = call, kind, kind.find(call) or Alike()
 
     def is_new(self) -> None:
-        """Notes that a run of a call that looks known has another structure: from now on its runs are recorded."""
-        self._now.always = True
+        """Notes that a run has a structure that no run of such calls had: from now on they are recorded."""
+        self.now.always = self.now.always or "it has another structure from step to step"
 
     def look_again(self) -> None:
         """Records the next run: what is known may no longer be so."""
         self._must = True
 
-    @property
-    def wants(self) -> bool:
-        """Whether the next run is recorded."""
+    def wants(self, number: int) -> bool:
+        """Whether the next run, of so many particles in one call, is recorded."""
         if self.is_ordered or self.mode == "dense":
             return False
-        return self._must or self.always or self._now.is_due
+        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
+            return True
+        return not self.now.knows(self.call.modes, number)
 
     @property
     def always(self) -> bool:
@@ -159,9 +194,14 @@ class Recordings:
 
     # What is known.
 
-    def knows(self, traced: TracedRun) -> bool:
+    def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
+        """The recording in force for a run of so many particles."""
+        found = self.now.recorded.get((self.call.modes, traced.key, number))
+        return found or traced.recorded
+
+    def knows(self, traced: TracedRun, number: int) -> bool:
         """Whether the structure of a run is known."""
-        return traced.recorded is not None or traced.key in self.known or self.mode == "dense"
+        return self.mode == "dense" or traced.recorded is not None or self.recorded(traced, number) is not None
 
     def of(self, traced: TracedRun) -> Known | None:
         """What is known of the structure of a run."""
@@ -181,19 +221,19 @@ class Recordings:
     def _is_unseen(self, traced: TracedRun) -> bool:
         return self.mode == "dense" and traced.key not in self.known
 
-    def graph(self, traced: TracedRun, learn: bool = True) -> StochasticComputationGraph:
-        """Returns the graph of a run, and learns what a recorded one shows."""
-        if learn:
-            self._now.steps += 1
+    def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
+        """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
         if traced.recorded is None:
+            self.now.steps += learn
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
+        self._must &= not learn
         if learn:
             self._note(traced)
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
-            # Reads of other runs with the same key are not joined: the key may depend on sampled values.
+            # Reads of other runs of the structure are not joined: the structure may depend on sampled values.
             return build_graph(traced, traced.recorded.reads)
-        known = self._joined(traced, traced.recorded)
+        known = self._joined(traced, traced.recorded, number)
         if learn or traced.key not in self.known:
             self.known[traced.key] = known
             self.known.move_to_end(traced.key)
@@ -204,9 +244,10 @@ class Recordings:
     def _note(self, traced: TracedRun) -> None:
         assert traced.recorded is not None
         self.num_recorded += 1
-        self._must, now = False, self._now
-        now.steps, now.next = 0, min(max(2 * now.next, 1), _LONGEST)
-        now.always |= len(traced.recorded.recording.nodes) <= SMALL
+        now = self.now
+        if now.steps or not now.next:  # else another run of the same step was recorded
+            now.next = min(2 * now.next, _LONGEST) or 1
+        now.steps = 0
         if traced.escaped and not self.escapes:
             self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is recorded.")
         self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
@@ -215,32 +256,37 @@ class Recordings:
                 warnings.warn(text, BPQWarning, stacklevel=2)
             self.crosses = True
 
-    def _joined(self, traced: TracedRun, new: Recorded) -> Known:
+    def _joined(self, traced: TracedRun, new: Recorded, number: int) -> Known:
         """What is known of a structure after a recorded run of it."""
-        old = self.known.get(traced.key)
-        if old is not None and old.recorded.is_like(new):
-            old.recorded.adopt(new)
-            return old
+        key = self.call.modes, traced.key, number
+        old, before = self.known.get(traced.key), self.now.recorded.get(key)
+        if before is not None and before.is_like(new):
+            before.adopt(new)
+            if old is not None:
+                return old
+        else:
+            check = check_of(new)
+            if check is None:
+                check, self.now.always = Check(), "Python reads numbers that change from step to step"
+            self.now = self._kind.put(check, self.call, self.now)
+            self.now.recorded[key] = new
         patterns = frozenset(new.patterns.items())
         if old is None:
-            return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read, new)
+            return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)
         reads = old.reads.union(new.reads)
         added = {cost: sorted(reads[cost] - old.reads[cost]) for cost in reads}
         lost = sorted({pair for pair, _ in old.patterns - patterns})
         texts = [f"{cost} also reads {names}" for cost, names in added.items() if names]
         texts += [f"{cost} reads other components of {site}" for site, cost in lost]
-        if texts and self._now.steps:
+        if texts and before is not None:
             warnings.warn(
-                f"Dependencies changed within the last {self._now.steps} steps: {'; '.join(texts)}. They are "
+                f"Dependencies changed within the last {self.now.steps} steps: {'; '.join(texts)}. They are "
                 'taken into account from now on; write structure="dynamic" to record every step.',
                 BPQWarning,
                 stacklevel=3,
             )
         graph = old.graph if reads.bits == old.reads.bits else build_graph(traced, reads)
-        self_read = old.self_read | new.self_read
-        return replace(
-            old, graph=graph, reads=reads, patterns=old.patterns & patterns, self_read=self_read, recorded=new
-        )
+        return Known(graph, reads, old.patterns & patterns, old.self_read | new.self_read)
 
     def settle_order(self, fits: bool) -> None:
         """Settles whether steps of a program that values steer go in program order; once refused, they never do."""
@@ -291,52 +337,3 @@ def _left_a_plate(traced: TracedRun) -> str:
         "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or give what a simulator in numpy returns "
         "as the cost of each row, pyro_bpq.cost(name, function, z)."
     )
-
-
-def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
-    """The dense graph: every site reads all earlier sites, and every cost of the model reads all sites.
-
-    It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
-    more variance.
-    """
-    return build_graph(traced, _dense_reads(traced))
-
-
-def _dense_reads(traced: TracedRun) -> Reads:
-    names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
-    position = {name: i for i, name in enumerate(names)}
-    for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
-        if cost == cost_of_guide(name):
-            # The log-probability of a latent site's own draw. Data of the guide have no position.
-            earlier |= 1 << position[name] if name in position else 0
-        bits[cost] = earlier
-    return Reads(names, bits)
-
-
-def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
-    """The graph of a run whose sites and costs read what ``reads`` says."""
-    sites = tuple(traced.run.sites)
-    bits, nodes = Reads.over(sites, reads).bits, []
-    until: dict[str, int] = {}
-    for i, name in enumerate(sites):
-        # A draw and its log q read no later site. The mask drops sites that only chose later views of the same table.
-        before = bits[cost_of_guide(name)] & (1 << i) - 1
-        until[name] = before | 1 << i
-        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name]))
-    costs = []
-    for (name, where, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
-        if traced.only_costs and cost not in traced.user_costs:
-            continue
-        members = until.get(name, bits[cost]) if cost == cost_of_guide(name) else bits[cost]
-        costs.append(CostNode(cost, named(sites, members), where, name, cost in traced.of_guide))
-    return StochasticComputationGraph(tuple(nodes), tuple(costs))
-
-
-def merged_graph(traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
-    """Returns the union of the graphs of runs that have the key of ``traced``."""
-    bits = dict[str, int]()
-    for graph in graphs:
-        read = {cost_of_guide(node.name): node.parents for node in graph.nodes}
-        for name, parents in (*read.items(), *((cost.name, cost.parents) for cost in graph.costs)):
-            bits[name] = bits.get(name, 0) | graph.bits_of(parents)
-    return build_graph(traced, Reads(tuple(traced.run.sites), bits))

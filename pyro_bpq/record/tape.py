@@ -16,14 +16,14 @@ import contextlib
 import linecache
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.record.calls import OWN, Calls
@@ -493,6 +493,17 @@ class Tape(TorchDispatchMode):
         self._mask, self._after = 0, ()
         taken = self.taken(args)
         self.note(func, taken, {}, result, targets, self._mask | mask | self.steering, self._after)
+
+
+def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Calls a function; a tape that is active writes it down in place of the operators that it runs."""
+    tape = next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Tape)), None)
+    if tape is None:
+        return function(*tensors)
+    with tape.paused():
+        result = function(*tensors)
+    tape.made(function, tuple(tensors), result)
+    return result
 
 
 def same(tensor: Tensor) -> Tensor:

@@ -96,9 +96,8 @@ class Reruns:
         costs: Sequence[str],
     ) -> dict[str, Tensor]:
         """Values of sites and costs, and elements of costs, by name."""
-        recorded = self.values.recorded
         try:
-            return recorded.again(tuple(costs), bound, given, redrawn, means, self._seed())
+            return bound.recorded.again(tuple(costs), bound, given, redrawn, means, self._seed())
         except Uncut as error:
             raise UnsupportedProgramError(
                 f"Site {name!r}: its estimator compares costs at other values, and {error} is on the way. Use "
@@ -143,7 +142,7 @@ class Reruns:
             return tuple(self._fresh_run(*pair) for pair in zip(self.traced, self.values.bound, strict=True))
 
     def _fresh_run(self, traced: TracedRun, bound: Bound) -> Run:
-        run, recorded = traced.run, self.values.recorded
+        run, recorded = traced.run, bound.recorded
         sites = frozenset(run.sites)
         charged = dict.fromkeys(cost for _, cost in self.plan.patterns)
         costs = [*run.costs, *(f"elements of {cost}" for cost in charged)]

@@ -36,7 +36,7 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
     for traced, bound in zip(values.traced, values.bound, strict=True):
         run = traced.run
         moved = {n: flipped(run.sites[n].value, run.sites[n].fn, split, flips, n) for n, split in plan.components.items()}
-        rows = values.recorded.at_rows(wanted, bound, moved)
+        rows = bound.recorded.at_rows(wanted, bound, moved)
         for name, split in plan.components.items():
             plates, costs = graph.node(name).plates, flips.costs[name]
             shape, start = rollout.run_shape(plates), flips.start[name]

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan
-from pyro_bpq.record.recorded import Bound, Recorded
+from pyro_bpq.record.recorded import Bound
 from pyro_bpq.reruns.flipped_costs import flipped, reduced, sampled_index, table
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Rollout
@@ -60,35 +60,31 @@ def held_costs(
     Returns:
         The changes of each site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``.
     """
-    number, recorded = rollout.num_particles, values.recorded
-    runs = [*zip(values.traced, values.bound, strict=True)]
+    number, runs = rollout.num_particles, [*zip(values.traced, values.bound, strict=True)]
     if particle is not None and rollout.is_vectorized:
-        assert values.alone is not None
-        number, recorded, runs = 1, values.alone, [(values.traced[0], values.of_particle(particle))]
+        number, runs = 1, [(values.traced[0], values.of_particle(particle))]
     elif particle is not None:
         runs = [runs[int(particle)]]
     parts: dict[str, list[Changes]] = {name: [] for name in plan.sites}
     for i, (traced, bound) in enumerate(runs):
         mine = drawn if len(runs) == 1 else {name: own[i : i + 1] for name, own in drawn.items()}
-        rows = _changes(plan, recorded, traced, bound, mine, group)
+        rows = _changes(plan, traced, bound, mine, group)
         for name in plan.sites:
             shape = rollout.batch_shape(graph.node(name).plates)
             shape = (number if rollout.is_vectorized else 1, *shape[1:])
-            value = bound.tensors[recorded.drawn[name].value]
-            parts[name].append(_tables(plan, graph, recorded, traced, name, shape, rows, value, mine.get(name), group))
+            parts[name].append(_tables(plan, graph, bound, traced, name, shape, rows, mine.get(name), group))
     return {name: joined(found) for name, found in parts.items()}
 
 
 def _changes(
     plan: HeldPlan,
-    recorded: Recorded,
     traced: TracedRun,
     bound: Bound,
     drawn: Mapping[str, Tensor],
     group: Tensor | None,
 ) -> dict[str, Tensor]:
     """How costs and laws change ``(rows, batch)``, by name."""
-    moved = {}
+    recorded, moved = bound.recorded, {}
     for name in plan.sites:
         fn, value = traced.run.sites[name].fn, bound.tensors[recorded.drawn[name].value]
         new = _moved(plan, fn, value, name, drawn.get(name), group)
@@ -103,17 +99,17 @@ def _changes(
 def _tables(
     plan: HeldPlan,
     graph: StochasticComputationGraph,
-    recorded: Recorded,
+    bound: Bound,
     traced: TracedRun,
     name: str,
     shape: tuple[int, ...],
     rows: Mapping[str, Tensor],
-    value: Tensor,
     drawn: Tensor | None,
     group: Tensor | None,
 ) -> Changes:
     """The tables of a site from the changes of costs in all rows."""
-    site, plates = plan.sites[name], graph.node(name).plates
+    site, plates, recorded = plan.sites[name], graph.node(name).plates, bound.recorded
+    value = bound.tensors[recorded.drawn[name].value]
     start = 0 if group is not None else plan.flips.start[name] - 1
     number = site.number * (site.components.cardinality - 1)
     like, has_bits = next(iter(rows.values())), drawn is not None and site.components.kind == "bernoulli"

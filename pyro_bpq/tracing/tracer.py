@@ -24,8 +24,8 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Drawn, Scored, elements_of
-from pyro_bpq.record.recorded import Recorded, arguments_in
-from pyro_bpq.record.laws import relaxed_log_prob
+from pyro_bpq.record.recorded import Recorded, inputs_in
+from pyro_bpq.record.laws import relaxed_log_prob, unchecked
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import (
@@ -37,9 +37,7 @@ from pyro_bpq.rollout.features import (
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
 from pyro_bpq.tracing.linear_reads import LinearReads
-from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
-from pyro_bpq.tracing.substitute import unchecked
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
@@ -107,7 +105,7 @@ def trace_run(
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
         traced = finish(traced)
         if tape is not None:
-            traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites, args, kwargs))
+            traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
     if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
@@ -134,6 +132,15 @@ def _record(
     rng, number = (watch.model_start, torch.get_rng_state()), watch.options.num_particles
     flags = flags_of(args, kwargs)
     return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, rng, flags)
+
+
+def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """The truth values and missing values among the arguments of a program.
+
+    They often switch parts of a program on and off, so that other values may mean other dependencies.
+    """
+    places = (*enumerate(args), *kwargs.items())
+    return tuple((place, value) for place, value in places if value is None or isinstance(value, bool))
 
 
 def _explained_traces(
@@ -266,7 +273,7 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
 
 
 def _recorded(
-    tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites, args: Args, kwargs: Kwargs
+    tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites
 ) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
     follows = not (traced.only_costs or traced.enumerated or tape.escaped)
@@ -292,7 +299,7 @@ def _recorded(
             costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
             unweighted.add(cost)
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
-    found = arguments_in(tape, args, kwargs)
+    reached, stored = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     assert isinstance(traced.reads, Reads)
     laws = {}
@@ -303,7 +310,19 @@ def _recorded(
             fn, law = fn.base_dist, None
         laws[name] = tape.value_of(fn.log_prob(site["value"]) if law is None else law)
     return Recorded(
-        Recording.of(tape, values), traced.reads, _self_read(tape, model_sites), drawn, scored, costs, frozenset(unweighted), laws, found, subsamples, parameters, watch.num_of_guide
+        recording=Recording.of(tape, values),
+        reads=traced.reads,
+        self_read=_self_read(tape, model_sites),
+        drawn=drawn,
+        scored=scored,
+        costs=costs,
+        unweighted=frozenset(unweighted),
+        laws=laws,
+        reached=reached,
+        stored=stored,
+        subsamples=subsamples,
+        parameters=parameters,
+        num_of_guide=watch.num_of_guide,
     )
 
 

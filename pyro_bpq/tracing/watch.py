@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw, tensors_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import base_distribution, finite_components
@@ -47,15 +48,13 @@ class TraceOptions:
     num_particles: int = 1  # number of particles in all runs of the step
     # Returns the estimator in a site's `infer`, if that estimator attaches a gradient to the site's value
     attach: Callable[[Mapping[str, Any]], Any] | None = None
-    track: bool = False  # whether to track which values depend on which sites
+    track: bool = False  # whether the run is recorded
+    call: Call = field(default_factory=Call)  # what the call of the programs looks like
     noise: Callable[[], torch.Generator] = torch.Generator  # makes the generator that such estimators draw from
     only_costs: bool = False  # whether only cost statements count; the guide is then the whole program
     step: int = 0  # number of steps taken, for estimators with a schedule
-    components: bool = False  # whether to also track which components of a site a cost reads
     sloped: frozenset[str] = frozenset()  # sites whose values become autograd leaves of the costs
     maps: bool = False  # whether to note the linear maps that read these leaves
-    rows: bool = False  # whether to look for rows of a plate that meet
-    counts: bool = False  # whether to count what guide and model compute
     warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
     has_told: bool = False  # whether another run of the step has warned of those in the program
 
