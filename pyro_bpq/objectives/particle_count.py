@@ -109,7 +109,7 @@ class ParticleCount:
     """Holds the number of an objective's particles, and the way in which they run.
 
     Attributes:
-        given: Runs a number that the user, or a choice, has set.
+        given: Runs a number that the user has set.
         open: Settles a number that is left open.
         is_open: Which of the two it is.
     """
@@ -171,15 +171,6 @@ class ParticleCount:
     def leave_open(self) -> None:
         """Leaves the number open, from one particle on."""
         self.open, self.is_open = OpenNumber(self.now.nesting), True
-
-    def reopen(self) -> None:
-        """Leaves the number open again."""
-        self.is_open = True
-        self.open.reset()
-
-    def fix(self, number: int, is_vectorized: bool, nesting: float) -> None:
-        """Runs so many particles from now on; an infinite bound on nested plates is found anew."""
-        self.given.now, self.is_open = Particles(number, is_vectorized, False, nesting), False
 
     def close(self) -> None:
         """One particle from now on, where the number is open: with more, sites in rows of data have no critics."""

@@ -108,11 +108,6 @@ class StepRunner(Runner):
             return 'structure="dynamic" tracks every step'
         return f"sampled values of {', '.join(self.structure.escaping) or 'a site'} steer Python, or leave torch"
 
-    def use(self, planner: Planner, structure: str, known: StepRunner | None = None) -> None:
-        """Plans anew, with other options."""
-        self.plans.use(planner)
-        self.structure = (known or self).structure.in_mode(structure)
-
     def look_again(self) -> None:
         """Tracks the next run."""
         self.structure.look_again()

@@ -202,7 +202,7 @@ def _too_dear(structure: Structure, estimators: Mapping[str, Estimator], flips: 
         return ""
     guide, model = structure.facts.work
     # A backward pass takes about twice as long as the run itself; the extra run has none.
-    ratio = model.of_rows(rows).seconds() / (guide + model).times(3).seconds()
+    ratio = model.of_rows(rows).seconds / (guide + model).times(3).seconds
     return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
 
 

@@ -11,7 +11,7 @@ from pyro_bpq.plan.revisions import num_reads
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
-from pyro_bpq.tracing.work import EAGER, Work
+from pyro_bpq.tracing.work import STEP, Work
 
 
 def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: tuple[Work, Work] | None = None) -> int:
@@ -49,8 +49,8 @@ def _shared_over_added(work: Work) -> float:
     """Seconds of a step that its particles share over those that each adds."""
     calls = Work(operators=work.operators)
     # A backward pass takes about twice as long as the run itself.
-    shared, added = (part.times(3).seconds() for part in (calls, work - calls))
-    return (shared + EAGER.step) / added if added > 0.0 else math.inf
+    shared, added = (part.times(3).seconds for part in (calls, work - calls))
+    return (shared + STEP) / added if added > 0.0 else math.inf
 
 
 def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 from pyro_bpq.errors import BPQWarning, StructureChangedError, check_choice
 from pyro_bpq.graph.bitsets import Reads, named
 from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
-from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
 from pyro_bpq.tracing.plain_values import MetValues
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -99,15 +98,6 @@ class StructureCache:
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
-
-    def in_mode(self, mode: str) -> StructureCache:
-        """A cache that knows the same, for another mode; what either learns from now on is its own.
-
-        Whether steps go in program order is settled anew.
-        """
-        other = StructureCache(mode)
-        restore(other, {**snapshot(self), "mode": mode, "in_order": False})
-        return other
 
     def state_dict(self) -> dict[str, Any]:
         """What runs have shown of any structure of the program, and what these compute; graphs are found again."""
