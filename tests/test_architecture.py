@@ -31,7 +31,6 @@ ORDER = (
     "step",
     "reruns",
     "compiled",
-    "choice",
     "objectives",
     "svi",
     "testing",
@@ -39,9 +38,7 @@ ORDER = (
     "__init__",
 )
 TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
-MAY_IMPORT_PYRO = frozenset(
-    ("tracing", "plan", "reruns", "compiled", "choice", "objectives", "svi", "testing", "diagnostics")
-)
+MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "compiled", "objectives", "svi", "testing", "diagnostics"))
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.
 CONSTANT_MAKERS = frozenset(

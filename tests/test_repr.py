@@ -35,7 +35,7 @@ def public() -> Iterator[Any]:
 
 def imported() -> Iterator[Any]:
     """The classes that a user makes."""
-    for package in (pyro_bpq, pyro_bpq.choice, pyro_bpq.diagnostics, pyro_bpq.estimators, pyro_bpq.testing):
+    for package in (pyro_bpq, pyro_bpq.diagnostics, pyro_bpq.estimators, pyro_bpq.testing):
         things = (getattr(package, name) for name in package.__all__)
         yield from (thing for thing in things if inspect.isclass(thing) and not getattr(thing, "_is_protocol", False))
 

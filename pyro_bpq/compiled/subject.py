@@ -72,7 +72,7 @@ class Subject(Protocol):
         """Why its steps are not recorded at present, as the end of a sentence; empty if they are."""
 
     def is_settled(self, program: Any) -> bool:
-        """Whether structure, particles and choice are settled for a program."""
+        """Whether structure and particles are settled for a program."""
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""

@@ -2,18 +2,16 @@ r"""``TraceBackpropQ_ELBO``."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
@@ -22,7 +20,6 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import Reduction
 from pyro_bpq.graph.scg import Form
 from pyro_bpq.objectives.analytic import analytic_paths
-from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.observation import Mode
 from pyro_bpq.objectives.options import check_counts, planner_of
@@ -32,10 +29,6 @@ from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import listed, short_call
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.work import COMPILED, EAGER, Work
-
-if TYPE_CHECKING:
-    from pyro_bpq.compiled.subject import Updates
 
 
 class TraceBackpropQ_ELBO(PlannedObjective):
@@ -102,17 +95,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             paper's form, leaves all costs to the critics; there is no extra run of the model.
         form: What a Q-function conditions on: the site and its ancestors, ``"ancestor"``, or all that was sampled so
             far, ``"history"``. Where sampled values steer the program it is always the history.
-        choice: ``"auto"`` follows the rules of :mod:`pyro_bpq.plan.rules` at first. Where these are in doubt, it
-            measures other estimators and numbers of particles beside training, and changes to one that is better.
-            Trials run the program a little more, from step 20 on, and take 3 % of the time. ``"all"`` measures
-            everything that could serve the program. ``"fixed"`` measures nothing. A
-            :class:`~pyro_bpq.choice.Candidate` is used as it is; so is the ``choice`` of another objective. Only steps
-            of ``loss_and_grads``, as SVI takes them, and of :class:`~pyro_bpq.CompiledSVI` are measured, in one
-            process, for programs without cost statements. If you choose an ``estimator``, ``num_particles``, a
-            ``structure`` or an option about critics, nothing is measured. ``print(elbo.choice)`` shows what was tried.
 
     Attributes:
-        choice: What was tried, what it measured and what was chosen.
         info: After each training step a dictionary for each site, by name; tensors are detached and on their device.
             ``estimator``: the site's gradient estimator. ``cost_to_go``: ``(M, plates)`` in nats, or ``(M, plates, D)``
             if each component has its own. ``baseline``: the running or trimmed mean of earlier costs, in nats, if the
@@ -163,7 +147,6 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         compile: bool | Backend | Compile = False,
         immediate: Literal["exact", "learned"] = "exact",
         form: Form = "ancestor",
-        choice: Literal["auto", "all", "fixed"] | Candidate | MeasuredChoice = "auto",
     ) -> None:
         made_by = short_call(type(self), TraceBackpropQ_ELBO, locals())
         check_counts(num_particles, window)
@@ -200,17 +183,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
         if not self._fixed_by:
             self.particles.leave_open()
-        is_open = self.particles.is_open and estimator is None and critic is not None and not planner.asks_for_critics
-        is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
         # Whether options that nothing reads were told.
         self._has_told = False
-        self._rules = Rules(self.runner, self.particles, is_open and is_plain)
-        choice = choice.chosen if isinstance(choice, MeasuredChoice) else choice
-        # A trial would not do what a subclass does.
-        pinned = checked_choice(choice, self._rules.are_open, type(self) is TraceBackpropQ_ELBO)
-        self.choice = MeasuredChoice(self._trial, seed, pinned, choice == "all")
-        if isinstance(choice, Candidate):
-            self._rules.apply(choice)
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
@@ -248,55 +222,6 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             self._note(_has_told=True)
             warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
 
-    # The choice by measurement.
-
-    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Adds the gradients of the loss to ``.grad``, then lets the critics learn; see :class:`Objective`.
-
-        Candidates may be tried afterwards, see ``choice``. If that is interrupted, the step has been taken:
-        ``.grad`` holds its gradient. Set the gradients to zero before the next step.
-        """
-        if not self._is_look_due():
-            return super().loss_and_grads(model, guide, *args, **kwargs)
-        with self.choice.counting() if self.choice.weights is EAGER else contextlib.nullcontext() as mode:
-            loss = super().loss_and_grads(model, guide, *args, **kwargs)
-        self._look(Program(model, guide, args, kwargs), None if mode is None else mode.total)
-        return loss
-
-    def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Takes a compiled step that ends with the update of an optimiser; see :class:`Objective`.
-
-        Candidates may be tried afterwards, see ``choice``.
-        """
-        is_due = self._is_look_due()
-        loss = super().compiled_update(updates, model, guide, *args, **kwargs)
-        if is_due and loss is not None:
-            self._look(Program(model, guide, args, kwargs), None)
-        return loss
-
-    def _is_look_due(self) -> bool:
-        # What is exact needs no choice.
-        if self.particles.now.sums or not (self._is_learning and self.choice.is_measured):
-            return False
-        is_compiled = self.compiled is not None and bool(self.compiled.entries)
-        self.choice.weights = COMPILED if is_compiled else EAGER
-        return self.choice.is_due(self.num_steps)
-
-    def _look(self, program: Program, work: Work | None) -> None:
-        """Tries what is due after a step that took so much work, where that was counted."""
-        has_ranks = self.trainer.ranks is not None
-        self._rules.look(StillTrial(self), self.choice, work, program, self.num_steps, has_ranks)
-
-    def _trial(self, candidate: Candidate) -> StillTrial:
-        """An objective of its own for a candidate: it learns while it is tried."""
-        planner = self._rules.planner
-        trial = TraceBackpropQ_ELBO(
-            critic=planner.critic, lam=self.lam, gamma=self.gamma, learner=self.learner, seed=self.critics.seed
-        )
-        trial._rules.apply(candidate, self._rules)
-        trial._note(_has_told=True)
-        return StillTrial(trial, learns=True)
-
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
         r"""A loss in which critics stand for the costs. It calls no cost function, and no critic learns from it.
 
@@ -322,21 +247,6 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         """
         signals = self.without_costs(Program(model, guide, args, kwargs))
         return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
-
-    # State.
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**super().get_extra_state(), "choice": self.choice.state_dict()}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`get_extra_state`."""
-        # Older states measure anew.
-        if "choice" in state and self.choice.is_measured:
-            self.choice.load_state_dict(state["choice"], state["num_steps"])
-            # What the choice has settled is loaded after it.
-            self._rules.apply(self.choice.chosen)
-        super().set_extra_state(state)
 
     def _why_so_many(self) -> str:
         number, plan = self.num_particles, self.plan

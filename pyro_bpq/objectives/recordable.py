@@ -40,7 +40,7 @@ class Recordable:
         return self.objective.runner.refuses_recording()
 
     def is_settled(self, program: Program) -> bool:
-        """Whether structure, particles and choice are settled for a program."""
+        """Whether structure and particles are settled for a program."""
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(program) and objective.runner.is_settled

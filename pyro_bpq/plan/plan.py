@@ -46,8 +46,6 @@ class Plan:
     layers: Mapping[str, bool] = field(default_factory=dict)
     summed: SumPlan | None = None  # the tables that the loss can be summed over, or ``None``
     sums: bool = False  # whether it is summed over them
-    has_rows: bool = False  # whether sites for which nothing is chosen are in plates of many rows
-    elements: int = 0  # number of elements of the largest value
     notes: tuple[str, ...] = ()  # what options of the user's have turned off, or do not change
     alone: str = ""  # why one particle may run
     unread: str = ""  # tells options of sites that nothing reads

@@ -24,9 +24,8 @@ from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.held import held_plan
-from pyro_bpq.plan.particles import largest_value
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, in_rows, revise, untold
+from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, revise, untold
 from pyro_bpq.plan.rules import (
     BY_OPTIONS,
     SUMMED,
@@ -248,8 +247,6 @@ class Planner:
             noisy=compared.noisy,
             layers=layers,
             summed=summed,
-            has_rows=bool(in_rows(structure)),
-            elements=largest_value(traced),
             notes=tuple(notes),
             alone=why_one(traced, self.estimator),
             unread=unread_options(traced, self._given_critics(traced, estimators)),

@@ -258,7 +258,7 @@ class ProgramFacts:
     @property
     def affordable(self) -> int:
         """Number of particles whose values are small enough for one call."""
-        return affordable(self.elements, self.particles)
+        return min(MOST_PARTICLES, max(2, ELEMENTS * self.particles // max(self.elements, 1)))
 
 
 @dataclass(frozen=True)
@@ -268,11 +268,6 @@ class ParticleRule:
     says: str
     holds: Callable[[ProgramFacts], bool]
     number: Callable[[ProgramFacts], int]
-
-
-def affordable(elements: int, particles: int) -> int:
-    """Number of particles whose values are small enough for one call, if those of so many have so many elements."""
-    return min(MOST_PARTICLES, max(2, ELEMENTS * particles // max(elements, 1)))
 
 
 def _worthwhile(program: ProgramFacts) -> int:

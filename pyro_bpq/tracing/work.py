@@ -1,8 +1,7 @@
 r"""What a computation costs, counted instead of timed: calls of operators, floating-point operations, bytes written.
 
-A count is the same in every run and on every machine; a clock is not. Weights turn counts into seconds, of steps that
-run eagerly or compiled. They are those of one CPU and one thread, see ``benchmarks/weights.py``; only ratios of such
-seconds are used.
+A count is the same in every run and on every machine; a clock is not. Weights, measured on one CPU and one thread, turn
+counts into seconds; only ratios of such seconds are used.
 """
 
 from __future__ import annotations
@@ -18,23 +17,13 @@ from torch import Tensor
 
 from pyro_bpq.tracing.ledger import OperatorMode, signature_of
 
-
-@dataclass(frozen=True)
-class Weights:
-    """Seconds that things take: ratios matter, see ``benchmarks/weights.py``."""
-
-    operator: float = 8.3e-6  # A call of an operator, with Python's share in a Pyro program
-    flop: float = 1.3e-11  # A floating-point operation of a matrix product or of attention
-    convolved: float = 3.2e-11  # one of a convolution
-    byte: float = 3.3e-10  # A byte of a result
-    step: float = 1.8e-3  # A step's Python that no operator is called for
-    making: float = 0.0  # What it takes to make a compiled step, for each operator
-
-
-EAGER = Weights()
-"""Seconds of steps that run eagerly."""
-COMPILED = Weights(operator=7.4e-8, flop=1.9e-11, convolved=2.3e-11, byte=1.3e-10, step=7.5e-4, making=8.5e-3)
-"""Seconds of compiled steps, from the work of the same steps when they run eagerly."""
+# Seconds that things take; only their ratios matter.
+_OPERATOR = 8.3e-6  # A call of an operator, with Python's share in a Pyro program
+_FLOP = 1.3e-11  # A floating-point operation of a matrix product or of attention
+_CONVOLVED = 3.2e-11  # one of a convolution
+_BYTE = 3.3e-10  # A byte of a result
+STEP = 1.8e-3
+"""Seconds of a step's Python that no operator is called for."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +50,11 @@ class Work:
         """The cost of so many computations, one after the other."""
         return Work(*(number * a for a in astuple(self)))
 
-    def seconds(self, weights: Weights = EAGER) -> float:
-        """Estimated seconds."""
-        calls, products = weights.operator * self.operators, weights.flop * self.flops
-        return calls + products + weights.convolved * self.convolved + weights.byte * self.bytes
-
-    def step_seconds(self, weights: Weights = EAGER) -> float:
-        """Estimated seconds of a step that does this work."""
-        return self.seconds(weights) + weights.step
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a computation that runs eagerly."""
+        calls, products = _OPERATOR * self.operators, _FLOP * self.flops
+        return calls + products + _CONVOLVED * self.convolved + _BYTE * self.bytes
 
 
 class WorkMode(OperatorMode):

@@ -208,21 +208,6 @@ def test_evaluation_leaves_those_of_the_last_training_step() -> None:
     assert elbo.traces[0] is before[0]
 
 
-def test_trials_beside_training_leave_them() -> None:
-    elbo, compared = TraceBackpropQ_ELBO(choice="all"), 0
-    for seed in range(60):
-        number = elbo.num_particles
-        pyro.set_rng_seed(seed)
-        loss = elbo.loss_and_grads(model, guide)
-        of_model, of_guide = elbo.traces
-        # Of particles that run one after the other, the loss is the mean, and the traces are those of the first.
-        if of_guide.nodes["z"]["value"].numel() == number:
-            own = (of_guide.log_prob_sum() - of_model.log_prob_sum()).detach() / number
-            assert float(own) == pytest.approx(loss)
-            compared += 1
-    assert compared > 40
-
-
 def test_after_a_compiled_step_there_are_none() -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=1)
     svi = CompiledSVI(model, guide, ClippedAdam({"lr": 0.01}), elbo, compile="eager")

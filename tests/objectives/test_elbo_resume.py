@@ -412,10 +412,9 @@ PROGRAMS = {
     [
         ("steered", {}),
         ("steered", {"num_particles": 2}),
-        ("steered", {"choice": "auto"}),
         ("steered", {"estimator": ScoreFunction(), "structure": "dense"}),
         ("steered", {"estimator": ScoreFunction(LeaveOneOut()), "structure": "dense", "num_particles": 4}),
-        ("pairs", {"choice": "auto"}),
+        ("pairs", {}),
         ("rows", {}),
         ("apart", {"num_particles": 2, "vectorize_particles": True, "estimator": ScoreFunction(LeaveOneOut())}),
     ],
