@@ -18,7 +18,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, fx
 
-from pyro_bpq.compiled.calls import Call, Kind, kind_of
+from pyro_bpq.record.key import Call, Kind, kind_of
 from pyro_bpq.compiled.subject import (
     OptimizerUpdate,
     Place,

@@ -167,7 +167,7 @@ def _first_run(program: Program) -> bool:
 
 def _escapes(elbo: Any) -> bool:
     """Whether an ELBO saw values leave torch; ELBOs of other libraries do not look."""
-    return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.structure.escapes)
+    return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.recordings.escapes)
 
 
 def _reference(
@@ -216,7 +216,7 @@ def _warm_up(elbo: Any, program: Program, steps: int) -> tuple[int, float]:
     taken, is_open = 0, is_own and elbo.particles.is_open
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The number of particles has to stay: moments and times would be those of different numbers.
-        while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(program)):
+        while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(elbo.runner)):
             _step(elbo, program, reader)
             taken += 1
     if isinstance(elbo, GraphELBO):

@@ -31,8 +31,6 @@ _CHECKS = (
     (gradient_checks.check_scales, True),
     (program_checks.check_supports, False),
     (program_checks.check_structure, False),
-    (program_checks.check_extra_run, True),
-    (gradient_checks.check_time, False),
     (program_checks.check_baseline_options, True),
     (gradient_checks.check_variance, False),
     (gradient_checks.check_particles, True),

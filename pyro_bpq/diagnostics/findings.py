@@ -108,7 +108,7 @@ class Look:
     @cached_property
     def against_one_call(self) -> str:
         """Why several particles cannot run in one vectorised call, or not well; empty where they can."""
-        if self.elbo.runner.structure.escapes or any(run.escaped for run in self.tracked):
+        if self.elbo.runner.recordings.escapes or any(run.escaped for run in self.tracked):
             return "sampled values decide in Python what this program does next"
         mixes = "in one call a particle of this program would see the others (as by z[0] or z.sum())"
         if self.elbo.particles.now.is_hidden:

@@ -209,54 +209,6 @@ def check_particles(look: Look) -> Iterator[Finding]:
         )
 
 
-# Time.
-
-
-def check_time(look: Look) -> Iterator[Finding]:
-    """An extra run of the model that takes most of a step."""
-    flips = look.planned.plan.flips
-    if flips is None or flips.rows < _MANY_ROWS or len(look.seen.items) != 1:
-        return
-    whole, extra = _times(look)
-    if extra < _MOST * whole:
-        return
-    particles = "num_particles=4" if look.against_one_call else "num_particles=4, vectorize_particles=True"
-    sites = tuple(flips.start)
-    yield Finding(
-        "slow extra run",
-        "hint",
-        f"{min(1.0, extra / whole):.0%} of the time of a step ({number(1e3 * extra)} of {number(1e3 * whole)} ms) goes "
-        f"into running the model once more, at {flips.rows} values at once, to know what each value of "
-        f"{listed(sites)} would cost.",
-        f"If steps are too slow: estimator=AllAction(exact=False), or estimator=ScoreFunction(LeaveOneOut()) with "
-        f"{particles}. Each step is then faster and noisier; compare_estimators(model, guide, *args) tells which is "
-        "worth it.",
-        sites,
-    )
-
-
-def _times(look: Look) -> tuple[float, float]:
-    """Seconds of the processor for a step with its backward pass, and for its extra run."""
-    elbo, mark = look.elbo, look.elbo.mark()
-    plan, item = look.planned.plan, look.seen.items[0]
-
-    def extra() -> None:
-        rollout, runs = item.signals.rollout, elbo.runner.row_runs
-        flipped_costs(plan, item.traced, rollout, item.programs[0], runs, learning=False)
-
-    try:
-        with untouched(elbo, look.seed), torch.enable_grad(), GradientReader(*look.program[:2], None) as reader:
-
-            def step() -> None:
-                reader.clear()
-                backward(elbo, look.program, use_differentiable_loss=True)
-
-            whole, part = times_in_turn((step, extra), _TIMED, time.process_time, look.seed)
-    finally:
-        elbo.go_back(mark)
-    return statistics.median(whole), statistics.median(part)
-
-
 # Critics, and the weights of their corrections.
 
 

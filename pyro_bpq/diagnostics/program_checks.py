@@ -75,7 +75,7 @@ def check_structure(look: Look) -> Iterator[Finding]:
     escaped = sorted(frozenset().union(*(run.escaped_sites for run in look.tracked)))
     if not escaped:
         return
-    structure = look.elbo.runner.structure
+    structure = look.elbo.runner.recordings
     cached = structure.mode in ("static", "dense") or structure.is_ordered
     crossing = (
         " Rows of a plate may have met, so that each row is charged with the costs of all rows."
@@ -92,21 +92,6 @@ def check_structure(look: Look) -> Iterator[Finding]:
         "this is the right behaviour.",
         tuple(escaped),
     )
-
-
-def check_extra_run(look: Look) -> Iterator[Finding]:
-    """Models that cannot be run at other values."""
-    if not all(look.elbo.runner.plans.works("flips", run.key) for run in look.tracked):
-        yield Finding(
-            "extra run impossible",
-            "warning",
-            "The model could not be run at other values of its sites, so that immediate costs are not summed over "
-            "them: it does not broadcast over values on the left, torch.func.vmap refuses it, and runs one after the "
-            "other would be too many, or cost something else each time.",
-            "Leave out what torch.func.vmap refuses (writes of sampled values into plain buffers, recurrent layers, "
-            "batch norm in training mode, .item()) and state that changes from run to run; or index and reduce from "
-            "the right (z[..., 0], z.sum(-1)), so that the model broadcasts.",
-        )
 
 
 def check_hidden_rsample(look: Look) -> Iterator[Finding]:
@@ -174,11 +159,10 @@ def _without_baselines(look: Look, run: TracedRun) -> tuple[Plan, int]:
     elbo, planned = look.elbo, look.planned
     plain = replace(run, options={name: replace(options, baseline=None) for name, options in run.options.items()})
     plans = elbo.runner.plans
-    can_flip, has_slopes = plans.works("flips", run.key), plans.works("slopes", run.key)
-    plan = elbo.planner.plan(plain, planned.graph, planned.facts, can_flip, has_slopes)
+    plan = elbo.planner.plan(plain, planned.graph, planned.facts, plans.works("slopes", run.key))
     number = elbo.num_particles
     if elbo.particles.is_open and not planned.facts.is_dynamic:
-        number = num_particles_for(plan, plain, number, planned.facts.work)
+        number = num_particles_for(plan, plain, number, planned.facts.recorded and planned.facts.recorded.work)
     if number > elbo.num_particles and look.against_one_call:
         number = elbo.num_particles
     return plan, number

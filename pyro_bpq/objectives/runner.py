@@ -287,7 +287,7 @@ class StepRunner(Runner):
             return self._each(programs, particles, mode, track=record)
         draws, plan = Draws(), last.plan
         try:
-            return self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
+            runs = self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
         except BPQError:
             raise
         except RuntimeError as error:
@@ -302,7 +302,16 @@ class StepRunner(Runner):
                 BPQWarning,
                 stacklevel=2,
             )
-            return runs
+        else:
+            self._cut_buffers()
+        return runs
+
+    def _cut_buffers(self) -> None:
+        """Detaches buffers that hold what the programs have computed from values that carry gradients."""
+        for module in self.recordings.call.modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    module._buffers[name] = buffer.detach()
 
     def _each(self, programs: Sequence[Program], particles: Particles, mode: Mode, **options: Any) -> list[TracedRun]:
         trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, **options)

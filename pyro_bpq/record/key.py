@@ -78,6 +78,7 @@ class Call:
         tensors: The tensors, in the order in which they are reached, each once.
         sources: Where each tensor was found.
         modes: Whether gradients are on, and whether torch infers only.
+        modules: Modules with buffers.
         arrays: Large arrays of numpy, and where each was found: they are told apart by identity.
     """
 
@@ -87,6 +88,7 @@ class Call:
         self.tensors: list[Tensor] = []
         self.sources: list[Path] = []
         self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.modules: list[nn.Module] = []
         self.arrays: list[tuple[Path, Any]] = []
         # What ``spec`` tells by its identity, which must not be given again.
         self._kept: list[Any] = []
@@ -222,6 +224,8 @@ class Call:
 
     def _module(self, path: Path, item: nn.Module) -> None:
         own, usual = vars(item), of_every_module()
+        if own.get("_buffers"):
+            self.modules.append(item)
         self.note(path, (type(item), item.training))
         self._of_class(path, type(item))
         for kind in ("_parameters", "_buffers", "_modules"):

@@ -192,6 +192,18 @@ class Recordings:
         """Whether values are known to steer the program, and every cost is to count."""
         return self.escapes and (self.mode == "dense" or (self.mode == "auto" and self.in_order))
 
+    def when(self) -> str:
+        """When runs are recorded, in words."""
+        if self.mode == "dense" or self.is_ordered:
+            return "No run is recorded."
+        if self.mode == "dynamic":
+            return 'Every run is recorded, because you wrote structure="dynamic".'
+        if self.now.always:
+            return f"Every run is recorded, because {self.now.always}."
+        if self.now.next == math.inf:
+            return "Runs like it are not recorded again."
+        return f"It was recorded {self.now.steps} steps ago." if self.now.steps else "It was recorded."
+
     # What is known.
 
     def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
