@@ -372,6 +372,7 @@ class Objective(ELBO, nn.Module):
         learner, keeps, has_ranks = self.learner, self.trainer.keeps_staged, self.trainer.ranks is not None
         return Mode(
             learning=learning,
+            settles=self.training,
             num_steps=self.num_steps,
             by_value=keeps,
             first_order=learning and learner is not None and learner.first_order > 0.0,

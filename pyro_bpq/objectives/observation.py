@@ -25,6 +25,7 @@ class Mode:
     """What a step is for."""
 
     learning: bool = False  # whether anything learns from it
+    settles: bool = False  # whether it may settle how particles run: in training mode, also for a loss alone
     num_steps: int = 0  # number of steps taken
     # Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
     by_value: bool = False

@@ -29,6 +29,7 @@ from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.tape import RecordingError
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.further import further_particles
@@ -254,7 +255,12 @@ class StepRunner(Runner):
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), Draws()
         record = not mode.is_recorded and (recordings.wants(number) or (recordings.always and not is_ordered))
-        runs = self._runs(programs, particles, mode, record)
+        try:
+            runs = self._runs(programs, particles, mode, record)
+        except RecordingError as error:
+            recordings.give_up(error)
+            draws.again()
+            return programs, self._runs(programs, particles, mode, False)
         if record or mode.is_recorded or all(recordings.knows(run, number) for run in runs):
             return programs, runs
         recordings.is_new()

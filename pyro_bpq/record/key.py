@@ -64,7 +64,9 @@ def reach(roots: Mapping[str, Any]) -> Call:
     for name, root in roots.items():
         call.visit(name, root)
     for handler in _PYRO_STACK:
-        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+        # The handler of SVI sees parameters only, and our own ones draw in place of the generator.
+        is_of_parameters = isinstance(handler, TraceMessenger) and handler.param_only
+        if not (is_of_parameters or type(handler).__module__.startswith("pyro_bpq.")):
             call.visit(f"the handler {type(handler).__name__}", handler)
     return call
 

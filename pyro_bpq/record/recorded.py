@@ -97,15 +97,11 @@ class Recorded:
         """The operators of all that may be asked for: scales and masks may change from run to run."""
         return self.recording.cut(self.named.values(), sees_all=True).nodes
 
-    def adopt(self, other: Recorded) -> None:
-        """Takes the tensors of a run that did the same."""
-        self.recording.tensors.clear()
-        self.recording.tensors.update(other.recording.tensors)
-
-    def release(self) -> None:
-        """Forgets the tensors of the run that another run has anew."""
-        sites = (site.value for site in self.drawn.values())
-        self.recording.release((*sites, *self.reached.values(), *self.subsamples.values()))
+    def take_over(self, other: Recorded) -> None:
+        """Takes over what an earlier run that did the same has been asked."""
+        self._made.update(other._made)
+        known = ("met", "patterns", "cuts", "work", "_core", "_direct")
+        vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
 
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
@@ -144,7 +140,6 @@ class Recorded:
         subsamples: Mapping[str, Any],
         call: Call,
         weights: Mapping[str, tuple[Any, Any]],
-        own: Recorded | None = None,
     ) -> Bound:
         """The tensors of another run with the same operators.
 
@@ -153,9 +148,8 @@ class Recorded:
             subsamples: The indices that its plates have drawn.
             call: The call that it was.
             weights: Scale and mask of each of its costs.
-            own: Its own recording, if it was recorded.
         """
-        found = dict((own or self).recording.tensors)
+        found = dict(self.recording.tensors)
         stored = dict(pyro.get_param_store().named_parameters())
         found.update({value: stored[name] for name, value in self.stored.items()})
         found.update({value: call.tensors[i] for i, value in self.reached.items()})
@@ -363,8 +357,25 @@ class Recorded:
                 return function, given, constants
             asked = [tensors[value] for value in given]
             run = torch.func.vmap(_called(function), dims, randomness="different")
-            function, more = flat(run, [*asked, *constants])
-        return function, given, constants + more
+            try:
+                many, more = flat(run, [*asked, *constants])
+            except (NotImplementedError, RuntimeError):
+                # Torch does not run an operator for many rows at once.
+                return _InRows(function, dims), given, constants
+        return many, given, constants + more
+
+
+class _InRows:
+    """A function that runs row by row."""
+
+    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
+        self.function, self.dims, self.draws = function, dims, function.draws
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
+        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
+        found = [self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))) for i in range(number)]
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
 def _called(function: Function) -> Callable[..., Any]:

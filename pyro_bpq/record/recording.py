@@ -70,11 +70,6 @@ class Recording:
             found.update({new: i for _, new in node.written})
         return found
 
-    def release(self, values: Iterable[Value]) -> None:
-        """Forgets tensors of the run."""
-        for value in values:
-            self.tensors.pop(value, None)
-
     @torch.no_grad()
     def undo(self) -> None:
         """Gives tensors that the run has written into what was in them before."""

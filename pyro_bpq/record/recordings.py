@@ -22,6 +22,7 @@ from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.graphs import build_graph, dense_graph
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.tape import RecordingError
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -120,6 +121,7 @@ class Recordings:
         known: What is known of structures, by the key of their runs.
         escaping: Sites whose values steer the program.
         crosses: Whether rows of a plate may meet.
+        failed: What stopped a recording; empty if nothing has.
         in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
         said: What was found last.
     """
@@ -130,7 +132,7 @@ class Recordings:
         self.escaping: tuple[str, ...] = ()
         self.crosses = self.in_order = self.needs_graphs = False
         self.known: OrderedDict[Any, Known] = OrderedDict()
-        self.said, self.num_recorded = "", 0
+        self.said, self.failed, self.num_recorded = "", "", 0
         self.call, self.now = Call(), Alike()
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._keys, self._kind, self._must = Keys(), _Kind(), False
@@ -151,8 +153,8 @@ class Recordings:
 
     @property
     def escapes(self) -> bool:
-        """Whether sampled values steer the program."""
-        return bool(self.escaping)
+        """Whether sampled values steer the program, as far as is known."""
+        return bool(self.escaping or self.failed)
 
     # When a run is recorded.
 
@@ -176,7 +178,7 @@ class Recordings:
 
     def wants(self, number: int) -> bool:
         """Whether the next run, of so many particles in one call, is recorded."""
-        if self.is_ordered or self.mode == "dense":
+        if self.is_ordered or self.is_dense:
             return False
         if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
             return True
@@ -185,16 +187,31 @@ class Recordings:
     @property
     def always(self) -> bool:
         """Whether every run whose graph is asked for is recorded, also the runs of stored rollouts."""
-        return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
+        return not self.failed and (self.mode == "dynamic" or (self.escapes and self.mode == "auto"))
 
     @property
     def is_ordered(self) -> bool:
         """Whether values are known to steer the program, and every cost is to count."""
-        return self.escapes and (self.mode == "dense" or (self.mode == "auto" and self.in_order))
+        return self.escapes and (self.is_dense or (self.mode == "auto" and self.in_order))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no run is recorded."""
+        return self.mode == "dense" or bool(self.failed)
+
+    def give_up(self, error: RecordingError) -> None:
+        """Records no further run."""
+        self.failed = str(error)
+        warnings.warn(
+            f"The program cannot be recorded, because of {error} ({error.__cause__}). Steps go in program order: "
+            "unbiased, each site is charged with all later costs. That has more variance.",
+            BPQWarning,
+            stacklevel=3,
+        )
 
     def when(self) -> str:
         """When runs are recorded, in words."""
-        if self.mode == "dense" or self.is_ordered:
+        if self.is_dense or self.is_ordered:
             return "No run is recorded."
         if self.mode == "dynamic":
             return 'Every run is recorded, because you wrote structure="dynamic".'
@@ -208,12 +225,11 @@ class Recordings:
 
     def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
         """The recording in force for a run of so many particles."""
-        found = self.now.recorded.get((self.call.modes, traced.key, number))
-        return found or traced.recorded
+        return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
 
     def knows(self, traced: TracedRun, number: int) -> bool:
         """Whether the structure of a run is known."""
-        return self.mode == "dense" or traced.recorded is not None or self.recorded(traced, number) is not None
+        return self.is_dense or self.recorded(traced, number) is not None
 
     def of(self, traced: TracedRun) -> Known | None:
         """What is known of the structure of a run."""
@@ -231,7 +247,7 @@ class Recordings:
         return not (self.crosses or traced.crosses or self._is_unseen(traced))
 
     def _is_unseen(self, traced: TracedRun) -> bool:
-        return self.mode == "dense" and traced.key not in self.known
+        return self.is_dense and traced.key not in self.known
 
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
@@ -273,7 +289,8 @@ class Recordings:
         key = self.call.modes, traced.key, number
         old, before = self.known.get(traced.key), self.now.recorded.get(key)
         if before is not None and before.is_like(new):
-            before.adopt(new)
+            new.take_over(before)
+            self.now.recorded[key] = new
             if old is not None:
                 return old
         else:

@@ -37,6 +37,10 @@ _storage = Tensor.untyped_storage
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+class RecordingError(Exception):
+    """A run cannot be written down; what stopped it."""
+
+
 class Value(int):
     """The number of a value."""
 
@@ -291,26 +295,37 @@ class Tape(TorchDispatchMode):
             if self.deferred is not None and kind.reads:
                 self.deferred |= self.mask_of(args)
             return func(*args, **kwargs) if kwargs else func(*args)
-        self._mask, self._after = 0, ()
-        taken = self.taken(args)
-        named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
-        mask, after = self._mask, self._after
-        targets: Any = ()
-        if kind.writes:
-            targets = _targets(kind, args, kwargs)
-            self._keep(targets)
+        try:
+            self._mask, self._after, targets = 0, (), ()
+            taken = self.taken(args)
+            named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
+            call = func, taken, named, self._mask, self._after
+            if kind.writes:
+                targets = _targets(kind, args, kwargs)
+                self._keep(targets)
+        except Exception as error:
+            raise RecordingError(kind.name) from error
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except (torch.linalg.LinAlgError, IndexError):  # type: ignore[attr-defined]
             # Who catches the error learns something of the values.
-            self.steer(mask)
+            self.steer(call[3])
             raise
+        try:
+            self._noted(kind, call, args, kwargs, result, targets)
+        except Exception as error:
+            raise RecordingError(kind.name) from error
+        return result
+
+    def _noted(self, kind: Kind, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
+        """Writes down what an operator has done."""
+        func, taken, named, mask, after = call
         if kind.is_plain and not (self.steering or self.positions):
             self.nodes.append(Node(func, taken, named, self._bind_all(result, mask), (), after))
-            return result
+            return
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))
-            return result
+            return
         sizes = self._sized(kind, args, result) if kind.is_sized else 0
         mask = self.steering | (0 if kind.is_blank else mask)
         if self.positions and torch._C._current_graph_task_id() != -1:
@@ -321,7 +336,6 @@ class Tape(TorchDispatchMode):
             self.masks[self._value(result[1])] = self._storages.of(_storage(result[1])).mask = sizes
         if kind.is_random and not mask:
             self.noise.update({self._value(tensor): tensor for tensor in _tensors_in(result)})
-        return result
 
     def note(
         self, func: Any, taken: Any, named: Any, result: Any, targets: Any, mask: int, after: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ def further_particles(recorded: Recorded, first: TracedRun, call: Call, number: 
     if not recorded.traced:
         raise Uncut("a value that no operator has made")
     values = {name: record.value for name, record in first.run.sites.items()}
-    bound = recorded.bound(values, first.subsamples, call, {}, first.recorded)
+    bound = recorded.bound(values, first.subsamples, call, {})
     found = recorded.many(number, bound)
     rows = {value: tensor.unbind(0) for value, tensor in found.items()}
     return [_particle(first, iter(recorded.traced), rows, i) for i in range(number)]
@@ -79,7 +79,7 @@ def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
     if wanted is None or not loss.requires_grad:
         return wanted is not None
     values = {name: record.value for name, record in traced.run.sites.items()}
-    bound = recorded.bound(values, traced.subsamples, call, {}, traced.recorded)
+    bound = recorded.bound(values, traced.subsamples, call, {})
     function = recorded.recording.cut([wanted])
     (again,) = function(*(bound.tensors[value] for value in function.given))
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]

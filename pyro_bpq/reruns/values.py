@@ -36,7 +36,7 @@ class Values:
     def bound(self) -> tuple[Bound, ...]:
         """The tensors of each run."""
         return tuple(
-            own.bound(_values(run), run.subsamples, self.call, run.weights, run.recorded)
+            own.bound(_values(run), run.subsamples, self.call, run.weights)
             for own, run in zip(self.recorded, self.traced, strict=True)
         )
 
