@@ -140,6 +140,9 @@ class Recordings:
     def __repr__(self) -> str:
         return f"Recordings({self.mode!r}, {len(self.known)} structures, steered by {self.escaping or 'nothing'})"
 
+    def __reduce__(self) -> Any:
+        return _loaded, (self.mode, self.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
         """What runs have shown of the program; recordings are made again."""
         names = ("escaping", "crosses", "in_order")
@@ -331,6 +334,13 @@ class Recordings:
     def _say(self, text: str) -> None:
         self.said = text
         LOG.info("%s", text)
+
+
+def _loaded(mode: str, state: Mapping[str, Any]) -> Recordings:
+    """Recordings of another process, or of a copy: they are made again."""
+    found = Recordings(mode)
+    found.load_state_dict(state)
+    return found
 
 
 def _crossing(traced: TracedRun) -> str:
