@@ -34,7 +34,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.critics.bank import Block, CriticBank
-from pyro_bpq.estimators import DoubleCV, Hindsight
+from pyro_bpq.estimators import DebiasedStraightThrough, Hindsight
 from pyro_bpq.testing import assert_unbiased
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -299,9 +299,9 @@ SEVERAL: dict[str, Any] = {"num_particles": 4, "vectorize_particles": True}
         elbo(),
         elbo(num_particles=1),
         elbo(estimator=Hindsight(crossed=True), **SEVERAL),
-        elbo(estimator=DoubleCV(), **SEVERAL),
+        elbo(estimator=DebiasedStraightThrough(), **SEVERAL),
     ],
-    ids=["default", "one particle", "hindsight", "double control variate"],
+    ids=["default", "one particle", "hindsight", "corrected slopes"],
 )
 @pytest.mark.parametrize(
     "types",

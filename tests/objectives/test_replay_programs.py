@@ -37,7 +37,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.measure_valued import MeasureValued
+from pyro_bpq.estimators.lax import LAX
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.reruns.redraw import Hold
@@ -254,13 +254,13 @@ def test_q_prop_replays_but_has_no_limited_steps() -> None:
         ProximalSVI(model, guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO()).step()
 
 
-def test_measure_valued_sites_have_no_limited_steps() -> None:
+def test_sites_whose_gradient_is_not_their_score_have_no_limited_steps() -> None:
     def model() -> None:
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.sample("obs", dist.Normal(x, 1.0), obs=torch.tensor(0.3))
 
     def guide() -> None:
-        options = {"bpq": {"estimator": MeasureValued()}}
+        options = {"bpq": {"estimator": LAX()}}
         pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.4)), 1.0), infer=options)
 
     pyro.clear_param_store()
