@@ -1,10 +1,9 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
 from pyro_bpq.compiled.options import Compile, compile_report
-from pyro_bpq.critics.attention import AttentionCritic
-from pyro_bpq.critics.joint import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic, ValueCritic
+from pyro_bpq.critics.joint import MomentCritic, ValueCritic
 from pyro_bpq.critics.learner import BackwardSweep, CriticLearner, SlowTracking
-from pyro_bpq.critics.nets import ContextCritic, LinearCritic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.estimators.all_action import AllAction, QProp
 from pyro_bpq.estimators.lambda_return import LambdaReturn
@@ -28,18 +27,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorCriticSVI",
     "AllAction",
-    "AttentionCritic",
     "BackpropQNetwork",
     "BackwardSweep",
     "Compile",
     "CompiledSVI",
-    "ContextCritic",
     "CostCounter",
     "CostNode",
     "CriticLearner",
     "ExpectedCost",
-    "FirstOrderCritic",
-    "FlipCritic",
     "LambdaReturn",
     "LeaveOneOut",
     "LinearCritic",
@@ -48,7 +43,6 @@ __all__ = [
     "Pathwise",
     "ProximalSVI",
     "QProp",
-    "QuadraticCritic",
     "Ranks",
     "Replay",
     "RunningBaseline",

@@ -18,6 +18,7 @@ from steps import trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.critics import CriticShape
 from pyro_bpq.estimators import DisARM, Estimator
 from pyro_bpq.testing import assert_unbiased, check_estimator, exact_gradient, sample_gradients, z_scores
 from pyro_bpq.testing.contract import Problem, default_problems, with_statistics
@@ -187,6 +188,32 @@ def test_density_has_the_gradient_of_quadrature(kind: str) -> None:
     scores = [z_scores(each, truth, max_relative_error=0.03) for each in (samples, {n: -s for n, s in samples.items()})]
     good, wrong = (max(float(z.abs().max()) for z in score.values()) for score in scores)
     assert good < 4.0 < wrong
+
+
+def test_attention_serves_programs_and_keeps_estimators_unbiased() -> None:
+    program = load("attention")
+    critic = program.AttentionCritic(width=4, hidden=(8,))
+    elbo = trained(TraceBackpropQ_ELBO(1, critic=critic, window=1000), program.model, program.guide, steps=20)
+    assert elbo.plan.layout.members(elbo.network.q_nodes("z3")[0])[1] == 0
+    weights = elbo.critics.weights()
+    moved = [name for name, weight in weights.items() if "head" in name and bool(weight.any())]
+    assert moved and any("embeddings" in name for name in weights)
+    assert_unbiased(elbo.eval(), program.model, program.guide)
+
+
+def test_attention_does_not_see_empty_places() -> None:
+    shape = CriticShape(2, 3 + 5, 1, 2, members=((5, 1),))
+    module = load("attention").AttentionCritic().build(shape, torch.Generator().manual_seed(0)).double()
+    for i, weight in enumerate(module.parameters()):
+        weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
+    context = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    few = torch.cat([context[..., :2], torch.zeros(2, 4, 3), context[..., 5:]], -1)
+    module(context, None).square().sum().backward()
+    assert all(bool(weight.grad.flatten(1).any(1).all()) for weight in module.parameters())
+    shape = CriticShape(2, 3 + 2, 1, 2, members=((2, 1),))
+    fewer = load("attention").AttentionCritic().build(shape, torch.Generator()).double()
+    fewer.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(few, None), fewer(torch.cat([few[..., :2], few[..., 5:]], -1), None))
 
 
 def test_correction_of_a_log_normal_vanishes() -> None:

@@ -42,7 +42,7 @@ class Staging:
         rollout, critics, mode = self._rollout(), self.runner.critics, self.mode
         plan, tables = self._planned(rollout)
         rerun = None
-        if one is not None and (plan.needs_program or mode.first_order) and not self.facts.is_dynamic:
+        if one is not None and plan.needs_program and not self.facts.is_dynamic:
             rerun = self._rerun(plan, rollout, one)
             plan = rerun.plan
         if plan.patterns:

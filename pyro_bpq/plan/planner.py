@@ -385,7 +385,7 @@ class Planner:
             event_shape=tuple(traced.run.sites[name].fn.event_shape),
             estimator=estimator,
             critic=critic,
-            has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
+            has_moments=isinstance(critic, JointCritic),
             tabled=kinds,
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pyro_bpq.errors import BPQWarning, StructureChangedError, check_choice
+from pyro_bpq.errors import BPQWarning, check_choice
 from pyro_bpq.graph.bitsets import Reads, named
 from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
 from pyro_bpq.tracing.component_costs import Patterns
@@ -25,7 +25,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
 
 LOG = logging.getLogger("pyro_bpq")
-STRUCTURES = ("auto", "dynamic", "dense", "static")
+STRUCTURES = ("auto", "dynamic", "dense")
 
 # Number of tracked runs that must agree before a key counts as static.
 _AGREEMENTS = 3
@@ -65,7 +65,6 @@ class StructureCache:
       that lets a sampled value leave torch stays tracked, unless its steps may go in program order.
     - ``"dynamic"``: always track.
     - ``"dense"``: every earlier site is an ancestor.
-    - ``"static"``: track once, and raise if a later tracked run contradicts.
 
     An untracked run with a new key gets the dense graph once. Then runs are tracked until 2 in a row bring nothing
     new. After the next untracked run with a new key, 4 in a row are needed, and so on up to 64. So if new keys come
@@ -151,7 +150,7 @@ class StructureCache:
     @property
     def follows_components(self) -> bool:
         """Whether tracked runs follow which components of a site a cost reads."""
-        return self.mode in ("auto", "static") and not self.escapes
+        return self.mode == "auto" and not self.escapes
 
     @property
     def follows_rows(self) -> bool:
@@ -323,11 +322,6 @@ class StructureCache:
     def _contradicted(self, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]) -> None:
         added = {cost: sorted(merged[cost] - known[cost]) for cost in merged}
         new = [f"{cost} also reads {names}" for cost, names in added.items() if names]
-        if self.mode == "static":
-            raise StructureChangedError(
-                f'The program was declared structure="static", but {"; ".join(new)}. '
-                'Write structure="auto" or "dynamic".'
-            )
         if self.untracked_steps and not self.met.has_switched:
             warnings.warn(
                 f"Dependencies changed within the last {self.untracked_steps} steps: {'; '.join(new)}. They are "

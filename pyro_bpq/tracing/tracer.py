@@ -20,7 +20,6 @@ from torch.distributions import Distribution, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import OthersDraw, cost_options
 from pyro_bpq.tracing.guide_warnings import ParameterReads
@@ -30,7 +29,6 @@ from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
-from pyro_bpq.tracing.substitute import unchecked
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
@@ -40,16 +38,7 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import (
-    HANDED,
-    LARGE,
-    TraceOptions,
-    Watch,
-    carried,
-    is_library_bernoulli,
-    is_untraced,
-    samples,
-)
+from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, carried, is_untraced, samples
 from pyro_bpq.tracing.work import WorkMode
 
 # Modules whose distributions keep a value only in tensors.
@@ -188,12 +177,7 @@ def importance_traces(
 def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledger: Ledger | None) -> Heard:
     """Computes the log-probabilities of a trace; with a ledger, site by site, to record the reads of each."""
     if ledger is None:
-        checked = score_bits_unchecked(trace)
-        try:
-            compute(trace)
-        finally:
-            for name, fn in checked.items():
-                trace.nodes[name]["fn"] = fn
+        compute(trace)
         return {}
     heard = {}
     for name, site in samples(trace).items():
@@ -210,39 +194,6 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledge
         # A user's own object may have kept any value that has left torch so far.
         heard[is_guide, name] = found | (ledger.escaped if ledger.escaped and _is_own(site["fn"]) else 0)
     return heard
-
-
-def score_bits_unchecked(trace: Any) -> dict[str, Any]:
-    """Puts distributions into a trace that do not check values which are seen to be zeros and ones here.
-
-    All other values go through Pyro's validation, which says what is wrong with them.
-
-    Returns:
-        The distributions that were there, by name of the site; put them back after the scoring.
-    """
-    own = {}
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample" and isinstance(site["value"], Tensor) and site["value"].numel() >= LARGE:
-            value = site["value"].detach()
-            if _is_validated(site["fn"], value) and _are_bits(value):
-                # Later readers find these in the distribution itself.
-                _ = base_distribution(site["fn"]).logits
-                own[name], site["fn"] = site["fn"], unchecked(site["fn"])
-    return own
-
-
-def _is_validated(fn: Any, value: Tensor) -> bool:
-    """Whether torch would check the entries of a value of Bernoulli components, whose shape fits."""
-    if not (value.is_floating_point() and is_library_bernoulli(fn, "log_prob")):
-        return False
-    shape, lead = fn.batch_shape + fn.event_shape, value.dim() - len(fn.event_shape)
-    return base_distribution(fn)._validate_args and lead >= 0 and value.shape == shape[len(fn.batch_shape) - lead :]
-
-
-def _are_bits(value: Tensor) -> bool:
-    """Whether all entries are zero or one: the only numbers that are their squares."""
-    # Comparisons of tensors take several times as long.
-    return float(torch.addcmul(value, value, value, value=-1.0).abs_().sum()) == 0.0
 
 
 def _is_own(fn: Any, depth: int = 0) -> bool:

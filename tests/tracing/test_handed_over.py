@@ -98,7 +98,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "exact": {"estimator": AllAction(exact=True)},
     "dense": {"structure": "dense"},
-    "static": {"structure": "static"},
     "MuProp": {"estimator": MuProp()},
 }
 
@@ -114,7 +113,7 @@ CASES = [
     for kind in PROGRAMS
     for options in OPTIONS
     # MuProp is not for Categorical; what else serves many components draws noise of its own, see below.
-    if not ((options == "MuProp" and kind is Rows) or (options in ("default", "dense", "static") and kind is Bits))
+    if not ((options == "MuProp" and kind is Rows) or (options in ("default", "dense") and kind is Bits))
 ]
 
 

@@ -1,43 +1,24 @@
-"""A critic that reads a set or a sequence of any length: attention over the members of a scope."""
+"""A critic that attends to the members of its scope, however many these are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar
 
+import pyro
+import pyro.distributions as dist
 import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.critics.nets import Critic, CriticShape, Perceptron, check_hidden
-from pyro_bpq.errors import check_option
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.critics import CriticShape, Perceptron
 
 # Wavelengths in ``r_j``, in members; each gives two features.
-_WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
-
-
-class Members(NamedTuple):
-    """The members of the scopes of a batch of critics, by kind, latest first; detached."""
-
-    values: tuple[Tensor, ...] = ()  # Encoded values `(G, N, W, width)` of each kind
-    present: tuple[Tensor, ...] = ()  # Whether each of the `W` places of a site holds a member, `(G, W)`, for each kind
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Members:
-        """Changes every tensor."""
-        return Members(tuple(map(change, self.values)), tuple(map(change, self.present)))
-
-
-@runtime_checkable
-class MemberCritic(Critic, Protocol):
-    """A critic whose module maps ``(context, cells, Members)`` to outputs, for any number of members.
-
-    Its ``context`` holds the other features: parameters of the site's distribution, the user's features, the index of a
-    shared site. ``shape.features`` counts only these; ``shape.members`` holds the width of each kind.
-    """
-
-    reads_members: ClassVar[bool]
+WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +31,9 @@ class AttentionCritic:
 
     ``v_j`` is the encoded value of the ``j``-th latest member of its kind, a class of like-shaped sites. ``r_j``
     encodes ``j``, and ``n`` is the number of members. ``W``, ``R`` and ``b`` belong to a kind, ``K_i`` and ``U_i`` to a
-    head. The query ``q_i``, of size ``d``, is linear in the context. A shared critic serves scopes of any length.
+    head. The query ``q_i``, of size ``d``, is linear in the context.
+
+    Give the ELBO a ``window`` that is larger than any scope: else a critic sees the latest members, and the sum of all.
 
     Args:
         width: Number of features ``h_j`` of a member.
@@ -68,14 +51,6 @@ class AttentionCritic:
     hidden: tuple[int, ...] = (32,)
 
     uses_cells: ClassVar[bool] = False
-    reads_members: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name in ("width", "heads"):
-            value = getattr(self, name)
-            is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            check_option(self, name, is_valid, "a whole number of at least 1")
-        check_hidden(self)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -85,50 +60,75 @@ class AttentionCritic:
 class _Attention(nn.Module):
     def __init__(self, critic: AttentionCritic, shape: CriticShape, generator: torch.Generator) -> None:
         super().__init__()
-        self.width, self.heads = critic.width, critic.heads
+        self.width, self.heads, self.members = critic.width, critic.heads, shape.members
         wide = critic.heads * critic.width
+        features = shape.features - sum(places * width for places, width in shape.members)
 
         def weight(rows: int, columns: int) -> nn.Parameter:
             tensor = torch.empty(shape.sites, rows, columns, device="cpu")
             return nn.Parameter(tensor.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / max(rows, 1))))
 
-        place = 2 + 2 * len(_WAVES)
-        self.embeddings = nn.ParameterList(weight(width + place, critic.width) for width in shape.members)
+        place = 2 + 2 * len(WAVES)
+        self.embeddings = nn.ParameterList(weight(width + place, critic.width) for _, width in shape.members)
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(shape.sites, 1, critic.width)) for _ in shape.members)
-        pooled = 0
         if shape.members:
-            self.query, self.query_bias = weight(shape.features, wide), weight(1, wide)
+            self.query, self.query_bias = weight(features, wide), weight(1, wide)
             self.keys, self.values = weight(critic.width, wide), weight(critic.width, wide)
-            pooled = wide + critic.width
-        self.head = Perceptron(replace(shape, features=shape.features + pooled), critic.hidden, generator)
+            features += wide + critic.width
+        self.head = Perceptron(replace(shape, features=features), critic.hidden, generator)
 
-    def forward(self, context: Tensor, cells: Tensor | None, members: Members) -> Tensor:
-        return self.head(torch.cat((context, self.pooled(context, members)), -1) if members.values else context, cells)
-
-    def pooled(self, context: Tensor, members: Members) -> Tensor:
-        """Results of attention and of the sum over all members, ``(G, N, heads * width + width)``."""
-        sites, rows = context.shape[:2]
-        hidden = torch.cat([self._embedded(k, part) for k, part in enumerate(members.values)], 2)
-        present = torch.cat(members.present, 1)[:, None]
+    def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
+        """Outputs ``(G, N, 1 + D K)`` from a context ``(G, N, F)``, whose first features are the members."""
+        if not self.members:
+            return self.head(context, cells)
+        sizes = [places * width for places, width in self.members]
+        *flat, context = context.split([*sizes, context.shape[-1] - sum(sizes)], -1)
+        kinds = [part.unflatten(-1, kind) for part, kind in zip(flat, self.members, strict=True)]
+        # (G, N, W, width) and (G, N, W)
+        hidden = torch.cat([self._embedded(k, values) for k, values in enumerate(kinds)], 2)
+        present = torch.cat([(values != 0).any(-1) for values in kinds], -1)
         # (G, N, W, heads, width)
         keys, values = (
             torch.einsum("gnwh,gho->gnwo", hidden, part).unflatten(-1, (self.heads, self.width))
             for part in (self.keys, self.values)
         )
-        query = (context @ self.query + self.query_bias).reshape(sites, rows, 1, self.heads, self.width)
+        query = (context @ self.query + self.query_bias).unflatten(-1, (1, self.heads, self.width))
         score = (query * keys).sum(-1) / math.sqrt(self.width)
         # Without the second mask the weights of a scope without members would be uniform.
         weights = torch.where(present[..., None], score, score.new_tensor(-1e9)).softmax(2) * present[..., None]
         found = (weights[..., None] * values).sum(2).flatten(-2)
         number = present.sum(-1, keepdim=True).clamp(min=1)
         total = (hidden * present[..., None]).sum(2) / number.to(hidden.dtype).sqrt()
-        return torch.cat((found, total), -1)
+        return self.head(torch.cat((context, found, total), -1), cells)
 
     def _embedded(self, k: int, values: Tensor) -> Tensor:
         """The features ``h_j`` of the members of a kind, ``(G, N, W, width)``."""
         at = torch.arange(values.shape[2], device=values.device, dtype=values.dtype)
-        angles = [2.0 * math.pi * at / wave for wave in _WAVES]
+        angles = [2.0 * math.pi * at / wave for wave in WAVES]
         waves = [wave for angle in angles for wave in (angle.cos(), angle.sin())]
         place = torch.stack([torch.log1p(at), 1.0 / (1.0 + at), *waves], -1).expand(*values.shape[:3], -1)
         joined = torch.cat((values, place), -1).flatten(1, 2)
         return silu(torch.baddbmm(self.biases[k], joined, self.embeddings[k])).unflatten(1, values.shape[1:3])
+
+
+def model() -> None:
+    total = torch.zeros(())
+    for t in range(4):
+        z = pyro.sample(f"z{t}", dist.Bernoulli(torch.tensor(0.4)))
+        total = total + (t + 1) * z
+    pyro.sample("x", dist.Normal(total.sin() + total, 1.0), obs=torch.tensor(4.0))
+
+
+def guide() -> None:
+    total = torch.zeros(())
+    for t in range(4):
+        logits = (
+            pyro.param("logits", torch.tensor([0.4, -0.3, 0.1, 0.2]))[t] + pyro.param("w", torch.tensor(0.1)) * total
+        )
+        total = total + pyro.sample(f"z{t}", dist.Bernoulli(logits=logits))
+
+
+if __name__ == "__main__":
+    elbo = TraceBackpropQ_ELBO(1, critic=AttentionCritic(), window=1000)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), elbo)
+    print("mean loss of 200 steps:", sum(svi.step() for _ in range(200)) / 200)
