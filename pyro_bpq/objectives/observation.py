@@ -97,9 +97,6 @@ class NoiseSource:
     def __init__(self, seed: int) -> None:
         self.seed, self.number = seed, 0
 
-    def __repr__(self) -> str:
-        return f"NoiseSource(seed={self.seed}, number={self.number})"
-
     def __call__(self) -> torch.Generator:
         """The next generator."""
         self.number += 1

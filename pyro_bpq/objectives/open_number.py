@@ -81,9 +81,6 @@ class OpenNumber:
         self.tracked = TrackedRuns()
         self._found = _Findings()
 
-    def __repr__(self) -> str:
-        return f"OpenNumber({self.now})"
-
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""

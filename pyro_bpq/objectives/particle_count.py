@@ -39,9 +39,6 @@ class GivenNumber:
         self.now, self.proved, self.said = Particles(), Together(), ""
         self.tracked = TrackedRuns()
 
-    def __repr__(self) -> str:
-        return f"GivenNumber({self.now})"
-
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""
@@ -116,9 +113,6 @@ class ParticleCount:
 
     def __init__(self) -> None:
         self.given, self.open, self.is_open = GivenNumber(), OpenNumber(), False
-
-    def __repr__(self) -> str:
-        return f"ParticleCount({self.now}, is_open={self.is_open})"
 
     @property
     def parts(self) -> tuple[Any, ...]:

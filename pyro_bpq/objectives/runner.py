@@ -72,9 +72,6 @@ class StepRunner(Runner):
         self.num_zeros, self.reached = 0, ReachedValues()
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
 
-    def __repr__(self) -> str:
-        return f"StepRunner({self.plans!r}, {self.structure!r})"
-
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""

@@ -433,9 +433,6 @@ class PlanCache:
         self.plans: dict[Any, Plan] = {}
         self.found: dict[tuple[Asked, Any], bool] = {}
 
-    def __repr__(self) -> str:
-        return f"PlanCache({len(self.plans)} plans)"
-
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure, a new one where there is none."""
         last = self.last
