@@ -10,6 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import pyro
+from pyro.distributions import constraints
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
@@ -206,14 +207,19 @@ def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[st
     site = model.get(name) or guide.get(name)
     if site is not None and "not broadcastable" in text and (line := data_line(site, rows_of(site))):
         return PlateError(told(error, line))
-    if site is None or not site["is_observed"] or "within the support" not in text:
+    if site is None or "within the support" not in text:
         return None
-    line = nan_line(site) if number_missing(site["value"]) else support_line(site)
+    line = edge_line(site)
+    if not line and site["is_observed"]:
+        line = nan_line(site) if number_missing(site["value"]) else support_line(site)
     return UnsupportedSiteError(f"{line}\n{text}") if line else None
 
 
 def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
     name, ours, theirs = model["name"], described(guide["fn"]), described(model["fn"])
+    if support(model["fn"]) == support(guide["fn"]):
+        outside = f"The drawn value of site {name!r} is outside of its support, {theirs}: bound the parameters."
+        return UnsupportedSiteError(f"{edge_line(model) or outside}\n{text}")
     return UnsupportedSiteError(
         f"{text}\nSite {name!r} is drawn from {ours} in the guide, and scored under {theirs} in the model, which "
         f"cannot score that value. Give it the same support in both: write {distribution_name(model['fn'])}, or a "
@@ -256,10 +262,10 @@ def _of_nan(sites: list[Any]) -> Iterator[str]:
     yield from map(nan_line, missing)
     site = next((site for site in sites if number_missing(site.get("log_prob"))), None)
     if site is not None and not missing:
-        yield (
+        yield edge_line(site) or (
             f"The log-probability of site {site['name']!r} is NaN: its factor is, or a parameter of its "
-            f"distribution, {distribution_name(site['fn'])}, is NaN or outside of its range. "
-            "pyro.enable_validation(True) says which."
+            f"distribution, {distribution_name(site['fn'])}, is NaN or outside of its range."
+            + ("" if is_validation_enabled() else " pyro.enable_validation(True) says which.")
         )
 
 
@@ -269,7 +275,7 @@ def _of_infinity(sites: list[Any]) -> Iterator[str]:
         density = site.get("log_prob")
         if isinstance(density, Tensor) and bool(density.isinf().any()):
             kind = "factor" if hasattr(site["fn"], "log_factor") else "log-probability"
-            yield (
+            yield edge_line(site) or (
                 f"The {kind} of site {site['name']!r} is infinite at {int(density.isinf().sum())} of {density.numel()} "
                 "elements, so that this step has no finite gradient. Write a large finite cost in place of an infinite "
                 "one, or draw only values that are possible."
@@ -377,19 +383,23 @@ def described(fn: Any) -> str:
 
 def support(fn: Any) -> str:
     """The support of a distribution in words, without the dimensions of events."""
+    found = _support_of(fn)
+    return "unknown" if found is None else str(found)
+
+
+def _support_of(fn: Any) -> Any:
+    """The support of an element of the values of a distribution; ``None`` if it is not known."""
     try:
         found = fn.support
     except (NotImplementedError, AttributeError):
-        return "unknown"
-    return str(getattr(found, "base_constraint", found))
+        return None
+    return getattr(found, "base_constraint", found)
 
 
 def is_discrete(fn: Any) -> bool | None:
     """Whether a support is discrete; ``None`` if it is not known."""
-    try:
-        return bool(fn.support.is_discrete)
-    except (NotImplementedError, AttributeError):
-        return None
+    found = _support_of(fn)
+    return None if found is None else bool(found.is_discrete)
 
 
 def number_missing(value: Any) -> int:
@@ -410,6 +420,28 @@ def nan_line(site: Any) -> str:
         how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
     count = f"{number_missing(value)} of {value.numel()}"
     return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
+
+
+def edge_line(site: Any) -> str:
+    """Says that values without a finite log-probability lie on the edge of the support; empty if none do."""
+    value, density, space = site["value"], site.get("log_prob"), _support_of(site["fn"])
+    if space is None or space.is_discrete or not isinstance(value, Tensor):
+        return ""
+    is_simplex, at = isinstance(space, type(constraints.simplex)), value.isinf()
+    for limit in (0.0, 1.0) if is_simplex else (getattr(space, f"{end}_bound", None) for end in ("lower", "upper")):
+        if limit is not None:
+            at = at | (value == limit)
+    if density is not None:
+        at = at & ~density.isfinite()[(..., *(None,) * (value.dim() - density.dim()))]
+    if not bool(at.any()):
+        return ""
+    kind, advice = "drawn", "It was rounded: bound the parameters, take a higher temperature or double precision."
+    if site["is_observed"]:
+        kind, advice = "observed", "Give data inside of it, as by clamp()."
+    return (
+        f"The {kind} value of site {site['name']!r} is on the edge of its support at {int(at.sum())} of {at.numel()} "
+        f"elements: its distribution, {described(site['fn'])}, has no finite log-probability there. {advice}"
+    )
 
 
 def support_line(site: Any) -> str:
