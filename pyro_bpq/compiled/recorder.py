@@ -196,6 +196,7 @@ def _run(
     noise, schedules = [next(rest) for _ in inputs.noise], [next(rest) for _ in inputs.schedules]
     leaves = [tensors[i] for i in inputs.leaves]
     watch = StepWatch(tensors, subject.first_seed(), noise)
+    torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
     # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
     with poutine.trace(param_only=True), watch, RecordedIndexing(watch):
         with torch.no_grad():

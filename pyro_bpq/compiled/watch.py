@@ -15,7 +15,7 @@ import linecache
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
+from types import FrameType, NoneType
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import Unrecordable
+from pyro_bpq.tracing.catching import catcher
 from pyro_bpq.tracing.ledger import memory_of
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
@@ -100,8 +101,17 @@ class StepWatch(TorchDispatchMode):
         self._hash = hashlib.sha256()
         self._constants: list[Tensor] = []
         self._number = 0
+        self._outer: FrameType | None = None
         for tensor in inputs:
             self._note(tensor)
+
+    def __enter__(self) -> StepWatch:
+        self._outer = sys._getframe(1)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._outer = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -117,6 +127,11 @@ class StepWatch(TorchDispatchMode):
                 return _number(args[0])
             self.refuse_read()
             return func(*args, **kwargs)
+        if not is_fixed and (frame := catcher(self._outer)) is not None:
+            self._refuse(
+                f"{frame.f_code.co_name} catches errors ({frame.f_code.co_filename}:{frame.f_lineno}), and a recording "
+                "would freeze whether one comes: look at the values before, as by torch.linalg.cholesky_ex"
+            )
         if torch.Tag.nondeterministic_seeded in func.tags:
             found = self._drawn(func, name, args, kwargs)
             if found is not None:
