@@ -198,7 +198,7 @@ def site_gradients(elbo: PlannedObjective, reader: GradientReader, program: Prog
             summands[name] = summands[name] + row if name in summands else row
     leaves, found = reader.tensors, {}
     for key, scalar in {**summands, **more([item.signals for item in seen.items])}.items():
-        if not scalar.requires_grad:
+        if not (leaves and scalar.requires_grad):
             continue
         grads = torch.autograd.grad(scalar, leaves, retain_graph=True, allow_unused=True)
         for leaf, grad in zip(leaves, grads, strict=True):

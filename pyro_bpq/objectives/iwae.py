@@ -26,6 +26,7 @@ from pyro_bpq.plan.written import unread_options
 from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
+from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -128,6 +129,8 @@ class TraceBackpropQ_IWAE(Objective):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         runs = self._observe(program, mode).runs
+        if not any(run.run.costs for run in runs):
+            return self._step(torch.zeros(()), torch.zeros(()), mode)
         rows, *_ = [self.runner.rows(run) for run in runs]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
@@ -140,7 +143,11 @@ class TraceBackpropQ_IWAE(Objective):
         parts = [self._rows(run, dim, scale) for run in runs]
         log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
         loss, surrogate = multi_sample_bound(log_w, score, leave_one_out_signal(log_w, self.baseline))
-        return Step(scale * loss / self.num_outer, torch.zeros(()), paths=scale * surrogate)
+        return self._step(scale * loss / self.num_outer, scale * surrogate, mode)
+
+    def _step(self, loss: Tensor, paths: Tensor, mode: Mode) -> Step:
+        learns = mode.learning and may_learn(loss, self.learning(mode))
+        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
@@ -200,7 +207,7 @@ class BoundRunner(Runner):
             programs, single = [*programs_of(program, particles)], particles
             runs = tuple(self.trace(each, particles, mode.num_steps) for each in programs)
         is_new = len(self._rows) < _JUDGED and runs[0].key not in self._rows
-        if self.plate is not None and is_new and not mode.is_recorded:
+        if self.plate is not None and runs[0].entries and is_new and not mode.is_recorded:
             self._warn_of_rows(self.plate, runs[0], programs[0], single, mode.num_steps)
         return Observation(runs)
 

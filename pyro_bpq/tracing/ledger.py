@@ -7,11 +7,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_bpq.tracing.catching import catcher
 
 OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "component_costs", "work"))
 """The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
@@ -97,6 +100,7 @@ class Ledger:
         self.reads = 0
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: collects the sources of scalars read as positions
+        self.outer: FrameType | None = None  # the function that runs the program
         entries = self.entries
         self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
 
@@ -209,9 +213,17 @@ class Ledger:
 
     def read(self, mask: int, *, check: bool) -> None:
         """Records that a value left torch, unless ``check`` is set and a library only checks an argument."""
-        known = self.escaped if self.heard is None else self.escaped & self.heard
-        if mask & ~known and not (check and self._is_library_check()):
+        # A check is an error that is not raised.
+        if self._is_new(mask) and not (check and self._is_library_check() and not catcher(self.outer)):
             self.escape(mask)
+
+    def compute(self, mask: int) -> None:
+        """Records that an operator reads sources: a program that would catch its error learns from it."""
+        if self._is_new(mask) and catcher(self.outer):
+            self.escape(mask)
+
+    def _is_new(self, mask: int) -> bool:
+        return bool(mask & ~(self.escaped if self.heard is None else self.escaped & self.heard))
 
     def escape(self, mask: int) -> None:
         """Records that the values of the sources in ``mask`` have left torch."""

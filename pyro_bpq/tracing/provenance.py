@@ -39,14 +39,15 @@ class DependencyTracker:
 
     Provenance is kept per storage. Each element of a tensor depends on the sources of all its elements. A source that
     was once written into a tensor stays. Only ``table[z]`` with a scalar ``z`` is finer: that view depends on ``z``,
-    and the table does not. It is no escape if torch or Pyro reads booleans or shapes to check arguments.
+    and the table does not. It is no escape if torch or Pyro reads booleans or shapes to check arguments. Where the
+    program would catch an error, every operator counts as a read: it may raise one.
 
     The tracker does not see the following, because nothing in torch reports it:
 
     - work in other threads; the first use of :func:`torch.compile` in a process (later ones run eagerly);
     - ``to_dlpack``; ``tolist`` and ``numpy`` inside a scripted function or a backward pass;
     - numpy arrays that shared memory with a tensor before the tracker was entered;
-    - an exception that depends on a value and is caught;
+    - an exception that depends on a value and that a context manager of the user's own swallows;
     - data that a distribution keeps of a draw besides the value (a cached ``flow.inv(z)`` lacks ``z``).
 
     Example:
@@ -71,10 +72,14 @@ class DependencyTracker:
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
+        outer = sys._getframe(1)
+        while outer.f_globals.get("__name__") == "contextlib" and outer.f_back is not None:
+            outer = outer.f_back
+        self.ledger.outer = outer
         return self
 
     def __exit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack or ExitStack(), None
+        stack, self._stack, self.ledger.outer = self._stack or ExitStack(), None, None
         stack.__exit__(*error)
 
     def __repr__(self) -> str:
@@ -176,10 +181,11 @@ class _Operators(OperatorMode):
         mask = ledger.mask(args)
         if kwargs:
             mask |= ledger.mask([*kwargs.values()])
+        ledger.compute(mask)
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
-        except (torch.linalg.LinAlgError, IndexError):  # type: ignore[attr-defined]
-            # Who catches the error learns something of the values.
+        except Exception:
+            # A context manager may swallow it.
             ledger.escape(mask)
             raise
         if mask or ledger.positions:
@@ -273,6 +279,7 @@ class _Calls(TorchFunctionMode):
 
     def defer(self, func: Any, args: _Args, kwargs: _Kwargs, mask: int = 0) -> Any:
         """Runs a call that reads scalars only as positions; its result depends on them."""
+        self._ledger.compute(mask)
         with self._ledger.deferring(mask):
             try:
                 result = func(*args, **kwargs)
