@@ -301,7 +301,7 @@ class MeasuredChoice:
                     trial = self._trials[name] = self._make(candidate)
                 loss = trial.differentiable_loss(model, guide, *args, **kwargs)
                 leaves = inputs_of(loss)
-                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
         except Exception as error:
             if candidate == self.chosen:
                 raise

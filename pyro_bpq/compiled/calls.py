@@ -23,7 +23,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_bpq.tracing.plain_values import is_of_library, names_of, of_every_module
+from pyro_bpq.tracing.plain_values import is_of_library, names_of, of_every_module, slots_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, range, slice)
 # Most of what is reached is of these very types, which is sooner told.
@@ -111,8 +111,13 @@ class Call:
         self.paths.append(path)
 
     def visit(self, path: Path, item: Any) -> None:
-        """Notes an item and what it reaches."""
-        kind = type(item)
+        """Notes an item and what it reaches; an object that cannot be looked into stands for itself."""
+        try:
+            self._visit(path, item, type(item))
+        except Exception:  # of a proxy, a property or a metaclass of the user's
+            self._opaque(path, item)
+
+    def _visit(self, path: Path, item: Any, kind: type) -> None:
         if kind in _PLAINEST:
             # True == 1 == 1.0, but not for a program.
             self.note(path, (kind, item))
@@ -130,6 +135,7 @@ class Call:
             self.note(path, "too much")
 
     def _tensor(self, path: Path, item: Tensor) -> None:
+        kind_of(item)  # a tensor that has none, as a sparse one, stands for itself
         known = self._seen.get(id(item))
         self.note(path, ("tensor", known))
         if known is None:
@@ -168,7 +174,7 @@ class Call:
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)
-        elif hasattr(item, "__dict__"):
+        elif hasattr(item, "__dict__") or slots_of(item):
             self._attributes(path, item)
         else:
             self._opaque(path, item)
@@ -191,7 +197,8 @@ class Call:
 
     def _attributes(self, path: Path, item: Any) -> None:
         without = _IN_USE if isinstance(item, Messenger) else ()
-        own = {name: value for name, value in vars(item).items() if name not in without}
+        slots = {name: getattr(item, name) for name in slots_of(item) if hasattr(item, name)}
+        own = {name: value for name, value in getattr(item, "__dict__", {}).items() if name not in without} | slots
         self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
         for name, value in own.items():
@@ -220,7 +227,8 @@ class Call:
         self.note(path, (type(item), item.training))
         self._of_class(path, type(item))
         for kind in ("_parameters", "_buffers", "_modules"):
-            for name, part in own[kind].items():
+            # A scripted module holds its parts elsewhere.
+            for name, part in getattr(item, kind).items():
                 self.visit(("{}.{}", path, name), part)
         for name, part in own.items():
             if name not in usual:
@@ -254,7 +262,7 @@ class Arguments:
     def with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
         leaves, tree = tree_flatten((program.args, program.kwargs))
-        floats = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        floats = {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}
         if not floats:
             return program
         self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}

@@ -28,6 +28,7 @@ from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
+from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step
@@ -178,6 +179,8 @@ class TraceBackpropQ_IWAE(Objective):
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         start = time.perf_counter()
         runs = self._observe(program, mode).runs
+        if not any(run.run.costs for run in runs):
+            return self._plain(torch.zeros(()), torch.zeros(()), mode)
         found = [self.runner.layout(run) for run in runs]
         layout, rows = found[0]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
@@ -194,7 +197,7 @@ class TraceBackpropQ_IWAE(Objective):
         if all(is_plain(each) for each, _ in found) or not torch.is_grad_enabled():
             signal = leave_one_out_signal(log_w, self.baseline)
             loss, surrogate = multi_sample_bound(log_w, score, signal)
-            return Step(scale * loss / self.num_outer, torch.zeros(()), paths=scale * surrogate)
+            return self._plain(scale * loss / self.num_outer, scale * surrogate, mode)
         # What the weights' own gradient holds of the scores goes to the critics too: it nearly cancels the signals.
         weights, signal = log_w.detach().softmax(1), leave_one_out_signal(log_w, self.baseline)
         loss, surrogate = multi_sample_bound(log_w, score, weights)
@@ -210,6 +213,11 @@ class TraceBackpropQ_IWAE(Objective):
             self.trainer.keep([staged], result)
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
         return result
+
+    def _plain(self, loss: Tensor, paths: Tensor, mode: Mode) -> Step:
+        """A step that teaches no critic."""
+        learns = mode.learning and may_learn(loss, self.learning(mode))
+        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
@@ -263,7 +271,7 @@ class BoundRunner(Runner):
             programs, single = [*programs_of(program, particles)], particles
             runs = tuple(self.trace(each, particles, mode.num_steps) for each in programs)
         is_new = len(self._layouts) < _JUDGED and runs[0].key not in self._layouts
-        if self.plate is not None and is_new and not mode.is_recorded:
+        if self.plate is not None and runs[0].entries and is_new and not mode.is_recorded:
             self._warn_of_rows(self.plate, runs[0], programs[0], single, mode.num_steps)
         return Observation(runs)
 

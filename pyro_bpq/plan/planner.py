@@ -232,6 +232,11 @@ class Planner:
         held = held_plan(structure, estimators, self.estimator is not None)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
+        unread = unread_options(traced, self._given_critics(traced, estimators))
+        if self.estimator is not None and unread:
+            # Estimators are compared on programs whose sites have options: print tells, and no warning.
+            notes.append(unread)
+            unread = ""
         return Plan(
             graph,
             layout,
@@ -255,7 +260,7 @@ class Planner:
             elements=largest_value(traced),
             notes=tuple(notes),
             alone=why_one(traced, self.estimator),
-            unread=unread_options(traced, self._given_critics(traced, estimators)),
+            unread=unread,
         )
 
     def _facts(self, traced: TracedRun, name: str) -> SiteFacts:

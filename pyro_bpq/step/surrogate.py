@@ -62,7 +62,7 @@ def step(
         taught = critic_loss(signals, bank, learning, writes=writes, info=info)
     for site, own in swept.items():
         info.setdefault(site, {}).update(own)
-    if build and learning.first_order > 0.0:
+    if build and terms and learning.first_order > 0.0:
         slopes = [first_order_loss(one, learning.first_order) for one in signals]
         taught = sum(slopes, torch.zeros_like(slopes[0]) if taught is None else taught)
     if len(signals) > 1:

@@ -29,6 +29,7 @@ from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.tracing.element_rules import MANY, NONE, SHAPING, Positions, Unknown, plan_of, tensors_in
 from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, OperatorMode, memory_of
 from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.substitute import unchecked
 
 # Largest number of sites whose components are followed.
 _MAX_FOLLOWED = 32
@@ -275,7 +276,7 @@ class ElementTracker(OperatorMode):
 
         What depends on the new source then depends on those that it was drawn from too.
         """
-        ledger, (log_prob, _) = self._ledger, element_log_prob(fn, value)
+        ledger, (log_prob, _) = self._ledger, element_log_prob(unchecked(fn), value)
         origins = ledger.origins.get(name, 0)
         scored = ledger.mask(log_prob) & ~ledger.bits[name]
         for source in self.followed:

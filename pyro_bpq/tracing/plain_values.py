@@ -14,7 +14,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain, islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any
 
 import numpy
@@ -48,11 +57,8 @@ def flags_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...
     They often switch parts of a program on and off, so that other values may mean other dependencies. Numbers and texts
     do so less often, and may differ in every step.
     """
-    return tuple(
-        (place, value)
-        for place, value in (*enumerate(args), *kwargs.items())
-        if value is None or isinstance(value, bool)
-    )
+    given = (*enumerate(args), *kwargs.items())
+    return tuple((place, value) for place, value in given if value is None or value is True or value is False)
 
 
 def plain_arguments(arguments: Any) -> tuple[Any, ...]:
@@ -63,12 +69,13 @@ def plain_arguments(arguments: Any) -> tuple[Any, ...]:
     found, pending = list[Any](), [arguments]
     while pending and len(found) < _MOST_PLAIN:
         item = pending.pop()
-        if isinstance(item, _LISTS):
-            found.append((len(item),))
-            parts = chain.from_iterable(item.items()) if isinstance(item, dict) else item
-            pending += islice(parts, _MOST_PLAIN)
-        elif isinstance(item, _PLAIN):
-            found.append(_plain(item))
+        with contextlib.suppress(Exception):  # as of a proxy
+            if isinstance(item, _LISTS):
+                found.append((len(item),))
+                parts = chain.from_iterable(item.items()) if isinstance(item, dict) else item
+                pending += islice(parts, _MOST_PLAIN)
+            elif isinstance(item, _PLAIN):
+                found.append(_plain(item))
     return tuple(found)
 
 
@@ -173,22 +180,33 @@ def _array(value: numpy.ndarray[Any, Any]) -> tuple[Any, ...]:
 def _value(space: Any, name: str) -> tuple[Any, ...]:
     """What stands at a place now."""
     try:
-        value = space.cell_contents if isinstance(space, CellType) else space[name]
-    except (KeyError, ValueError):
+        value = _read(space, name)
+        if isinstance(value, _PLAIN):
+            return _plain(value)
+        kind = type(value)
+        return (kind.__qualname__, plain_arguments(value)) if kind in _LISTS else (kind.__qualname__,)
+    except Exception:
         return ("missing",)
-    if isinstance(value, _PLAIN):
-        return _plain(value)
-    kind = type(value)
-    return (kind.__qualname__, plain_arguments(value)) if kind in _LISTS else (kind.__qualname__,)
+
+
+def _read(space: Any, name: str) -> Any:
+    if isinstance(space, CellType):
+        return space.cell_contents
+    return space[name] if isinstance(space, (dict, MappingProxyType)) else getattr(space, name)
 
 
 def places(roots: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Where plain values stand that can be reached: names in namespaces, and cells of functions; the nearest first."""
+    """Where plain values stand that can be reached, the nearest first.
+
+    These are names in namespaces, names of slots, and cells of functions. What an object hides is left out.
+    """
     roots = [*roots]
     walk = _Walk(frozenset(map(_package_of, roots)))
     walk.pending.extend(roots)
     while walk.pending and len(walk.seen) < _MOST_OBJECTS and len(walk.found) < _MOST_PLACES:
-        walk.visit(walk.pending.popleft())
+        # Properties, proxies and metaclasses of the user's own may raise anything when they are looked at.
+        with contextlib.suppress(Exception):
+            walk.visit(walk.pending.popleft())
     return walk.found
 
 
@@ -219,10 +237,11 @@ class _Walk:
         elif type(item) in _LISTS:
             self.pending.extend(islice(item.values() if isinstance(item, dict) else item, _MOST_PLAIN))
         elif isinstance(item, nn.Module):
-            self.found.append((vars(item), "training"))
-            self.pending.extend(vars(item)["_modules"].values())
+            # A scripted module holds neither of them in its `__dict__`.
+            self.found.append((item, "training"))
+            self.pending.extend(item.children())
             self._attributes(item, of_every_module())
-        elif not isinstance(item, (Messenger, ModuleType)) and hasattr(item, "__dict__"):
+        elif not isinstance(item, (Messenger, ModuleType)):
             self._attributes(item)
 
     def _function(self, item: FunctionType) -> None:
@@ -234,27 +253,29 @@ class _Walk:
             return
         names = names_of(item.__code__)
         self._look(item.__globals__, names)
-        for module in map(item.__globals__.get, names):
-            if isinstance(module, ModuleType) and self._is_own_package(module.__name__):
+        values: Iterable[Any] = map(item.__globals__.get, names)
+        for module in values:
+            if issubclass(type(module), ModuleType) and self._is_own_package(module.__name__):
                 # The function may name what is in it.
                 self._look(vars(module), names)
 
     def _attributes(self, item: Any, without: Collection[str] = ()) -> None:
         kind = item if isinstance(item, type) else type(item)
         if self._is_own(kind):
-            self._look(vars(item), [name for name in vars(item) if name not in without and not name.startswith("__")])
             self.pending.extend(kind.__mro__ if kind is item else [kind])
+            self._look(item, slots_of(item))
+            self._look(vars(item), [name for name in vars(item) if name not in without and not name.startswith("__")])
 
     def _look(self, space: Any, names: Iterable[str]) -> None:
         for name in names:
-            if name in space:
-                value = space[name]
+            with contextlib.suppress(Exception):
+                value = _read(space, name)
                 self.pending.append(value)
-                if not isinstance(value, (FunctionType, ModuleType, type, staticmethod, classmethod, property)):
+                if not issubclass(type(value), (FunctionType, ModuleType, type, staticmethod, classmethod, property)):
                     self.found.append((space, name))
 
     def _is_own(self, item: Any) -> bool:
-        return self._is_own_package(getattr(item, "__module__", None) or "")
+        return self._is_own_package(_module_of(item))
 
     def _is_own_package(self, name: str) -> bool:
         return name.partition(".")[0] in self.packages or not (is_library(name) or _is_installed(name))
@@ -265,7 +286,7 @@ def _package_of(root: Any) -> str:
     while isinstance(root, (functools.partial, MethodType)):
         root = root.func if isinstance(root, functools.partial) else root.__self__
     where = root if isinstance(root, (type, FunctionType)) else type(root)
-    package = (getattr(where, "__module__", None) or "").partition(".")[0]
+    package = _module_of(where).partition(".")[0]
     return "" if is_library(package) else package
 
 
@@ -282,6 +303,17 @@ def of_every_module() -> frozenset[str]:
     return frozenset(vars(nn.Module()))
 
 
+def slots_of(item: Any) -> tuple[str, ...]:
+    """The attributes of an object that lie in slots of its class."""
+    return _slots(type(item))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    spaces = [vars(part) for part in kind.__mro__ if "__slots__" in vars(part)]
+    return tuple(name for space in spaces for name, member in space.items() if isinstance(member, MemberDescriptorType))
+
+
 @functools.lru_cache(maxsize=1024)
 def names_of(code: CodeType) -> tuple[str, ...]:
     """The global names in a function and in the functions that it makes."""
@@ -291,7 +323,12 @@ def names_of(code: CodeType) -> tuple[str, ...]:
 
 def is_of_library(item: Any) -> bool:
     """Whether a function or class belongs to a library, or to Python."""
-    return is_library(getattr(item, "__module__", None) or "")
+    return is_library(_module_of(item))
+
+
+def _module_of(item: Any) -> str:
+    found = getattr(item, "__module__", None)
+    return found if isinstance(found, str) else ""
 
 
 @functools.lru_cache(maxsize=1024)
