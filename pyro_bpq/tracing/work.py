@@ -1,8 +1,8 @@
 r"""What a computation costs, counted instead of timed: calls of operators, floating-point operations, bytes written.
 
 A count is the same in every run and on every machine; a clock is not. Weights turn counts into seconds, of steps that
-run eagerly or compiled. They are those of one CPU and one thread, see ``benchmarks/weights.py``; only ratios of such
-seconds are used.
+run eagerly or compiled. They were fitted once, to the times of some programs on one CPU and one thread; only ratios of
+such seconds are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyro_bpq.tracing.ledger import OperatorMode, signature_of
 
 @dataclass(frozen=True)
 class Weights:
-    """Seconds that things take: ratios matter, see ``benchmarks/weights.py``."""
+    """Seconds that things take: ratios matter."""
 
     operator: float = 8.3e-6  # A call of an operator, with Python's share in a Pyro program
     flop: float = 1.3e-11  # A floating-point operation of a matrix product or of attention
