@@ -142,7 +142,7 @@ def test_a_site_of_its_own_kind_has_a_line_of_its_own() -> None:
 
 
 def test_a_comparison_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    quick: dict[str, Any] = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "exact": False, "progress": False}
+    quick: dict[str, Any] = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False}
     rivals = {"one": TraceBackpropQ_ELBO(1), "two": TraceBackpropQ_ELBO(2)}
     found = compare_estimators(model, guide, estimators=rivals, num_outcomes=1, **quick)
     assert capsys.readouterr().out == ""
