@@ -34,6 +34,8 @@ _OPAQUE = (numpy.ndarray, ModuleType, BuiltinFunctionType, numpy.generic)
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # More things than these belong to a program that reaches a whole library or data set.
 _MOST = 20_000
+# Largest array of numpy whose numbers are compared. It may be written in place.
+_MOST_NUMBERS = 1000
 # Number of calls in a row with new arrays from which on they are told of.
 _MANY = 4
 
@@ -60,9 +62,9 @@ def reach(roots: Mapping[str, Any]) -> Call:
     """What can be reached from some roots, the handlers around the call, and the modes of torch."""
     call = Call()
     call.note("torch's default dtype", torch.get_default_dtype())
-    call.note(
-        "autocast", (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
-    )
+    call.note("inference mode", torch.is_inference_mode_enabled())
+    for kind in ("cpu", "cuda"):
+        call.note("autocast", torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
     for name, root in roots.items():
         call.visit(name, root)
     for handler in _PYRO_STACK:
@@ -97,6 +99,8 @@ class Call:
         """Where another call first differs from this one, in words; empty where the two are alike."""
         for path, mine, yours in zip(self.paths, self.spec, other.spec, strict=False):
             if mine != yours:
+                if isinstance(mine, bytes) and isinstance(yours, bytes):
+                    return f"{in_words(path)} have changed"
                 return f"{in_words(path)} was {_short(mine)} and is {_short(yours)}"
         if len(self.spec) != len(other.spec):
             return "the arguments, or what the programs read besides, have another structure"
@@ -184,6 +188,8 @@ class Call:
         self.note(path, (type(item), id(item)))
         if isinstance(item, numpy.ndarray):
             self.arrays.append((path, item))
+            if item.size <= _MOST_NUMBERS:
+                self.note(("the numbers of {}", path), item.tobytes())
 
     def _of_class(self, path: Path, item: type) -> None:
         """Notes the plain values among the attributes of a class, once: its objects read them too."""

@@ -68,7 +68,7 @@ def test_an_objective_without_a_step_prints_its_options_and_what_to_do(make: typ
         ({"critic": LinearCritic(), "num_particles": 2}, "2, because of num_particles=2"),
         ({"lam": lambda step: 0.5, "num_particles": 2}, "2, because of num_particles=2"),
     ],
-    ids=str,
+    ids=lambda given: ", ".join(given) if isinstance(given, dict) else str(given),
 )
 def test_an_objective_prints_five_plain_lines(options: dict[str, Any], why: str) -> None:
     first, *lines = str(trained(TraceBackpropQ_ELBO(**options))).splitlines()
