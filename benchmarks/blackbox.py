@@ -3,7 +3,7 @@ r"""Black-box costs: how many calls of the cost a policy needs to reach the best
 ``transduction``: a recurrent policy rewrites a sequence of ``T`` tokens, the cost is the edit distance to the right
 answer. ``attention``: it looks at four patches of a digit, one after the other, then names it, 0/1 loss.
 ``simulator``: it assigns jobs to machines, a simulator with breakdowns returns makespan and lateness; a call counts
-50 ms (slept with ``--full``, else only added up).
+50 ms.
 
 Everyone trains the same Pyro program with the same batches and the same optimiser, whose learning rate is tuned per
 method. Every call of the cost during training counts, warm-up too; measuring the level on held-out data does not, for
@@ -67,12 +67,11 @@ class Simulator:
     """Jobs on machines of different speed that break down now and then.
 
     Args:
-        sleep: Seconds to sleep per call.
         seed: Seed of the breakdowns.
     """
 
-    def __init__(self, sleep: float, seed: int) -> None:
-        self.sleep, self.random = sleep, np.random.default_rng(seed)
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
         self.speeds = np.array([1.0, 0.8, 0.6, 0.5])
 
     def __call__(self, machines: Tensor, durations: Tensor) -> np.ndarray:
@@ -86,7 +85,6 @@ class Simulator:
             repair = self.random.exponential(1.0, chosen.shape[:-1]) * (self.random.random(chosen.shape[:-1]) < 0.1)
             free = free + hot * (length[..., job] / (hot @ self.speeds) + repair)[..., None]
             finished[..., job] = (free * hot).sum(-1)
-        time.sleep(self.sleep * chosen[..., 0].size)
         return (free.max(-1) + finished.mean(-1)).astype(np.float32)
 
 
@@ -207,9 +205,9 @@ class Scheduling(Policy):
 
     rounds, replayed, warm_up, entropy, decay = 16, 4, 6, 0.2, 0.95
 
-    def __init__(self, jobs: int, sleep: float, seed: int) -> None:
+    def __init__(self, jobs: int, seed: int) -> None:
         super().__init__()
-        self.jobs, self.simulator = jobs, Simulator(sleep, seed)
+        self.jobs, self.simulator = jobs, Simulator(seed)
         self.cell = nn.GRUCell(7, HIDDEN)
         self.head = nn.Linear(HIDDEN, 4)
 
@@ -283,12 +281,6 @@ class Method:
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         """One rollout and what is learned from it."""
-        self.optimizer.zero_grad()
-        self.backward(batch)
-        self.optimizer.step()
-
-    def backward(self, batch: tuple[Tensor, ...]) -> None:
-        """Leaves gradients."""
         raise NotImplementedError
 
 
@@ -336,13 +328,15 @@ class Ours(Method):
 class LeaveOneOut(Method):
     """Score function with the mean of the other samples of a row as baseline."""
 
-    def backward(self, batch: tuple[Tensor, ...]) -> None:
+    def step(self, batch: tuple[Tensor, ...]) -> None:
         run = sample(self.policy, batch, self.samples)
         centred = (run.cost - run.cost.mean(0)) * (self.samples / (self.samples - 1.0))
+        self.optimizer.zero_grad()
         (centred * run.score).sum(0).mean().backward()
+        self.optimizer.step()
 
 
-class Baseline(nn.Module):
+class Values(nn.Module):
     """A value net per kind of site, of the context."""
 
     def __init__(self) -> None:
@@ -353,65 +347,41 @@ class Baseline(nn.Module):
         """Values ``(sites, samples, rows)``."""
         found = []
         for context in run.contexts:
-            key = str(context.shape[-1])
-            if key not in self.nets:
-                self.nets[key] = nn.Sequential(
-                    nn.Linear(context.shape[-1], HIDDEN),
-                    nn.Tanh(),
-                    nn.Linear(HIDDEN, HIDDEN),
-                    nn.Tanh(),
-                    nn.Linear(HIDDEN, 1),
-                )
-            found.append(self.nets[key](context).squeeze(-1))
+            size = context.shape[-1]
+            if str(size) not in self.nets:
+                hidden = (nn.Linear(size, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+                self.nets[str(size)] = nn.Sequential(*hidden, nn.Linear(HIDDEN, 1))
+            found.append(self.nets[str(size)](context).squeeze(-1))
         return torch.stack(found)
 
 
-class NeuralBaseline(Method):
-    """Score function with a learned value of the context as baseline."""
-
-    def __init__(self, policy: Policy, lr: float, samples: int) -> None:
-        super().__init__(policy, lr, samples)
-        self.baseline, self.fit = Baseline(), None
-
-    def backward(self, batch: tuple[Tensor, ...]) -> None:
-        run = sample(self.policy, batch, self.samples)
-        value = self.baseline(run)
-        ((run.cost - value.detach()) * run.score).sum(0).mean().backward()
-        self.learn((value - run.cost).square().mean())
-
-    def learn(self, loss: Tensor) -> None:
-        """One step of the baseline."""
-        self.fit = self.fit or torch.optim.Adam(self.baseline.parameters(), lr=3e-3)
-        self.fit.zero_grad()
-        loss.backward()
-        self.fit.step()
-
-
-class PPO(NeuralBaseline):
+class PPO(Method):
     """Clipped ratios per site, normalised advantages over a value net, several epochs per rollout."""
 
     clip = 0.2
 
-    def __init__(self, policy: Policy, lr: float, samples: int, epochs: int, entropy: float) -> None:
-        super().__init__(policy, lr, samples)
-        self.epochs, self.entropy = epochs, entropy
+    def __init__(self, policy: Policy, lr: float, epochs: int, entropy: float) -> None:
+        super().__init__(policy, lr, 1)
+        self.epochs, self.entropy, self.values, self.fit = epochs, entropy, Values(), None
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         old = sample(self.policy, batch, self.samples)
         with torch.no_grad():
             # At lambda = 1, the usual choice where the reward comes at the end.
-            advantage = old.cost - self.baseline(old)
+            advantage = old.cost - self.values(old)
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
             before = old.score.detach()
+        self.fit = self.fit or torch.optim.Adam(self.values.parameters(), lr=3e-3)
         for _ in range(self.epochs):
             now = sample(self.policy, batch, self.samples, old.trace)
             ratio = (now.score - before).exp()
             clipped = ratio.clamp(1.0 - self.clip, 1.0 + self.clip)
-            self.optimizer.zero_grad()
             loss = torch.maximum(ratio * advantage, clipped * advantage).sum(0).mean()
-            (loss - self.entropy * now.entropy.sum(0).mean()).backward()
-            self.optimizer.step()
-            self.learn((self.baseline(old) - old.cost).square().mean())
+            loss = loss - self.entropy * now.entropy.sum(0).mean()
+            for optimizer, goal in ((self.optimizer, loss), (self.fit, (self.values(old) - old.cost).square().mean())):
+                optimizer.zero_grad()
+                goal.backward()
+                optimizer.step()
 
 
 # Measuring.
@@ -422,42 +392,24 @@ class Size:
     """How much is measured.
 
     Args:
-        lengths: Lengths of transduction.
         seeds: Number of seeds.
         budgets: Calls of the cost by task.
         rates: Learning rates that are tried.
         samples: Numbers of samples that leave-one-out tries.
-        ppo: Numbers of epochs and weights of the entropy that PPO tries.
-        sleep: Whether the simulator sleeps.
+        entropies: Weights of the entropy that PPO tries.
     """
 
-    lengths: tuple[int, ...]
     seeds: int
     budgets: dict[str, int]
     rates: tuple[float, ...]
     samples: tuple[int, ...]
-    ppo: tuple[tuple[int, float], ...]
-    sleep: bool
+    entropies: tuple[float, ...]
 
 
-QUICK = Size(
-    (10,),
-    3,
-    {"transduction": 16_000, "attention": 24_000, "simulator": 6_400},
-    (1e-2, 3e-3),
-    (2, 4),
-    ((4, 0.0), (4, 0.01), (4, 0.03), (4, 0.1)),
-    False,
-)
-FULL = Size(
-    (10, 20, 30),
-    3,
-    {"transduction": 400_000, "attention": 300_000, "simulator": 50_000},
-    (1e-3, 3e-3, 1e-2),
-    (2, 4, 8, 16),
-    tuple((epochs, entropy) for epochs in (4, 10) for entropy in (0.0, 0.01, 0.03, 0.1)),
-    True,
-)
+CALLS = {"transduction T=10": 16_000, "attention": 24_000, "simulator": 6_400}
+FULL = Size(3, CALLS, (1e-2, 3e-3), (2, 4), (0.0, 0.01, 0.03, 0.1))
+QUICK = Size(1, {name: calls // 8 for name, calls in CALLS.items()}, (1e-2,), (2,), (0.03,))
+EPOCHS = 4
 
 # Ours is stopped after this share of the rivals' calls.
 SHARE = 0.25
@@ -465,31 +417,23 @@ SHARE = 0.25
 
 def methods(size: Size) -> dict[str, list[tuple[str, Callable[[Policy], Method]]]]:
     """Configurations to tune over, by method."""
-    found: dict[str, list[tuple[str, Callable[[Policy], Method]]]] = {"ours": [], "leave-one-out": []}
-    found |= {"neural baseline": [], "PPO": []}
+    found: dict[str, list[tuple[str, Callable[[Policy], Method]]]] = {"ours": [], "leave-one-out": [], "PPO": []}
     for lr in size.rates:
         found["ours"].append((f"lr={lr}", lambda p, lr=lr: Ours(p, lr)))
         for m in size.samples:
             found["leave-one-out"].append((f"lr={lr}, M={m}", lambda p, lr=lr, m=m: LeaveOneOut(p, lr, m)))
-        found["neural baseline"].append((f"lr={lr}", lambda p, lr=lr: NeuralBaseline(p, lr, 1)))
-        for epochs, entropy in size.ppo:
-            text = f"lr={lr}, {epochs} epochs, entropy {entropy}"
-            found["PPO"].append((text, lambda p, lr=lr, n=epochs, h=entropy: PPO(p, lr, 1, n, h)))
+        for entropy in size.entropies:
+            text = f"lr={lr}, {EPOCHS} epochs, entropy {entropy}"
+            found["PPO"].append((text, lambda p, lr=lr, h=entropy: PPO(p, lr, EPOCHS, h)))
     return found
 
 
 @torch.no_grad()
 def level(policy: Policy, seed: int) -> float:
     """Mean cost of one sample for each of 512 held-out rows; calls do not count."""
-    simulator = getattr(policy, "simulator", None)
-    sleep = getattr(simulator, "sleep", 0.0)
-    if simulator is not None:
-        simulator.sleep = 0.0
     # The counter outside does not see these calls.
     with poutine.block():
         run = sample(policy, policy.batch(torch.Generator().manual_seed(10_000 + seed), 512), 1)
-    if simulator is not None:
-        simulator.sleep = sleep
     return float(run.cost.mean())
 
 
@@ -526,15 +470,13 @@ def reach(rows: list[Row], goal: float, name: str) -> float:
     return next((row[name] for row, now in zip(rows, smooth(rows), strict=True) if now <= goal), float("inf"))
 
 
-def tasks(size: Size, seed: int) -> dict[str, tuple[Callable[[], Policy], int]]:
-    """Policies and budgets."""
-    found: dict[str, tuple[Callable[[], Policy], int]] = {}
-    for steps in size.lengths:
-        found[f"transduction T={steps}"] = (lambda steps=steps: Transduction(steps), size.budgets["transduction"])
-    found["attention"] = (Attention, size.budgets["attention"])
-    sleep = CALL_SECONDS if size.sleep else 0.0
-    found["simulator"] = (lambda: Scheduling(10, sleep, seed), size.budgets["simulator"])
-    return found
+def tasks(seed: int) -> dict[str, Callable[[], Policy]]:
+    """What makes the policy of each task."""
+    return {
+        "transduction T=10": lambda: Transduction(10),
+        "attention": Attention,
+        "simulator": lambda: Scheduling(10, seed),
+    }
 
 
 def main() -> None:
@@ -546,13 +488,13 @@ def main() -> None:
     path = options.output / "blackbox.csv"
     curves: list[Row] = read_csv(path) if options.resume else []
     for seed in range(options.seeds or size.seeds):
-        for task, (make, budget) in tasks(size, seed).items():
+        for task, make in tasks(seed).items():
             for method, choices in methods(size).items() if task.startswith(options.only) else ():
                 for text, build in choices:
                     key: Row = {"task": task, "seed": seed, "method": method, "options": text}
                     if any(row.items() >= key.items() for row in curves):
                         continue
-                    allowed = int(SHARE * budget) if method == "ours" else budget
+                    allowed = int(size.budgets[task] * (SHARE if method == "ours" else 1.0))
                     curves += [
                         key | r for r in train(make, build, seed, allowed, f"{task}: {method} {text} seed={seed}")
                     ]
@@ -560,7 +502,7 @@ def main() -> None:
     results = []
     for task, seed in dict.fromkeys((row["task"], row["seed"]) for row in curves):
         best = chosen([row for row in curves if (row["task"], row["seed"]) == (task, seed)])
-        results += compare(task, seed, best, 0.0 if size.sleep or task != "simulator" else CALL_SECONDS)
+        results += compare(task, seed, best, CALL_SECONDS if task == "simulator" else 0.0)
     print(table(results), flush=True)
     report(options.output, results, size)
 
@@ -620,15 +562,10 @@ def report(output: Any, results: list[Row], size: Size) -> None:
         "Calls of the cost, each for one row and one sample, until the level (mean cost on held-out rows, three "
         "measurements averaged) is that at which the best rival ended. Every call made in training counts. Each method "
         f"with its best settings: learning rates {size.rates}, for leave-one-out {size.samples} samples per row, for "
-        f"PPO epochs and entropy {size.ppo}; settings that are not in the CSV file were not tried. Ours is not the "
-        "default: stored costs, context critics, a policy that follows the critics on new inputs (biased), options per "
-        f"task as in the script; it is stopped after {SHARE:g} of the rivals' calls. "
-        "Seconds are those of the training steps"
-        + (
-            " with 50 ms slept per call of the simulator."
-            if size.sleep
-            else "; 50 ms per call of the simulator are added."
-        )
+        f"PPO {EPOCHS} epochs and entropy {size.entropies}. Ours is not the default: stored costs, critics of the "
+        "context, a policy that follows the critics on new inputs (biased), options per task as in the script; it is "
+        f"stopped after {SHARE:g} of the rivals' calls. Seconds are those of the training steps; 50 ms per call of the "
+        "simulator are added."
     )
     write_markdown(output / "blackbox.md", "Black-box costs", [text, table(gains), table(results)])
 

@@ -10,7 +10,7 @@ The chorales are those of ``jsb.npz`` in the folder that the environment variabl
 ``--compiled`` races compiled steps, but for ``TraceEnum_ELBO``, the reference; the time that it takes to make them is
 told apart.
 
-    python benchmarks/chorales.py [--full | --all | --long | --compiled | --smoke] [--seeds N] [--output DIRECTORY]
+    python benchmarks/chorales.py [--long | --compiled | --smoke] [--seeds N] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -24,21 +24,34 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, arguments, median, table
+from common import (
+    Data,
+    Method,
+    Race,
+    Row,
+    Size,
+    arguments,
+    bounds,
+    leave_one_out,
+    median,
+    ours,
+    plain_leave_one_out,
+    report,
+    run_race,
+    table,
+)
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, TraceGraph_ELBO
-from race import Data, Method, Race, Size, bounds, leave_one_out, ours, plain_leave_one_out, report, run_race
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import DisARMTree, Hindsight, LeaveOneOut, ReinMax, ScoreFunction
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.estimators import LeaveOneOut, ReinMax, ScoreFunction
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
 # All seeds end in optima of their own, further apart than neighbouring rates.
 LONG = Size(rates=(3e-3, 1e-2, 3e-2), seeds=5, seconds=60.0, slices=30, tuning=3)
-FULL = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=300.0, slices=40)
 COMPILED = Size(rates=(1e-2, 3e-2), seeds=3, seconds=60.0, slices=30)
 SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
 
@@ -49,8 +62,7 @@ class MarkovModel(nn.Module):
     Args:
         states: Number of states.
         program: ``"enumerate"`` for sites that are summed out, ``"onehot"`` for one-hot sites, ``"average"`` for
-            Pyro's decaying-average baseline, ``"context"`` for sites that show the recurrent net's state to critics,
-            else ``""``.
+            Pyro's decaying-average baseline, else ``""``.
         mean: How often each key sounds, ``(88,)``.
     """
 
@@ -64,15 +76,13 @@ class MarkovModel(nn.Module):
         with torch.no_grad():
             self.emission[-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
 
-    def draw(self, t: int, logits: Tensor, context: Tensor | None = None) -> Tensor:
+    def draw(self, t: int, logits: Tensor) -> Tensor:
         """A state, one-hot."""
         if self.program == "onehot":
             return pyro.sample(f"z_{t}", dist.OneHotCategorical(logits=logits))
         infer: dict[str, object] = {}
         if self.program == "enumerate":
             infer = {"enumerate": "parallel"}
-        elif context is not None and self.program == "context":
-            infer = {"bpq": {"context": context, "share": "z"}}
         elif self.program == "average":
             infer = {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
         return one_hot(pyro.sample(f"z_{t}", dist.Categorical(logits=logits), infer=infer), self.states).float()
@@ -99,7 +109,7 @@ class MarkovModel(nn.Module):
         with pyro.plate("rows", len(rolls), dim=-1):
             for t in range(rolls.shape[1]):
                 with poutine.mask(mask=t < lengths):
-                    z = self.draw(t, self.state(read[:, t]) + self.last(z), read[:, t])
+                    z = self.draw(t, self.state(read[:, t]) + self.last(z))
 
     def log_likelihood(self, rolls: Tensor, lengths: Tensor) -> Tensor:
         """Exact ``log p(x)`` of each row, by the forward recursion."""
@@ -174,34 +184,28 @@ def load_chorales(frames: int, states: int) -> Chorales | None:
     return Chorales(f"{frames} frames, {states} states", states, found | {"curve": found["test"]})
 
 
-FEW = (
-    Method("default", TraceBackpropQ_ELBO, group="ours"),
-    Method("default, context shown", TraceBackpropQ_ELBO, "context", "ours"),
-    Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1), group="ours"),
-    Method("second run, no critics", lambda: ours(AllAction(second_run=True)), group="ours"),
-    Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph"),
-    *(leave_one_out(2), leave_one_out(8), plain_leave_one_out(8)),
-    Method("ReinMax", lambda: ours(ReinMax()), "onehot", "biased"),
-    Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact"),
-)
+DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
+EXACT = Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact")
 # The lean loop is our own leave-one-out in less time.
-STRONG = tuple(m for m in FEW if m.name in ("default", "plain leave-one-out, 8", "TraceEnum"))
-NEAR = 0.05  # nats of enumeration
+STRONG = (DEFAULT, plain_leave_one_out(8), EXACT)
 METHODS = (
-    *(*FEW, leave_one_out(4), leave_one_out(16), Method("DisARM-Tree", lambda: ours(DisARMTree()))),
-    *(Method(f"hindsight, {n}", lambda n=n: ours(Hindsight(), n), group="ours") for n in (2, 4, 8)),
+    *(DEFAULT, Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1), group="ours")),
+    Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph"),
+    *(leave_one_out(8), plain_leave_one_out(8), EXACT),
+    Method("ReinMax", lambda: ours(ReinMax()), "onehot", "biased"),
 )
+NEAR = 0.05  # nats of enumeration
+
+
+def compiled_leave_one_out(particles: int) -> Method:
+    """Leave-one-out with so many samples, compiled."""
+    make = partial(ours, ScoreFunction(LeaveOneOut()), particles, compile=True)
+    return Method(f"leave-one-out, {particles}", make, group="leave-one-out")
 
 
 COMPILE = (
     Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours"),
-    *(
-        Method(
-            f"leave-one-out, {n}", partial(ours, ScoreFunction(LeaveOneOut()), n, compile=True), group="leave-one-out"
-        )
-        for n in (8, 16)
-    ),
-    STRONG[-1],
+    *(compiled_leave_one_out(8), compiled_leave_one_out(16), EXACT),
 )
 
 
@@ -231,31 +235,24 @@ def main() -> None:
     """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``; long and compiled ones apart."""
     options = arguments(__doc__)
     torch.set_num_threads(1)
-    kinds = ((options.full, FULL), (options.smoke, SMOKE), (options.long, LONG), (options.compiled, COMPILED))
-    size = next((size for is_asked, size in kinds if is_asked), QUICK)
+    kind, size, methods = "chorales", SMOKE if options.smoke else QUICK, METHODS
+    if options.full:
+        kind, size, methods = "chorales_long", LONG, STRONG
+    if options.compiled:
+        kind, size, methods = "chorales_compiled", COMPILED, COMPILE
     size = replace(size, seeds=options.seeds or size.seeds)
-    task = load_chorales(60 if options.full else 3 if options.smoke else 16, 16)
+    task = load_chorales(3 if options.smoke else 16, 16)
     if task is None:
         print("chorales.py: skipped, PYRO_BPQ_DATA names no folder with jsb.npz")
         return
-    methods = METHODS if options.full or options.all or options.smoke else STRONG if options.long else FEW
-    methods = COMPILE if options.compiled else methods
     race = run_race(task, methods, size)
-    part = "" if options.all else ", some of the methods"
-    kind = "Compiled" if options.compiled else "Long" if options.long else "Quick"
     about = (
         "Markov model with discrete states and nets on Bach chorales (one frame a quarter note, 88 keys; not the "
         f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and "
-        "has no guide, so its figure is exact. " + ("" if options.full else f"{kind} run: short chorales{part}.")
+        "has no guide, so its figure is exact."
     )
-    report(
-        options.output,
-        "chorales_long" if options.long else "chorales_compiled" if options.compiled else "chorales",
-        "Discrete deep Markov model on chorales",
-        about.strip(),
-        [race],
-        {task.name: table(gaps(race))},
-    )
+    more = {task.name: table(gaps(race))}
+    report(options.output, kind, "Discrete deep Markov model on chorales", about, [race], more)
 
 
 if __name__ == "__main__":

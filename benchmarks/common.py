@@ -1,4 +1,9 @@
-"""What the benchmarks share: interleaved timing, the machine, result files."""
+"""What the benchmarks share: timing, result files, and training runs that take turns.
+
+A task names its programs and its data, a method its ELBO. All methods see the same batches and start from the same
+weights; each has the learning rate of a fixed grid that does best on validation data. Only training is on the clock:
+gradients, critics and their update, the optimiser. Drawing batches, measuring and compiling are not.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,28 @@ import argparse
 import contextlib
 import csv
 import gc
+import math
 import os
 import platform
+import random
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyro
 import torch
-from torch import Tensor
+from pyro import poutine
+from pyro.infer import ELBO
+from pyro.infer.enum import get_importance_trace
+from torch import Tensor, nn
 from tqdm import tqdm
+
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import Estimator
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,12 +47,12 @@ def arguments(description: str | None, resumes: bool = False) -> argparse.Namesp
         resumes: Whether the benchmark can leave out what a result file already has.
 
     Returns:
-        ``full``, ``all``, ``long``, ``smoke``, ``compiled``, ``seeds``, ``output``; ``resume`` and ``only``.
+        ``full``, ``smoke``, ``compiled``, ``seeds``, ``output``; ``resume`` and ``only``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
-    parser.add_argument("--all", action="store_true", help="every method and size, each as long as in a quick run")
-    parser.add_argument("--long", action="store_true", help="the strongest rivals, five times as long as a quick run")
+    parser.add_argument(
+        *("--full", "--long"), dest="full", action="store_true", help="the published figures instead of the quick check"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--compiled", action="store_true", help="compiled steps, where the benchmark has some")
     parser.add_argument("--seeds", type=int, default=None, help="number of seeds")
@@ -181,3 +196,420 @@ def write_markdown(path: Path, title: str, parts: Sequence[str]) -> None:
     """Writes a page: title, machine, parts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join((f"# {title}", *parts, f"Machine: {machine()}.")) + "\n")
+
+
+# Training runs that take turns.
+
+Data = tuple[Tensor, ...]
+CHUNK = 5000  # rows times samples that are evaluated at once
+MAKING = 2.0  # a call of a compiled loss that takes longer records and compiles
+
+
+@dataclass(frozen=True)
+class Method:
+    """A rival.
+
+    Args:
+        name: Its name in tables.
+        elbo: Builds its ELBO.
+        program: How model and guide are written for it; what words there are is the task's affair.
+        group: ``"ours"``, ``"TraceGraph"``, ``"leave-one-out"``, ``"unbiased"``, ``"biased"`` or ``"exact"``. The last
+            two are references: no rival whose end point is to be reached.
+    """
+
+    name: str
+    elbo: Callable[[], ELBO]
+    program: str = ""
+    group: str = "unbiased"
+
+
+class Task(Protocol):
+    """What is trained.
+
+    Attributes:
+        name: Name in tables.
+        unit: What held-out figures are per.
+    """
+
+    name: str
+    unit: str
+
+    def programs(self, program: str) -> nn.Module:
+        """A module with the methods ``model`` and ``guide``; ``pyro.module`` registers its parameters in the guide."""
+        ...
+
+    def batch(self, generator: torch.Generator) -> Data:
+        """Arguments of model and guide for a step."""
+        ...
+
+    def held_out(self, split: str) -> Data:
+        """Arguments for ``"curve"``, ``"valid"`` or ``"test"``, rows first."""
+        ...
+
+    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
+        """ELBO with one sample and importance bound with many, in nats per unit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long a race is.
+
+    Args:
+        rates: Learning rates that are tried, on the first seeds.
+        seeds: Number of seeds.
+        seconds: CPU seconds of training of each run.
+        slices: Number of turns, each followed by a measurement.
+        samples: Samples of the importance bound.
+        tuning: Number of seeds on which rates are tried. One does where seeds differ less than rates.
+    """
+
+    rates: tuple[float, ...]
+    seeds: int
+    seconds: float
+    slices: int
+    samples: int = 100
+    tuning: int = 1
+
+
+@torch.no_grad()
+def log_weights(programs: nn.Module, data: Data, samples: int) -> Tensor:
+    """``log p - log q`` of every sample and row, ``(samples, rows)``."""
+    rows, found = len(data[0]), []
+    size = max(CHUNK // samples, 1)
+    with poutine.block():
+        for start in range(0, rows, size):
+            part = tuple(argument[start : start + size] for argument in data)
+            many = pyro.plate("samples", samples, dim=-2)
+            guide = poutine.trace(many(programs.guide)).get_trace(*part)
+            model = poutine.trace(poutine.replay(many(programs.model), trace=guide)).get_trace(*part)
+            total = torch.zeros(samples, len(part[0]))
+            for trace, sign in ((model, 1.0), (guide, -1.0)):
+                trace.compute_log_prob()
+                total = total + sign * sum(trace.nodes[name]["log_prob"] for name in sites(trace))
+            found.append(total)
+    return torch.cat(found, 1)
+
+
+def sites(trace: poutine.Trace) -> list[str]:
+    """Names of the sample statements that are scored."""
+    return [name for name, node in trace.nodes.items() if node["type"] == "sample" and "log_prob" in node]
+
+
+def bounds(programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
+    """ELBO with one sample and importance bound with many, means over rows."""
+    weights = log_weights(programs, data, samples)
+    return float(weights[0].mean()), float((weights.logsumexp(0) - math.log(samples)).mean())
+
+
+class PlainLeaveOneOut(ELBO):
+    """Leave-one-out on Pyro's traces with nothing around it, for rows of one plate or of none: the lean rival."""
+
+    def __init__(self, particles: int, max_plate_nesting: int = 1) -> None:
+        super().__init__(particles, max_plate_nesting=max_plate_nesting, vectorize_particles=True)
+
+    def _get_trace(self, model, guide, args, kwargs):
+        return get_importance_trace("flat", self.max_plate_nesting, model, guide, args, kwargs)
+
+    def loss_and_grads(self, model, guide, *args, **kwargs):
+        """Adds the gradients; returns the loss."""
+        ((model_trace, guide_trace),) = self._get_traces(model, guide, args, kwargs)
+        log_p, log_q = (sum(trace.nodes[n]["log_prob"] for n in sites(trace)) for trace in (model_trace, guide_trace))
+        cost = (log_q - log_p).detach()
+        centred = (cost - cost.mean(0)) * (self.num_particles / (self.num_particles - 1.0))
+        ((centred * log_q - log_p).sum() / self.num_particles).backward()
+        return float(cost.sum()) / self.num_particles
+
+
+class Runner:
+    """A training run.
+
+    Args:
+        task: What is trained.
+        method: By whom.
+        rate: Learning rate of Adam; a baseline net of the guide, ``baseline``, has ten times as much.
+        seed: Seed of weights and batches.
+    """
+
+    def __init__(self, task: Task, method: Method, rate: float, seed: int) -> None:
+        self.task, self.method, self.rate, self.seed = task, method, rate, seed
+        self.seconds, self.making, self.steps, self.state = 0.0, 0.0, 0, None
+        self.curve: list[Row] = []
+        self.generator = torch.Generator().manual_seed(seed)
+        pyro.set_rng_seed(seed)
+        self.programs, self.elbo = task.programs(method.program), method.elbo()
+        named = list(self.programs.named_parameters())
+        nets = [[p for name, p in named if name.startswith("baseline") == is_baseline] for is_baseline in (False, True)]
+        groups = [{"params": p, "lr": rate * factor} for p, factor in zip(nets, (1.0, 10.0), strict=True) if p]
+        self.optimizer = torch.optim.Adam(groups)
+
+    def step(self) -> None:
+        """One step; only the part after the batch is timed."""
+        batch = self.task.batch(self.generator)
+
+        def update() -> None:
+            self.optimizer.zero_grad()
+            self.elbo.loss_and_grads(self.programs.model, self.programs.guide, *batch)
+            self.optimizer.step()
+
+        seconds, making = timed_step(update, self.elbo, MAKING)
+        self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
+
+    def train(self, until: float) -> None:
+        """Trains until so many seconds are spent in all; parameters and baselines have a store of their own."""
+        with pyro.get_param_store().scope(self.state) as self.state:
+            while self.seconds < until:
+                self.step()
+
+    def measure(self, samples: int) -> None:
+        """Adds a point to the curve."""
+        elbo, bound = self.figures("curve", samples)
+        self.curve.append({"seconds": self.seconds, "steps": self.steps, "elbo": elbo, "bound": bound})
+
+    def figures(self, split: str, samples: int) -> tuple[float, float]:
+        """Held-out figures; minus infinity where training broke down."""
+        with pyro.get_param_store().scope():
+            found = self.task.measure(self.programs, self.task.held_out(split), samples)
+        return tuple(value if math.isfinite(value) else -math.inf for value in found)
+
+    def smooth(self, column: str = "bound") -> list[float]:
+        """A column of the curve, each point averaged with up to two before it; the untrained one stands alone."""
+        values = [row[column] for row in self.curve]
+        return values[:1] + [
+            sum(part) / len(part) for part in (values[max(i - 2, 1) : i + 1] for i in range(1, len(values)))
+        ]
+
+    def best(self) -> tuple[float, float]:
+        """Best smoothed bound, and the seconds at which it was there."""
+        values = self.smooth()
+        at = max(range(len(values)), key=values.__getitem__)
+        return values[at], self.reach(values[at])
+
+    def reach(self, goal: float) -> float:
+        """Seconds until the smoothed bound is at the goal, between points along a line; infinite if it never is.
+
+        Seconds are averaged over the same points as bounds: a mean of three points belongs to their middle.
+        """
+        values, times = self.smooth(), self.smooth("seconds")
+        for i, value in enumerate(values):
+            if value >= goal:
+                if i == 0 or not math.isfinite(values[i - 1]):
+                    return times[i]
+                share = (goal - values[i - 1]) / (value - values[i - 1])
+                return times[i - 1] + share * (times[i] - times[i - 1])
+        return math.inf
+
+
+@dataclass
+class Race:
+    """A finished race.
+
+    Args:
+        task: The task.
+        size: How long it was.
+        runs: By method, one run per seed, with the chosen rate.
+        tried: All runs.
+    """
+
+    task: Task
+    size: Size
+    runs: dict[str, list[Runner]] = field(default_factory=dict)
+    tried: list[Runner] = field(default_factory=list)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps were compiled."""
+        return any(run.making > 0.0 for run in self.tried)
+
+
+def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
+    """Runs all methods with all rates on the first seeds, and with the best one on the others."""
+    warnings.filterwarnings("ignore", module="pyro")
+    for method in methods:
+        # Nobody pays for loading code.
+        Runner(task, method, size.rates[0], 0).train(1e-9)
+    race = Race(task, size)
+    tuning = min(size.tuning, size.seeds)
+    for seed in range(size.seeds):
+        rates = {m.name: size.rates if seed < tuning else [race.runs[m.name][0].rate] for m in methods}
+        lanes = [Runner(task, m, rate, seed) for m in methods for rate in rates[m.name]]
+        turns(lanes, size, f"{task.name}, seed {seed}")
+        race.tried += lanes
+        for method in methods if seed >= tuning - 1 else ():
+            mine = [run for run in race.tried if run.method.name == method.name]
+            if method.name in race.runs:
+                race.runs[method.name].append(mine[-1])
+            else:
+                race.runs[method.name] = of_best_rate(mine, size.samples)
+    return race
+
+
+def of_best_rate(runs: Sequence[Runner], samples: int) -> list[Runner]:
+    """The runs of a method with the rate whose median validation bound over seeds is best."""
+    by_rate: dict[float, list[Runner]] = {}
+    for run in runs:
+        by_rate.setdefault(run.rate, []).append(run)
+    if len(by_rate) == 1:
+        return list(runs)
+    return max(by_rate.values(), key=lambda mine: median(run.figures("valid", samples)[1] for run in mine))
+
+
+def turns(lanes: Sequence[Runner], size: Size, text: str) -> None:
+    """Lets runs take turns, in changing order."""
+    shuffle = random.Random(0)
+    for lane in lanes:
+        lane.measure(size.samples)
+    for turn in progress(range(1, size.slices + 1), text):
+        for lane in shuffle.sample(list(lanes), len(lanes)):
+            lane.train(size.seconds * turn / size.slices)
+            lane.measure(size.samples)
+
+
+def plain_leave_one_out(particles: int) -> Method:
+    """The lean rival with so many samples."""
+    return Method(f"plain leave-one-out, {particles}", lambda: PlainLeaveOneOut(particles), group="leave-one-out")
+
+
+def ours(estimator: Estimator, particles: int = 1, compile: bool = False) -> TraceBackpropQ_ELBO:
+    """One of our estimators at all sites, without critics."""
+    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
+    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, compile=compile, **many)
+
+
+def leave_one_out(particles: int) -> Method:
+    """Leave-one-out with so many samples."""
+    score = ScoreFunction(LeaveOneOut())
+    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
+
+
+# Reporting.
+
+
+def ratio(chaser: Runner, leader: Runner) -> float:
+    """Time of one run to the best bound of another over its own; not a number if that was before all training."""
+    goal, own = leader.best()
+    return chaser.reach(goal) / own if own > 0.0 else math.nan
+
+
+def ratios(race: Race, chaser: str, leader: str) -> str:
+    """Median and range over seeds of :func:`ratio`; ``> x`` where the leader's bound was not reached in time."""
+    pairs = list(zip(race.runs[chaser], race.runs[leader], strict=True))
+    found = [ratio(*pair) for pair in pairs]
+    if any(math.isnan(value) for value in found):
+        return "-"
+    if not math.isfinite(median(found)):
+        least = median(late.smooth("seconds")[-1] / early.best()[1] for late, early in pairs)
+        return f"not reached, > {least:.2f}"
+    text = f"{median(found):.2f}"
+    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
+
+
+def summary(race: Race) -> list[Row]:
+    """A row per method, best bound first."""
+    ours, rows = our_name(race), []
+    for name, runs in race.runs.items():
+        test = [run.figures("test", race.size.samples) for run in runs]
+        rows.append(
+            {
+                "method": name + {"biased": " (biased)", "exact": " (exact)"}.get(runs[0].method.group, ""),
+                "rate": f"{runs[0].rate:g}",
+                "steps": int(median(run.steps for run in runs)),
+                "ms a step": median(1e3 * run.seconds / max(run.steps, 1) for run in runs),
+                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if race.is_compiled else {}),
+                "one-sample ELBO": f"{median(elbo for elbo, _ in test):.2f}",
+                "bound": f"{median(bound for _, bound in test):.2f}",
+                "lowest": f"{min(bound for _, bound in test):.2f}",
+                "highest": f"{max(bound for _, bound in test):.2f}",
+                "default's time to its best bound / its own": "" if name == ours else ratios(race, ours, name),
+                "its time to default's best bound / default's own": "" if name == ours else ratios(race, name, ours),
+            }
+        )
+    return sorted(rows, key=lambda row: -float(row["bound"]))
+
+
+def our_name(race: Race) -> str:
+    """Name of the first method of the group ``"ours"``."""
+    return next(name for name, runs in race.runs.items() if runs[0].method.group == "ours")
+
+
+def headlines(race: Race) -> list[Row]:
+    """The default beside the best of each kind of rivals."""
+    groups = {
+        "TraceGraph_ELBO": {"TraceGraph"},
+        "leave-one-out at its best": {"leave-one-out"},
+        "the best unbiased rival": {"TraceGraph", "leave-one-out", "unbiased"},
+    }
+    found = []
+    for text, names in groups.items():
+        rivals = [name for name, runs in race.runs.items() if runs[0].method.group in names]
+        if rivals:
+            best = max(rivals, key=lambda name: median(run.best()[0] for run in race.runs[name]))
+            took = ratios(race, our_name(race), best)
+            row = {"against": text, "which is": best, "default's time / its own": took}
+            found.append(row | {"its time to default's best / default's own": ratios(race, best, our_name(race))})
+    return found
+
+
+def curves(race: Race) -> list[Row]:
+    """All points of all runs."""
+    return [
+        {"task": race.task.name, "method": run.method.name, "rate": run.rate, "seed": run.seed}
+        | {"chosen": run in race.runs[run.method.name], **point}
+        for run in race.tried
+        for point in run.curve
+    ]
+
+
+def plot(races: Sequence[Race], path: Any) -> None:
+    """Held-out bound over CPU time; medians over seeds, a panel per task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(races), figsize=(6.0 * len(races), 4.2), squeeze=False)
+    for race, axis in zip(races, axes[0], strict=True):
+        ends = []
+        for number, (name, runs) in enumerate(race.runs.items()):
+            points = list(zip(*(run.smooth() for run in runs), strict=True))
+            values = [median(point) for point in points]
+            times = [median(point) for point in zip(*(run.smooth("seconds") for run in runs), strict=True)]
+            is_ours = runs[0].method.group == "ours"
+            style = {"biased": ":", "exact": "--"}.get(runs[0].method.group, "-")
+            axis.plot(times, values, style, label=name, color=f"C{number % 10}", linewidth=2.5 if is_ours else 1.2)
+            ends += values[len(values) // 5 :]
+        finite = [value for value in ends if math.isfinite(value)]
+        if finite:
+            axis.set_ylim(min(finite), None)
+        axis.set(
+            xlabel="CPU seconds of training", ylabel=f"held-out bound, nats per {race.task.unit}", title=race.task.name
+        )
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def report(
+    output: Any, stem: str, title: str, about: str, races: Sequence[Race], more: Mapping[str, str] | None = None
+) -> None:
+    """Prints the tables; writes ``<stem>.csv``, ``<stem>.md`` and ``<stem>.png``."""
+    size = races[0].size
+    how = (
+        f"Held-out figures in nats per {races[0].task.unit}: ELBO with one sample and importance bound with "
+        f"{size.samples} samples, on fixed data; medians over {size.seeds} seed(s), lowest and highest bound beside. "
+        f"{size.seconds:g} s of CPU time a run, in {size.slices} turns; Adam with the rate of {size.rates} that does "
+        f"best on validation data with the first {'seed' if size.tuning == 1 else f'{size.tuning} seeds'}. Times to a "
+        "bound are read off the curve, whose points are means over three turns, of seconds and of bounds. *default* is "
+        "`TraceBackpropQ_ELBO()` as it comes."
+    )
+    parts = [about, how]
+    for race in races:
+        found = [f"## {race.task.name}", table(headlines(race)), table(summary(race))]
+        found += [more[race.task.name]] if more else []
+        print("\n\n".join(found), flush=True)
+        parts += found
+    plot(races, output / f"{stem}.png")
+    write_csv(output / f"{stem}.csv", [row for race in races for row in curves(race)])
+    write_markdown(output / f"{stem}.md", title, [*parts, f"![Held-out bound over CPU time]({stem}.png)"])

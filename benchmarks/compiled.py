@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -38,17 +39,123 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyro
+import pyro.distributions as dist
 import torch
-from common import RESULTS, Row, median, read_csv, table, write_csv, write_markdown
-from overhead import Program, autoencoder, belief_network, chain, cpu_seconds
+from common import RESULTS, Row, median, read_csv, table, uncollected, write_csv, write_markdown
 from pyro.infer import ELBO, SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.optim import Adam
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pyro_bpq import CompiledSVI, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, compile_report
 
 Step = Callable[[], object]
+Program = tuple[Callable[[], None], Callable[[], None]]
+OBSERVED, LOG_SCALE = 0.7, 0.9189385332046727
+
+
+def chain(steps: int, is_observed: bool) -> Program:
+    """Binary sites, each conditioned on the one before.
+
+    Args:
+        steps: Number of sites.
+        is_observed: Whether every site has an observation of its own, or the last one only.
+
+    Returns:
+        Model and guide.
+    """
+
+    def model() -> None:
+        start, step, means = (pyro.param(f"{name}_{steps}", torch.zeros(2)) for name in ("prior", "next", "means"))
+        z = pyro.sample("z_0", dist.Bernoulli(logits=start[0]))
+        for t in range(1, steps):
+            if is_observed:
+                pyro.sample(f"x_{t}", dist.Normal(means[0] + means[1] * z, 1.0), obs=torch.tensor(OBSERVED))
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=step[0] + step[1] * z))
+        pyro.sample("x", dist.Normal(means[0] + means[1] * z, 1.0), obs=torch.tensor(OBSERVED))
+
+    def guide() -> None:
+        logits = pyro.param(f"posterior_{steps}", torch.zeros(steps))
+        slope = pyro.param(f"slope_{steps}", torch.tensor(0.5))
+        z = torch.tensor(0.0)
+        for t, logit in enumerate(logits.unbind()):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=logit + slope * z))
+
+    return model, guide
+
+
+def belief_network(visible: int, hidden: int, rows: int = 100) -> Program:
+    """A sigmoid belief network with two stochastic layers, and a guide of the same shape.
+
+    Args:
+        visible: Number of visible units.
+        hidden: Number of units of each stochastic layer.
+        rows: Rows of data a step.
+
+    Returns:
+        Model and guide.
+    """
+    torch.manual_seed(0)
+    nets = nn.ModuleDict(
+        {
+            "up": nn.Linear(visible, hidden),
+            "top": nn.Linear(hidden, hidden),
+            "down": nn.Linear(hidden, hidden),
+            "out": nn.Linear(hidden, visible),
+        }
+    )
+    prior = nn.Parameter(torch.zeros(hidden))
+    nets.register_parameter("prior", prior)
+    data = torch.bernoulli(torch.full((rows, visible), 0.3))
+    name = f"nets_{visible}"
+
+    def units(site: str, logits: Tensor, obs: Tensor | None = None) -> Tensor:
+        return pyro.sample(site, dist.Bernoulli(logits=logits).to_event(1), obs=obs)
+
+    def model() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            top = units("top", prior.expand(rows, hidden))
+            low = units("low", nets["down"](top))
+            units("x", nets["out"](low), data)
+
+    def guide() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            low = units("low", nets["up"](data))
+            units("top", nets["top"](low))
+
+    return model, guide
+
+
+def autoencoder(visible: int, hidden: int, rows: int = 100) -> Program:
+    """A variational autoencoder with one layer of Bernoulli latents between affine nets.
+
+    Args:
+        visible: Number of visible units.
+        hidden: Number of latents.
+        rows: Rows of data a step.
+
+    Returns:
+        Model and guide.
+    """
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"encoder": nn.Linear(visible, hidden), "decoder": nn.Linear(hidden, visible)})
+    data = torch.bernoulli(torch.full((rows, visible), 0.3))
+    name = f"autoencoder_{visible}"
+
+    def model() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(hidden)).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=nets["decoder"](z)).to_event(1), obs=data)
+
+    def guide() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            pyro.sample("z", dist.Bernoulli(logits=nets["encoder"](data)).to_event(1))
+
+    return model, guide
 
 
 def leave_one_out(particles: int = 32) -> ELBO:
@@ -79,7 +186,6 @@ ELBOS: Mapping[str, Callable[[], ELBO]] = {
 # How ``CompiledSVI`` makes the steps; the others are those of ``SVI``.
 BACKENDS = {"recorded": "eager", "compiled": "inductor"}
 OF_ONE_CHAIN = "chain, 50 sites"
-OBSERVED, LOG_SCALE = 0.7, 0.9189385332046727
 BY_HAND = "score, by hand, compiled"
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "chain, 20 sites": lambda: chain(20, False),
@@ -104,7 +210,7 @@ SHOWN = (*ON_LONG, "score, by hand, compiled")
 
 
 def by_hand(sites: int) -> Step:
-    """The score function on the chain of ``overhead.py``: a loop over sites, compiled by ``torch.compile``; Adam."""
+    """The score function on the chain: a loop over sites, compiled by ``torch.compile``; Adam."""
     start, step, means, posterior = (torch.zeros(n, requires_grad=True) for n in (2, 2, 2, sites))
     slope = torch.tensor(0.5, requires_grad=True)
     optimiser = torch.optim.Adam([start, step, means, posterior, slope], lr=1e-3, fused=True)
@@ -139,7 +245,7 @@ def measure(program: str, rounds: int) -> list[Row]:
 
     config.force_disable_caches = True
     torch.set_num_threads(1)
-    steps: dict[str, Step] = {}
+    steps: dict[str, Turn] = {}
     rows = []
     model, guide = PROGRAMS[program]()
     store = pyro.get_param_store()
@@ -177,7 +283,14 @@ def measure(program: str, rounds: int) -> list[Row]:
         made = {"seconds to make": time.perf_counter() - start, "CPU seconds to make": all_cpu_seconds() - before}
         rows.append({**dict.fromkeys(COLUMNS, ""), "program": program, "way": BY_HAND, **made})
         steps[BY_HAND] = Turn(step, None)
-    times = cpu_seconds(steps, rounds, 60.0)
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    end, shuffle = time.monotonic() + 60.0, random.Random(0)
+    for i in range(rounds):
+        if i < 3 or time.monotonic() < end:
+            with uncollected():
+                # In changing order: what one leaves to the garbage collector is cleared up during another's step.
+                for way in shuffle.sample(list(steps), len(steps)):
+                    times[way].append(steps[way]())
     for row in rows:
         row["milliseconds"] = 1000 * median(times[row["way"]])
         row["least"] = 1000 * min(times[row["way"]])
@@ -201,19 +314,19 @@ def is_long(program: str) -> bool:
 
 
 class Turn:
-    """Twenty steps with parameters of their own; ``seconds`` is the CPU time of one of them."""
+    """Twenty steps with parameters of their own."""
 
     def __init__(self, step: Step, own: object) -> None:
-        self.step, self.own, self.seconds = step, own, 0.0
+        self.step, self.own = step, own
 
-    def __call__(self) -> None:
-        """Takes them."""
+    def __call__(self) -> float:
+        """The CPU time of one of them."""
         with contextlib.nullcontext() if self.own is None else pyro.get_param_store().scope(self.own):
             self.step()
             start = time.process_time()
             for _ in range(20):
                 self.step()
-            self.seconds = (time.process_time() - start) / 20
+            return (time.process_time() - start) / 20
 
 
 def in_new_process(*case: object) -> list[Row]:

@@ -1,4 +1,4 @@
-r"""NumPyro's score function on the chain of ``overhead.py``: milliseconds of jitted steps, for ``compiled.py``.
+r"""NumPyro's score function on the chain of ``compiled.py``: milliseconds of jitted steps.
 
 It needs ``numpyro`` and nothing of this project, so it may run in an environment of its own. A step is
 ``svi.update`` under ``jax.jit``, with Adam; its ``TraceGraph_ELBO`` charges a site with the costs downstream of it and

@@ -1,440 +1,293 @@
-"""Races: training runs that take turns on equal process CPU time; who reaches which held-out bound when.
+"""The rules against each estimator pinned, and against Pyro's ELBOs, at equal CPU time, on 39 programs of many kinds.
 
-A task names its programs and its data, a method its ELBO. All methods see the same batches and start from the same
-weights; each has the learning rate of a fixed grid that does best on validation data. Only training is on the clock:
-gradients, critics and their update, the optimiser. Drawing batches, measuring and compiling are not.
+Each method trains each program of ``programs.py`` for so many seconds of CPU time, from the same weights and on the
+same batches; the runs of a seed take turns. Its learning rate is the best one of a grid on the first seed. Pinned
+estimators that do not serve a program drop out. ``--compiled`` races compiled steps of our own methods on 25 of the
+programs: what it takes to make them is not among the seconds.
+
+The digits are those of ``digits.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
+
+    python benchmarks/race.py [--full | --smoke] [--compiled] [--only NAME;NAME] [--methods NAME;NAME] [--rates FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
 import random
-import warnings
+import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyro
 import torch
-from common import Row, median, progress, table, timed_step, write_csv, write_markdown
+from common import RESULTS, Row, read_csv, table, timed_step, write_csv, write_markdown
+from programs import PROGRAMS, Program
 from pyro import poutine
-from pyro.infer import ELBO
-from pyro.infer.enum import get_importance_trace
-from torch import Tensor, nn
+from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
+from pyro.optim import Adam
+from torch import Tensor
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import Estimator
+from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQError
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 
-Data = tuple[Tensor, ...]
-CHUNK = 5000  # rows times samples that are evaluated at once
-MAKING = 2.0  # a call of a compiled loss that takes longer records and compiles
-
-
-@dataclass(frozen=True)
-class Method:
-    """A rival.
-
-    Args:
-        name: Its name in tables.
-        elbo: Builds its ELBO.
-        program: How model and guide are written for it; what words there are is the task's affair.
-        group: ``"ours"``, ``"TraceGraph"``, ``"leave-one-out"``, ``"unbiased"``, ``"biased"`` or ``"exact"``. The last
-            two are references: no rival whose end point is to be reached.
-    """
-
-    name: str
-    elbo: Callable[[], ELBO]
-    program: str = ""
-    group: str = "unbiased"
+Losses = Mapping[str, Callable[[], ELBO]]
+LOO = ScoreFunction(LeaveOneOut())
 
 
-class Task(Protocol):
-    """What is trained.
-
-    Attributes:
-        name: Name in tables.
-        unit: What held-out figures are per.
-    """
-
-    name: str
-    unit: str
-
-    def programs(self, program: str) -> nn.Module:
-        """A module with the methods ``model`` and ``guide``; ``pyro.module`` registers its parameters in the guide."""
-        ...
-
-    def batch(self, generator: torch.Generator) -> Data:
-        """Arguments of model and guide for a step."""
-        ...
-
-    def held_out(self, split: str) -> Data:
-        """Arguments for ``"curve"``, ``"valid"`` or ``"test"``, rows first."""
-        ...
-
-    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
-        """ELBO with one sample and importance bound with many, in nats per unit."""
-        ...
+def pinned(number: int, **options: Any) -> dict[str, Any]:
+    """Options of an estimator without critics, with so many particles in one call."""
+    return {"num_particles": number, "vectorize_particles": True, "critic": None, **options}
 
 
-@dataclass(frozen=True)
-class Size:
-    """How long a race is.
+DEFAULT = "default"
+PYRO: Losses = {"Trace_ELBO": Trace_ELBO, "TraceGraph_ELBO": TraceGraph_ELBO}
+PINNED: Mapping[str, dict[str, Any]] = {
+    **{f"leave-one-out, {number} particles": pinned(number, estimator=LOO) for number in (2, 4, 8)},
+    "sums over values, 8 particles": pinned(8, estimator=AllAction()),
+    "crossed costs, 8 particles": pinned(8, estimator=CrossedLeaveOneOut()),
+    "hindsight, 4 particles": pinned(4, estimator=Hindsight(crossed=True, draws=1)),
+    "the rules, one particle": {"num_particles": 1},
+    "no critics": {"critic": None},
+}
+STEERED = {"program order, 4 particles": {"num_particles": 4, "estimator": LOO, "structure": "dense"}}
+NOT_COMPILED = ("chain of 50", "labels and styles", "chains of 32 rows")
+AVERAGE = {"use_decaying_avg_baseline": True}
+# Where the default's loss is looked at, in parts of a run of the others.
+MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
+# A step that takes longer, in seconds, records and compiles.
+MAKING = 0.3
+# Learning rates: with rows of data, and without. There the loss ends at a floor of noise, which a coarser grid misses.
+RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 1.7e-2, 3e-2, 5.5e-2, 1e-1)}
+
+
+def digits() -> Tensor | None:
+    """Images of the training set, in [0, 1]; ``None`` where the file is missing."""
+    path = Path(os.environ.get("PYRO_BPQ_DATA", "")) / "digits.npz"
+    return torch.tensor(np.load(path)["x_train"]).float().flatten(1) / 16.0 if path.exists() else None
+
+
+def methods(program: Program, chosen: str, compiled: bool) -> Losses:
+    """What makes the rivals on a program; of Pyro's ELBOs the step of none is compiled."""
+    own: dict[str, dict[str, Any]] = {DEFAULT: {}, **(STEERED if program.steered else PINNED)}
+    compile = {"compile": True} if compiled else {}
+    found = {name: partial(TraceBackpropQ_ELBO, **options, **compile) for name, options in own.items()}
+    found |= {} if compiled else PYRO
+    return {name: make for name, make in found.items() if not chosen or name in chosen.split(";")}
+
+
+class Run:
+    """A training run, which takes turns with others; parameters and random numbers are its own.
 
     Args:
-        rates: Learning rates that are tried, on the first seeds.
-        seeds: Number of seeds.
-        seconds: CPU seconds of training of each run.
-        slices: Number of turns, each followed by a measurement.
-        samples: Samples of the importance bound.
-        tuning: Number of seeds on which rates are tried. One does where seeds differ less than rates.
+        make: Makes model and guide.
+        elbo: Its ELBO.
+        rate: Learning rate of Adam.
+        seed: Seed of weights, batches and draws.
+        method: Name of the method.
     """
 
-    rates: tuple[float, ...]
-    seeds: int
-    seconds: float
-    slices: int
-    samples: int = 100
-    tuning: int = 1
-
-
-@torch.no_grad()
-def log_weights(programs: nn.Module, data: Data, samples: int) -> Tensor:
-    """``log p - log q`` of every sample and row, ``(samples, rows)``."""
-    rows, found = len(data[0]), []
-    size = max(CHUNK // samples, 1)
-    with poutine.block():
-        for start in range(0, rows, size):
-            part = tuple(argument[start : start + size] for argument in data)
-            many = pyro.plate("samples", samples, dim=-2)
-            guide = poutine.trace(many(programs.guide)).get_trace(*part)
-            model = poutine.trace(poutine.replay(many(programs.model), trace=guide)).get_trace(*part)
-            total = torch.zeros(samples, len(part[0]))
-            for trace, sign in ((model, 1.0), (guide, -1.0)):
-                trace.compute_log_prob()
-                total = total + sign * sum(trace.nodes[name]["log_prob"] for name in sites(trace))
-            found.append(total)
-    return torch.cat(found, 1)
-
-
-def sites(trace: poutine.Trace) -> list[str]:
-    """Names of the sample statements that are scored."""
-    return [name for name, node in trace.nodes.items() if node["type"] == "sample" and "log_prob" in node]
-
-
-def bounds(programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
-    """ELBO with one sample and importance bound with many, means over rows."""
-    weights = log_weights(programs, data, samples)
-    return float(weights[0].mean()), float((weights.logsumexp(0) - math.log(samples)).mean())
-
-
-class PlainLeaveOneOut(ELBO):
-    """Leave-one-out on Pyro's traces with nothing around it, for rows of one plate or of none: the lean rival."""
-
-    def __init__(self, particles: int, max_plate_nesting: int = 1) -> None:
-        super().__init__(particles, max_plate_nesting=max_plate_nesting, vectorize_particles=True)
-
-    def _get_trace(self, model, guide, args, kwargs):
-        return get_importance_trace("flat", self.max_plate_nesting, model, guide, args, kwargs)
-
-    def loss_and_grads(self, model, guide, *args, **kwargs):
-        """Adds the gradients; returns the loss."""
-        ((model_trace, guide_trace),) = self._get_traces(model, guide, args, kwargs)
-        log_p, log_q = (sum(trace.nodes[n]["log_prob"] for n in sites(trace)) for trace in (model_trace, guide_trace))
-        cost = (log_q - log_p).detach()
-        centred = (cost - cost.mean(0)) * (self.num_particles / (self.num_particles - 1.0))
-        ((centred * log_q - log_p).sum() / self.num_particles).backward()
-        return float(cost.sum()) / self.num_particles
-
-
-class Runner:
-    """A training run.
-
-    Args:
-        task: What is trained.
-        method: By whom.
-        rate: Learning rate of Adam; a baseline net of the guide, ``baseline``, has ten times as much.
-        seed: Seed of weights and batches.
-    """
-
-    def __init__(self, task: Task, method: Method, rate: float, seed: int) -> None:
-        self.task, self.method, self.rate, self.seed = task, method, rate, seed
-        self.seconds, self.making, self.steps, self.state = 0.0, 0.0, 0, None
-        self.curve: list[Row] = []
+    def __init__(self, make: Callable[[], tuple[Any, Any]], elbo: ELBO, rate: float, seed: int, method: str) -> None:
+        self.elbo, self.rate, self.method = elbo, rate, method
+        self.used, self.making, self.steps = 0.0, 0.0, 0
+        self.losses: dict[float, float] = {}
         self.generator = torch.Generator().manual_seed(seed)
-        pyro.set_rng_seed(seed)
-        self.programs, self.elbo = task.programs(method.program), method.elbo()
-        named = list(self.programs.named_parameters())
-        nets = [[p for name, p in named if name.startswith("baseline") == is_baseline] for is_baseline in (False, True)]
-        groups = [{"params": p, "lr": rate * factor} for p, factor in zip(nets, (1.0, 10.0), strict=True) if p]
-        self.optimizer = torch.optim.Adam(groups)
+        with pyro.get_param_store().scope() as self.state:
+            pyro.set_rng_seed(seed)
+            self.model, self.guide = make()
+            guide = self.guide
+            if isinstance(elbo, TraceGraph_ELBO):
+                guide = poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": AVERAGE})
+            self.svi = SVI(self.model, guide, Adam({"lr": rate}), elbo)
+            self.draws = torch.get_rng_state()
 
-    def step(self) -> None:
-        """One step; only the part after the batch is timed."""
-        batch = self.task.batch(self.generator)
-
-        def update() -> None:
-            self.optimizer.zero_grad()
-            self.elbo.loss_and_grads(self.programs.model, self.programs.guide, *batch)
-            self.optimizer.step()
-
-        seconds, making = timed_step(update, self.elbo, MAKING)
-        self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
-
-    def train(self, until: float) -> None:
-        """Trains until so many seconds are spent in all; parameters and baselines have a store of their own."""
+    def train(self, until: float, batch: Callable[[torch.Generator], tuple[Any, ...]]) -> None:
+        """Trains until so many seconds of CPU time are spent in all; only the part after the batch is timed."""
         with pyro.get_param_store().scope(self.state) as self.state:
-            while self.seconds < until:
-                self.step()
+            torch.set_rng_state(self.draws)
+            while self.used < until:
+                args = batch(self.generator)
+                seconds, making = timed_step(lambda: self.svi.step(*args), self.elbo, MAKING)  # noqa: B023
+                self.used, self.making, self.steps = self.used + seconds, self.making + making, self.steps + 1
+            self.draws = torch.get_rng_state()
 
-    def measure(self, samples: int) -> None:
-        """Adds a point to the curve."""
-        elbo, bound = self.figures("curve", samples)
-        self.curve.append({"seconds": self.seconds, "steps": self.steps, "elbo": elbo, "bound": bound})
-
-    def figures(self, split: str, samples: int) -> tuple[float, float]:
-        """Held-out figures; minus infinity where training broke down."""
-        with pyro.get_param_store().scope():
-            found = self.task.measure(self.programs, self.task.held_out(split), samples)
-        return tuple(value if math.isfinite(value) else -math.inf for value in found)
-
-    def smooth(self, column: str = "bound") -> list[float]:
-        """A column of the curve, each point averaged with up to two before it; the untrained one stands alone."""
-        values = [row[column] for row in self.curve]
-        return values[:1] + [
-            sum(part) / len(part) for part in (values[max(i - 2, 1) : i + 1] for i in range(1, len(values)))
-        ]
-
-    def best(self) -> tuple[float, float]:
-        """Best smoothed bound, and the seconds at which it was there."""
-        values = self.smooth()
-        at = max(range(len(values)), key=values.__getitem__)
-        return values[at], self.reach(values[at])
-
-    def reach(self, goal: float) -> float:
-        """Seconds until the smoothed bound is at the goal, between points along a line; infinite if it never is.
-
-        Seconds are averaged over the same points as bounds: a mean of three points belongs to their middle.
-        """
-        values, times = self.smooth(), self.smooth("seconds")
-        for i, value in enumerate(values):
-            if value >= goal:
-                if i == 0 or not math.isfinite(values[i - 1]):
-                    return times[i]
-                share = (goal - values[i - 1]) / (value - values[i - 1])
-                return times[i - 1] + share * (times[i] - times[i - 1])
-        return math.inf
+    def loss(self, args: tuple[Any, ...], number: int) -> float:
+        """The mean of so many fresh losses."""
+        with pyro.get_param_store().scope(self.state) as self.state, torch.no_grad():
+            return statistics.fmean(Trace_ELBO().loss(self.model, self.guide, *args) for _ in range(number))
 
 
-@dataclass
-class Race:
-    """A finished race.
+def turns(program: Program, runs: Sequence[Run], seconds: float, data: Tensor) -> set[str]:
+    """Lets runs take turns, in changing order; returns the methods that failed, which drop out."""
+    shuffle, failed, rows = random.Random(0), dict[str, Exception](), program.rows
 
-    Args:
-        task: The task.
-        size: How long it was.
-        runs: By method, one run per seed, with the chosen rate.
-        tried: All runs.
-    """
+    def batch(generator: torch.Generator) -> tuple[Tensor, ...]:
+        return (data[torch.randint(len(data), (rows,), generator=generator)],) if rows else ()
 
-    task: Task
-    size: Size
-    runs: dict[str, list[Runner]] = field(default_factory=dict)
-    tried: list[Runner] = field(default_factory=list)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether steps were compiled."""
-        return any(run.making > 0.0 for run in self.tried)
-
-
-def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
-    """Runs all methods with all rates on the first seeds, and with the best one on the others."""
-    warnings.filterwarnings("ignore", module="pyro")
-    for method in methods:
-        # Nobody pays for loading code.
-        Runner(task, method, size.rates[0], 0).train(1e-9)
-    race = Race(task, size)
-    tuning = min(size.tuning, size.seeds)
-    for seed in range(size.seeds):
-        rates = {m.name: size.rates if seed < tuning else [race.runs[m.name][0].rate] for m in methods}
-        lanes = [Runner(task, m, rate, seed) for m in methods for rate in rates[m.name]]
-        turns(lanes, size, f"{task.name}, seed {seed}")
-        race.tried += lanes
-        for method in methods if seed >= tuning - 1 else ():
-            mine = [run for run in race.tried if run.method.name == method.name]
-            if method.name in race.runs:
-                race.runs[method.name].append(mine[-1])
-            else:
-                race.runs[method.name] = of_best_rate(mine, size.samples)
-    return race
+    few, many = (2, 5) if rows else (200, 1000) if program.steered else (100, 500)
+    for mark in MARKS:
+        for run in shuffle.sample(runs, len(runs)):
+            if run.method in failed or (mark > 1.0 and run.method != DEFAULT):
+                continue
+            try:
+                run.train(seconds * mark, batch)
+                if mark == 1.0 or run.method == DEFAULT:
+                    loss = run.loss((data,) if rows else (), many if mark == 1.0 else few)
+                    run.losses[mark] = loss / (len(data) if rows else 1)
+            except (BPQError, RuntimeError, ValueError) as error:
+                if run.method not in PINNED:
+                    raise
+                failed[run.method] = error
+    for name, error in failed.items():
+        print(f"{program.name}, {name}: {error}", flush=True)
+    return {*failed}
 
 
-def of_best_rate(runs: Sequence[Runner], samples: int) -> list[Runner]:
-    """The runs of a method with the rate whose median validation bound over seeds is best."""
-    by_rate: dict[float, list[Runner]] = {}
-    for run in runs:
-        by_rate.setdefault(run.rate, []).append(run)
-    if len(by_rate) == 1:
-        return list(runs)
-    return max(by_rate.values(), key=lambda mine: median(run.figures("valid", samples)[1] for run in mine))
+def race(program: Program, options: argparse.Namespace, data: Tensor, known: Mapping[Any, float]) -> list[Row]:
+    """The rows of a program; ``known`` are learning rates by program and method."""
+    rivals = dict(methods(program, options.methods, options.compiled))
+    runs: dict[str, dict[float, list[Run]]] = {name: {} for name in rivals}
 
+    def make() -> tuple[Any, Any]:
+        module = program.make()
+        return module.model, module.guide
 
-def turns(lanes: Sequence[Runner], size: Size, text: str) -> None:
-    """Lets runs take turns, in changing order."""
-    shuffle = random.Random(0)
-    for lane in lanes:
-        lane.measure(size.samples)
-    for turn in progress(range(1, size.slices + 1), text):
-        for lane in shuffle.sample(list(lanes), len(lanes)):
-            lane.train(size.seconds * turn / size.slices)
-            lane.measure(size.samples)
-
-
-def plain_leave_one_out(particles: int) -> Method:
-    """The lean rival with so many samples."""
-    return Method(f"plain leave-one-out, {particles}", lambda: PlainLeaveOneOut(particles), group="leave-one-out")
-
-
-def ours(estimator: Estimator, particles: int = 1, compile: bool = False) -> TraceBackpropQ_ELBO:
-    """One of our estimators at all sites, without critics."""
-    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
-    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, compile=compile, **many)
-
-
-def leave_one_out(particles: int) -> Method:
-    """Leave-one-out with so many samples."""
-    score = ScoreFunction(LeaveOneOut())
-    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
-
-
-# Reporting.
-
-
-def ratio(chaser: Runner, leader: Runner) -> float:
-    """Time of one run to the best bound of another over its own; not a number if that was before all training."""
-    goal, own = leader.best()
-    return chaser.reach(goal) / own if own > 0.0 else math.nan
-
-
-def ratios(race: Race, chaser: str, leader: str) -> str:
-    """Median and range over seeds of :func:`ratio`; ``> x`` where the leader's bound was not reached in time."""
-    pairs = list(zip(race.runs[chaser], race.runs[leader], strict=True))
-    found = [ratio(*pair) for pair in pairs]
-    if any(math.isnan(value) for value in found):
-        return "-"
-    if not math.isfinite(median(found)):
-        least = median(late.smooth("seconds")[-1] / early.best()[1] for late, early in pairs)
-        return f"not reached, > {least:.2f}"
-    text = f"{median(found):.2f}"
-    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
-
-
-def summary(race: Race) -> list[Row]:
-    """A row per method, best bound first."""
-    ours, rows = our_name(race), []
-    for name, runs in race.runs.items():
-        test = [run.figures("test", race.size.samples) for run in runs]
-        rows.append(
-            {
-                "method": name + {"biased": " (biased)", "exact": " (exact)"}.get(runs[0].method.group, ""),
-                "rate": f"{runs[0].rate:g}",
-                "steps": int(median(run.steps for run in runs)),
-                "ms a step": median(1e3 * run.seconds / max(run.steps, 1) for run in runs),
-                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if race.is_compiled else {}),
-                "one-sample ELBO": f"{median(elbo for elbo, _ in test):.2f}",
-                "bound": f"{median(bound for _, bound in test):.2f}",
-                "lowest": f"{min(bound for _, bound in test):.2f}",
-                "highest": f"{max(bound for _, bound in test):.2f}",
-                "default's time to its best bound / its own": "" if name == ours else ratios(race, ours, name),
-                "its time to default's best bound / default's own": "" if name == ours else ratios(race, name, ours),
-            }
-        )
-    return sorted(rows, key=lambda row: -float(row["bound"]))
-
-
-def our_name(race: Race) -> str:
-    """Name of the first method of the group ``"ours"``."""
-    return next(name for name, runs in race.runs.items() if runs[0].method.group == "ours")
-
-
-def headlines(race: Race) -> list[Row]:
-    """The three ratios that have targets."""
-    groups = {
-        "TraceGraph_ELBO": ({"TraceGraph"}, "1/3"),
-        "leave-one-out at its best": ({"leave-one-out"}, "1.05"),
-        "the best unbiased rival": ({"TraceGraph", "leave-one-out", "unbiased"}, "1/2"),
-    }
-    found = []
-    for text, (names, target) in groups.items():
-        rivals = [name for name, runs in race.runs.items() if runs[0].method.group in names]
-        if rivals:
-            best = max(rivals, key=lambda name: median(run.best()[0] for run in race.runs[name]))
-            took = ratios(race, our_name(race), best)
-            row = {"against": text, "which is": best, "default's time / its own": took, "target": target}
-            found.append(row | {"its time to default's best / default's own": ratios(race, best, our_name(race))})
+    for seed in range(options.seeds):
+        lanes = []
+        for name, elbo in rivals.items():
+            rates = (known[program.name, name],) if (program.name, name) in known else RATES[bool(program.rows)]
+            rates = (best_rate(runs[name]),) if seed else rates
+            lanes += [Run(make, elbo(), rate, seed, name) for rate in rates]
+        failed = turns(program, lanes, options.seconds, data)
+        rivals = {name: elbo for name, elbo in rivals.items() if name not in failed}
+        for run in lanes:
+            if run.method in rivals:
+                runs[run.method].setdefault(run.rate, []).append(run)
+    found = [row_of(program, runs[name], options) for name in rivals]
+    print(table(compared(found)), flush=True)
     return found
 
 
-def curves(race: Race) -> list[Row]:
-    """All points of all runs."""
-    return [
-        {"task": race.task.name, "method": run.method.name, "rate": run.rate, "seed": run.seed}
-        | {"chosen": run in race.runs[run.method.name], **point}
-        for run in race.tried
-        for point in run.curve
-    ]
+def best_rate(runs: Mapping[float, Sequence[Run]]) -> float:
+    """The learning rate whose mean loss is least, of those that ran on most seeds."""
+    most = max(map(len, runs.values()))
+    means = {rate: statistics.fmean(run.losses[1.0] for run in own) for rate, own in runs.items() if len(own) == most}
+    return min(means, key=means.__getitem__)
 
 
-def plot(races: Sequence[Race], path: Any) -> None:
-    """Held-out bound over CPU time; medians over seeds, a panel per task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(races), figsize=(6.0 * len(races), 4.2), squeeze=False)
-    for race, axis in zip(races, axes[0], strict=True):
-        ends = []
-        for number, (name, runs) in enumerate(race.runs.items()):
-            points = list(zip(*(run.smooth() for run in runs), strict=True))
-            values = [median(point) for point in points]
-            times = [median(point) for point in zip(*(run.smooth("seconds") for run in runs), strict=True)]
-            is_ours = runs[0].method.group == "ours"
-            style = {"biased": ":", "exact": "--"}.get(runs[0].method.group, "-")
-            axis.plot(times, values, style, label=name, color=f"C{number % 10}", linewidth=2.5 if is_ours else 1.2)
-            ends += values[len(values) // 5 :]
-        finite = [value for value in ends if math.isfinite(value)]
-        if finite:
-            axis.set_ylim(min(finite), None)
-        axis.set(
-            xlabel="CPU seconds of training", ylabel=f"held-out bound, nats per {race.task.unit}", title=race.task.name
-        )
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def row_of(program: Program, tried: Mapping[float, Sequence[Run]], options: argparse.Namespace) -> Row:
+    """The row of a method, from its runs by learning rate."""
+    runs = tried[best_rate(tried)]
+    losses = [run.losses[1.0] for run in runs]
+    return {
+        "program": program.name,
+        "method": runs[0].method,
+        "loss": statistics.fmean(losses),
+        "two standard errors": 2.0 * statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else math.nan,
+        "learning rate": runs[0].rate,
+        "ms a step": statistics.fmean(1e3 * run.used / run.steps for run in runs),
+        **({"seconds to make": runs[0].making} if options.compiled else {}),
+        "seconds": options.seconds,
+        "seeds": len(runs),
+        "does": done_by(runs[0].elbo),
+        "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
+    }
 
 
-def report(
-    output: Any, stem: str, title: str, about: str, races: Sequence[Race], more: Mapping[str, str] | None = None
-) -> None:
-    """Prints the tables; writes ``<stem>.csv``, ``<stem>.md`` and ``<stem>.png``."""
-    size = races[0].size
-    how = (
-        f"Held-out figures in nats per {races[0].task.unit}: ELBO with one sample and importance bound with "
-        f"{size.samples} samples, on fixed data; medians over {size.seeds} seed(s), lowest and highest bound beside. "
-        f"{size.seconds:g} s of CPU time a run, in {size.slices} turns; Adam with the rate of {size.rates} that does "
-        f"best on validation data with the first {'seed' if size.tuning == 1 else f'{size.tuning} seeds'}. Times to a "
-        "bound are read off the curve, whose points are means over three turns, of seconds and of bounds. *default* is "
-        "`TraceBackpropQ_ELBO()` as it comes."
-    )
-    parts = [about, how]
-    for race in races:
-        found = [f"## {race.task.name}", table(headlines(race)), table(summary(race))]
-        found += [more[race.task.name]] if more else []
-        print("\n\n".join(found), flush=True)
-        parts += found
-    plot(races, output / f"{stem}.png")
-    write_csv(output / f"{stem}.csv", [row for race in races for row in curves(race)])
-    write_markdown(output / f"{stem}.md", title, [*parts, f"![Held-out bound over CPU time]({stem}.png)"])
+def done_by(elbo: ELBO) -> str:
+    """What an ELBO does at each site, without the reasons; empty for Pyro's ELBOs."""
+    if not isinstance(elbo, TraceBackpropQ_ELBO):
+        return ""
+    lines = [line for line in str(elbo.plan).splitlines() if not line.startswith("no extra run of the model:")]
+    told = [re.sub(", because [^;]*", "", line) for line in lines]
+    return "; ".join(told)
+
+
+def time_to(curve: str, loss: float) -> float:
+    """When a curve first reaches a loss, in parts of a run of the others; infinite if it does not."""
+    losses = [float(one) for one in str(curve).split()]
+    before, at = losses[0], 0.0
+    for part, now in zip(MARKS, losses, strict=True):
+        if now <= loss:
+            return part if now == before or at == 0.0 else at + (part - at) * (before - loss) / (before - now)
+        before, at = now, part
+    return math.inf
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the time of the default to each method's loss over that method's own, exactly and within noise."""
+    defaults = {row["program"]: row for row in rows if row["method"] == DEFAULT}
+    found = []
+    for row in rows:
+        own, more = defaults.get(row["program"]), {"time": "", "within noise": "", "same": ""}
+        if own is not None and row is not own:
+            noise = math.hypot(float(row["two standard errors"]), float(own["two standard errors"]))
+            more["same"] = "yes" if row["does"] and row["does"] == own["does"] else ""
+            if len(str(own["curve"]).split()) == len(MARKS):
+                # As exact as the curve is written.
+                exact, within = (time_to(own["curve"], float(f"{row['loss'] + n:.6g}")) for n in (0.0, noise))
+                more["time"] = float(own["ms a step"]) / float(row["ms a step"]) if more["same"] else exact
+                more["within noise"] = within
+        found.append({**{k: v for k, v in row.items() if k not in ("curve", "does")}, **more})
+    return found
+
+
+TEXT = (
+    "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less is "
+    "better. *default* is `TraceBackpropQ_ELBO()`; the others are its options, pinned from the first step, and Pyro's "
+    "ELBOs. *time*: when the mean loss of *default* first reaches that at which the method ends, over the method's "
+    "time; *inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "
+    "sum of both squared, doubled standard errors. *same*: the method does at each site what *default* does, with as "
+    "many particles; *time* is then the time of a step of *default* over that of the method. One thread."
+)
+COMPILED = " Steps are compiled; *seconds to make*: what this took in the run of the first seed, by the clock."
+
+
+def write(output: Path, stem: str, rows: list[Row], *remarks: str) -> None:
+    """Writes CSV and Markdown."""
+    write_csv(output / f"{stem}.csv", rows)
+    text = TEXT + COMPILED * stem.endswith("compiled")
+    write_markdown(output / f"{stem}.md", "The race on 39 programs", [text, *remarks, table(compared(rows))])
+
+
+def main() -> None:
+    """Races, prints, writes ``race.csv`` and ``race.md``, or ``race_compiled``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="five seeds of six seconds, in place of one of one second")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of two programs, to see that it runs")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps of our own methods")
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--only", default="", help="names of programs, separated by semicolons; others keep their rows")
+    parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
+    parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = digits()
+    if data is None:
+        return print("race.py: skipped, PYRO_BPQ_DATA names no folder with digits.npz")
+    options.seconds = options.seconds or (0.01 if options.smoke else 6.0 if options.full else 1.0)
+    options.seeds = options.seeds or (5 if options.full else 1)
+    names = options.only or ("linear VAE;branch" if options.smoke else "")
+    left_out = NOT_COMPILED if options.compiled else ()
+    chosen = [p for p in PROGRAMS if p.name not in left_out and not (options.compiled and p.steered)]
+    chosen = [p for p in chosen if not names or p.name in names.split(";")]
+    stem = "race_compiled" if options.compiled else "race"
+    rows = read_csv(options.output / f"{stem}.csv") if options.only else []
+    rows = [row for row in rows if row["program"] not in {program.name for program in chosen}]
+    earlier = [] if options.rates is None else read_csv(options.rates)
+    known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
+    for program in chosen:
+        rows += race(program, options, data, known)
+        write(options.output, stem, rows)
+
+
+if __name__ == "__main__":
+    main()

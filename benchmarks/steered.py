@@ -8,7 +8,7 @@ follows dependencies at every step, with critics (``structure="dynamic"``). *z*:
 of leave-one-out with 8 particles, in units of its expectation: 1 if unbiased. The programs that ``programs.HELD_OUT``
 names are left out unless asked for.
 
-    python benchmarks/steered.py [--draws 400] [--turn 10] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
+    python benchmarks/steered.py [--full] [--draws N] [--turn N] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ METHODS: dict[str, Callable[[], ELBO]] = {
     "TraceGraph_ELBO": TraceGraph_ELBO,
 }
 REFERENCE = "leave-one-out, 8"
+LEARNING = 200
 
 
 class Drawer:
@@ -93,7 +94,7 @@ def trained(program: Program, steps: int) -> dict[str, Tensor]:
     return copy.deepcopy(module.state_dict())
 
 
-def measure(program: Program, steps: int, draws: int, learning: int, turn: int) -> list[Row]:
+def measure(program: Program, steps: int, draws: int, turn: int) -> list[Row]:
     """Figures of a program at the weights of a step."""
     weights = trained(program, steps)
     pyro.clear_param_store()
@@ -101,7 +102,7 @@ def measure(program: Program, steps: int, draws: int, learning: int, turn: int) 
     module.load_state_dict(weights)
     drawers = {name: Drawer(make(), module, seed) for seed, (name, make) in enumerate(METHODS.items())}
     for drawer in drawers.values():
-        for _ in range(learning):
+        for _ in range(LEARNING):
             drawer.draw(False)
     with uncollected():
         for first in range(0, draws, turn):
@@ -135,23 +136,23 @@ def measure(program: Program, steps: int, draws: int, learning: int, turn: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=400)
-    parser.add_argument("--learning", type=int, default=200)
+    parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
+    parser.add_argument("--draws", type=int, default=0, help="number of gradients of each method")
     parser.add_argument("--turn", type=int, default=10, help="number of gradients of a method in a row")
-    parser.add_argument("--steps", type=int, nargs="+", default=[0, 1000])
     parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on, too")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="pyro")
+    options.draws = options.draws or (400 if options.full else 40)
     chosen = [p for p in PROGRAMS if p.steered and (options.held_out or p.name not in HELD_OUT)]
     if options.only:
         chosen = [program for program in PROGRAMS if program.name in options.only.split(";")]
     rows: list[Row] = []
     for program in chosen:
-        for steps in options.steps:
-            rows += measure(program, steps, options.draws, options.learning, options.turn)
+        for steps in (0, 1000) if options.full else (0,):
+            rows += measure(program, steps, options.draws, options.turn)
             print(table(rows[-len(METHODS) :]), flush=True)
             write(options.output, rows, options)
 

@@ -1,68 +1,40 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
-from pyro_bpq.compiled.options import Compile, compile_report
-from pyro_bpq.critics.attention import AttentionCritic
-from pyro_bpq.critics.joint import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic, ValueCritic
-from pyro_bpq.critics.learner import BackwardSweep, CriticLearner, SlowTracking
-from pyro_bpq.critics.nets import ContextCritic, LinearCritic, MLPCritic, TabularCritic
-from pyro_bpq.critics.replay_buffer import Replay
-from pyro_bpq.estimators.all_action import AllAction, QProp
-from pyro_bpq.estimators.lambda_return import LambdaReturn
-from pyro_bpq.estimators.reparameterise import Pathwise
-from pyro_bpq.estimators.score_function import LeaveOneOut, RunningBaseline, ScoreFunction
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode
-from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.expected_cost import ExpectedCost
-from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE
-from pyro_bpq.objectives.paper import paper_settings
-from pyro_bpq.rollout.distributed import Ranks
-from pyro_bpq.svi.actor_critic import ActorCriticSVI
-from pyro_bpq.svi.compiled_svi import CompiledSVI
-from pyro_bpq.svi.controlled import ProximalSVI, TrustRegionSVI
-from pyro_bpq.tracing.config import config_bpq
-from pyro_bpq.tracing.cost_statement import CostCounter, cost
+from pyro_bpq.compiled.options import Compile as Compile
+from pyro_bpq.compiled.options import compile_report as compile_report
+from pyro_bpq.critics.joint import MomentCritic as MomentCritic
+from pyro_bpq.critics.joint import ValueCritic as ValueCritic
+from pyro_bpq.critics.learner import BackwardSweep as BackwardSweep
+from pyro_bpq.critics.learner import CriticLearner as CriticLearner
+from pyro_bpq.critics.learner import SlowTracking as SlowTracking
+from pyro_bpq.critics.nets import LinearCritic as LinearCritic
+from pyro_bpq.critics.nets import MLPCritic as MLPCritic
+from pyro_bpq.critics.nets import TabularCritic as TabularCritic
+from pyro_bpq.critics.replay_buffer import Replay as Replay
+from pyro_bpq.estimators.all_action import AllAction as AllAction
+from pyro_bpq.estimators.all_action import QProp as QProp
+from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
+from pyro_bpq.estimators.reparameterise import Pathwise as Pathwise
+from pyro_bpq.estimators.score_function import LeaveOneOut as LeaveOneOut
+from pyro_bpq.estimators.score_function import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
+from pyro_bpq.graph.network import BackpropQNetwork as BackpropQNetwork
+from pyro_bpq.graph.scg import CostNode as CostNode
+from pyro_bpq.graph.scg import StochasticComputationGraph as StochasticComputationGraph
+from pyro_bpq.graph.scg import StochasticNode as StochasticNode
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
+from pyro_bpq.objectives.expected_cost import ExpectedCost as ExpectedCost
+from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
+from pyro_bpq.objectives.paper import paper_settings as paper_settings
+from pyro_bpq.rollout.distributed import Ranks as Ranks
+from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
+from pyro_bpq.svi.compiled_svi import CompiledSVI as CompiledSVI
+from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
+from pyro_bpq.svi.controlled import TrustRegionSVI as TrustRegionSVI
+from pyro_bpq.tracing.config import config_bpq as config_bpq
+from pyro_bpq.tracing.cost_statement import CostCounter as CostCounter
+from pyro_bpq.tracing.cost_statement import cost as cost
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ActorCriticSVI",
-    "AllAction",
-    "AttentionCritic",
-    "BackpropQNetwork",
-    "BackwardSweep",
-    "Compile",
-    "CompiledSVI",
-    "ContextCritic",
-    "CostCounter",
-    "CostNode",
-    "CriticLearner",
-    "ExpectedCost",
-    "FirstOrderCritic",
-    "FlipCritic",
-    "LambdaReturn",
-    "LeaveOneOut",
-    "LinearCritic",
-    "MLPCritic",
-    "MomentCritic",
-    "Pathwise",
-    "ProximalSVI",
-    "QProp",
-    "QuadraticCritic",
-    "Ranks",
-    "Replay",
-    "RunningBaseline",
-    "ScoreFunction",
-    "SlowTracking",
-    "StochasticComputationGraph",
-    "StochasticNode",
-    "TabularCritic",
-    "TraceBackpropQ_ELBO",
-    "TraceBackpropQ_IWAE",
-    "TrustRegionSVI",
-    "ValueCritic",
-    "compile_report",
-    "config_bpq",
-    "cost",
-    "paper_settings",
-]
+__all__ = sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

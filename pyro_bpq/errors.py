@@ -84,7 +84,7 @@ class CriticShapeError(BPQError, ValueError):
 
 
 class StructureChangedError(BPQError, RuntimeError):
-    """A program declared static changed its structure."""
+    """A program, or a step, is not deterministic given its draws."""
 
 
 class BusyError(BPQError, RuntimeError):

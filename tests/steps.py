@@ -1,14 +1,10 @@
-"""What tests share: steps of an objective, errors of its gradient, equality of nested state, benchmarks' scripts."""
+"""What tests share: steps of an objective, errors of its gradient, equality of nested state."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pyro
@@ -214,16 +210,6 @@ def module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
     pyro.clear_param_store()
     torch.manual_seed(0)
     return elbo(Model(), Guide())
-
-
-def benchmark(name: str) -> ModuleType:
-    """A script of ``benchmarks/`` as a module."""
-    folder = str(Path(__file__).parents[1] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
 
 
 def chosen_entries(noise: ChoiceNoise) -> Callable[[Tensor, torch.Generator], Tensor]:

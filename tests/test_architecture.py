@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 import pytest
+from code_lines import code_lines, sizes
 
 PACKAGE = "pyro_bpq"
 ROOT = Path(__file__).parents[1] / PACKAGE
@@ -242,6 +243,26 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
     assert re.search("[Ii]mport", text), text
     first = re.search(r"Read ``(\w+)\.py`` first", text)
     assert first is not None and f"{folder}.{first[1]}" in MODULES, text
+
+
+# Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
+BUDGETS = {
+    "top": 0,
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_nothing_grows(name):
+    assert sizes().get(name, 0) <= BUDGETS[name]
+
+
+def test_every_folder_has_a_budget():
+    assert set(sizes()) == set(BUDGETS)
+
+
+def test_lines_of_code_are_counted():
+    text = '"""A."""\n\nimport os\n\n# A comment.\ndef f(x):\n    """B."""\n    return (\n        x\n    )\n'
+    assert code_lines(text) == 4
 
 
 def test_package_has_no_import_cycle():

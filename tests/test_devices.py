@@ -16,7 +16,7 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_bpq import AllAction, FlipCritic, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
+from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
 from pyro_bpq.estimators import DisARM
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -27,7 +27,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "vectorised": lambda: TraceBackpropQ_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=1),
     "score_function": lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None),
     "disarm": lambda: TraceBackpropQ_ELBO(estimator=DisARM()),
-    "flips": lambda: TraceBackpropQ_ELBO(critic=FlipCritic()),
+    "linear": lambda: TraceBackpropQ_ELBO(critic=LinearCritic()),
     "iwae": lambda: TraceBackpropQ_IWAE(2),
 }
 

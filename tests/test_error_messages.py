@@ -120,7 +120,7 @@ def test_read_that_starts_after_tracking_has_ended() -> None:
         z = coin()
         see(z.item() if reads else z)
 
-    elbo = TraceBackpropQ_ELBO(structure="static", **TOGETHER)
+    elbo = TraceBackpropQ_ELBO(**TOGETHER)
     for _ in range(5):
         elbo.loss_and_grads(late, guide)
     reads.append(True)

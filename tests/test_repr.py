@@ -12,17 +12,17 @@ from typing import Any
 import pyro
 import pytest
 import torch
+from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.structure_cache import StructureCache
 from steps import CHAIN, trained
 
 import pyro_bpq
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.diagnostics import History, LogCallback, compare_estimators, critic_fit, diagnose, gradient_moments
+from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 from pyro_bpq.diagnostics.render import render_network, render_scg
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import ChoiceNoise
-from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.structure_cache import StructureCache
 
 
 def public() -> Iterator[Any]:
@@ -57,11 +57,9 @@ def is_readable(text: str) -> bool:
 
 def objects() -> Iterator[Any]:
     elbo = trained(TraceBackpropQ_ELBO(num_particles=2), *CHAIN.programs, params=CHAIN.params, steps=3)
-    history = History()
-    history.record(elbo)
     items = elbo.observe(Program(CHAIN.model, CHAIN.guide, (), {})).items
     signals = [item.signals for item in items]
-    quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "exact": False}
+    quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "num_outcomes": 1}
     with DependencyTracker() as tracker:
         tracker.source("z", torch.tensor(1.0))
     yield from (
@@ -73,10 +71,9 @@ def objects() -> Iterator[Any]:
         elbo.trainer.optimizer,
         elbo.runner.structure,
     )
-    yield from (history, LogCallback(print), signals[0], signals[0].layout, signals[0].batches[0], tracker)
+    yield from (signals[0], signals[0].layout, signals[0].batches[0], tracker)
     yield from (render_scg(elbo.graph), render_network(elbo.network), ChoiceNoise(), StructureCache("auto"))
-    yield gradient_moments(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=4)
-    yield critic_fit(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=4)
+    yield gradient_moments(elbo, CHAIN.model, CHAIN.guide, num_outcomes=1, num_samples=4)
     yield diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=4)
     yield compare_estimators(CHAIN.model, CHAIN.guide, **quick)
 

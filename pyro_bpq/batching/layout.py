@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import ContextPlan, CostClass, CrossedCosts, QGroup, Relation, SiteClass, SiteSpec
-from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.critics.joint import reads_value
 from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.graph.bitsets import highest, ones
@@ -35,7 +34,7 @@ class Layout:
         specs: Spec of every stochastic node.
         tabled: For each site, its immediate costs that are known at every value.
         window: Number of most recent scope members per class that a critic sees as separate features; it sees the rest
-            as one sum. Critics that look up joint states or attend to members see all members.
+            as one sum. Critics that look up joint states see all members.
         cuts_plates: Whether a plate row of one site affects only the same row of other sites. This is never assumed for
             sites and costs that are reached through a node outside of the plate.
         is_steered: Whether sampled values may steer the program. Then only values sampled before a site may determine
@@ -206,8 +205,8 @@ class Layout:
         is_shared = self.specs[node.site].share is not None
         others = self._others(node)
         members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
-        # A shared critic sees windows of equal size at all its sites. Attention takes any number of members.
-        full = 0 if isinstance(self.specs[node.site].critic, MemberCritic) else self._window(node.site) + 1
+        # A shared critic sees windows of equal size at all its sites.
+        full = self._window(node.site) + 1
         counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
         return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
 
@@ -216,7 +215,7 @@ class Layout:
         critic, is_shared = self.specs[site].critic, self.specs[site].share is not None
         # A shared critic needs inputs of one size, however long the scope is.
         is_table = critic is not None and critic.uses_cells and not (is_shared and self.is_steered)
-        return max(len(self.graph.nodes), 1) if is_table or isinstance(critic, MemberCritic) else self.window
+        return max(len(self.graph.nodes), 1) if is_table else self.window
 
     def members(self, node: QNode) -> tuple[tuple[str, ...], int]:
         """The scope members that a Q-node's critic sees as separate features, and how many more it sees as a sum."""
@@ -269,10 +268,9 @@ class Layout:
         return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
 
     def num_features(self, group: QGroup) -> int:
-        """Number of context features of the critics of a group, without members that they read by themselves."""
+        """Number of context features of the critics of a group."""
         cls = self.classes[group.c]
-        contexts = () if isinstance(cls.spec.critic, MemberCritic) else group.contexts
-        total = sum(plan.slots * self.classes[plan.source].width for plan in contexts)
+        total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
         if cls.spec.has_params and cls.spec.components is not None:
             total += cls.width
         elif cls.spec.has_params and cls.spec.has_moments:
@@ -315,8 +313,7 @@ def _reads(layout: Layout, node: QNode) -> str:
         parts.append(f"{node.site}'s value by its first two powers")
     seen, summed = layout.members(node)
     if seen and not summed:
-        how = " one by one" if isinstance(critic, MemberCritic) else ""
-        parts.append(f"all {len(seen)} others{how}" if len(seen) > 4 else f"{', '.join(seen)}{how}")
+        parts.append(f"all {len(seen)} others" if len(seen) > 4 else ", ".join(seen))
     elif seen:
         parts.append(f"{', '.join(seen)}, the sum of {summed} more")
     if isinstance(critic, TabularCritic):

@@ -18,7 +18,6 @@ import torch
 from pyro import poutine
 from torch import Tensor, fx
 
-from pyro_bpq.record.key import Call, Kind, kind_of
 from pyro_bpq.compiled.subject import (
     OptimizerUpdate,
     Place,
@@ -31,6 +30,7 @@ from pyro_bpq.compiled.subject import (
 )
 from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
+from pyro_bpq.record.key import Call, Kind, kind_of
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
@@ -144,8 +144,10 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     own = tensors_of(places)
     with untraced(subject, own), LentBuffers() as lent:
         made = subject.num_generators()
-        with messages, watch, RecordedIndexing():
+        with messages, watch, RecordedIndexing(watch):
             result = subject.recorded_step(program, step)
+        if watch.refused is not None:
+            raise watch.refused
         made = subject.num_generators() - made
         leaves = inputs_of(result.surrogate)
         subject.learn()
@@ -194,8 +196,9 @@ def _run(
     noise, schedules = [next(rest) for _ in inputs.noise], [next(rest) for _ in inputs.schedules]
     leaves = [tensors[i] for i in inputs.leaves]
     watch = StepWatch(tensors, subject.first_seed(), noise)
+    torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
     # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
-    with poutine.trace(param_only=True), watch, RecordedIndexing():
+    with poutine.trace(param_only=True), watch, RecordedIndexing(watch):
         with torch.no_grad():
             before = [tensor.clone() for tensor in inputs.state]
         result = subject.recorded_step(program, RecordedStep.of(number, schedules))
@@ -209,6 +212,8 @@ def _run(
                 tensor.copy_(torch.where(is_finite, tensor, old))
         of_leaves = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
         apply_all(inputs.updates, of_leaves, rest)
+    if watch.refused is not None:
+        raise watch.refused
     for update in inputs.updates:
         of_leaves.pop(id(update.parameter), None)
     graded = tuple(i for i in inputs.leaves if id(tensors[i]) in of_leaves)

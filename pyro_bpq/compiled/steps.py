@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.arguments import Arguments
+from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import fingerprint, first_line, record
@@ -115,11 +115,14 @@ class CompiledSteps:
         if self._seen[kind] == 1 and 1 < len(self._seen) <= _MOST_LOOKS:
             # A number among the arguments may switch a part of a program on.
             subject.look_again()
+        changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
+        why = f", the last time because {changed}" if changed else ""
+        if self._seen[kind] == 1 and len(self._seen) == _MOST_LOOKS:
+            text = f"calls differed {_MOST_LOOKS} times{why}; hand over what changes as a tensor or a float"
+            self._tell(text, "many kinds")
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
-            why = f", the last time because {changed}" if changed else ""
             text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly. Batches of one size "
             self._tell(text + "need one recording; or write Compile(max_recordings=...)", "many kinds")
             return None

@@ -15,8 +15,9 @@ import linecache
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any
+from types import FrameType, NoneType
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import Unrecordable
+from pyro_bpq.record.catching import catcher
+from pyro_bpq.record.tape import memory_of
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(
@@ -83,19 +86,32 @@ class StepWatch(TorchDispatchMode):
     Attributes:
         noise: The step's own noise.
         drawn: The tensors that it drew itself.
+        refused: Why it cannot be recorded; ``None`` if it can.
     """
 
     def __init__(self, inputs: Sequence[Tensor], first_seed: int, given: Sequence[Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise: list[Noise] = []
         self.drawn: list[Tensor] = []
+        self.refused: Unrecordable | None = None
         self._first_seed, self._given = first_seed, given
         self._known = WeakIdKeyDictionary()
+        # Memory that holds nothing but what Python's numbers say, as that of `torch.tensor(5)`. It may be read.
+        self._fixed: WeakSet[torch.UntypedStorage] = WeakSet()
         self._hash = hashlib.sha256()
         self._constants: list[Tensor] = []
         self._number = 0
+        self._outer: FrameType | None = None
         for tensor in inputs:
             self._note(tensor)
+
+    def __enter__(self) -> StepWatch:
+        self._outer = sys._getframe(1)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._outer = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -105,9 +121,17 @@ class StepWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket._qualified_op_name.replace("::", ".")
+        is_fixed = name in _FRESH or self.is_fixed((args, kwargs))
         if name in _READS or _is_masked(name, args):
-            _refuse_read()
+            if is_fixed and name == "aten._local_scalar_dense":
+                return _number(args[0])
+            self.refuse_read()
             return func(*args, **kwargs)
+        if not is_fixed and (frame := catcher(self._outer)) is not None:
+            self._refuse(
+                f"{frame.f_code.co_name} catches errors ({frame.f_code.co_filename}:{frame.f_lineno}), and a recording "
+                "would freeze whether one comes: look at the values before, as by torch.linalg.cholesky_ex"
+            )
         if torch.Tag.nondeterministic_seeded in func.tags:
             found = self._drawn(func, name, args, kwargs)
             if found is not None:
@@ -123,7 +147,40 @@ class StepWatch(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf)
+        made = _memory(result)
+        if is_fixed and torch.Tag.nondeterministic_seeded not in func.tags:
+            self._fixed.update(made)
+        else:
+            self._fixed.difference_update([*made, *(_memory((args, kwargs)) if func._schema.is_mutable else ())])
         return result
+
+    def is_fixed(self, value: object) -> bool:
+        """Whether all tensors within hold nothing but what Python's numbers say."""
+        return all(storage in self._fixed for storage in _memory(value))
+
+    def refuse_read(self) -> None:
+        """Refuses to record a step in which Python reads a number of a tensor."""
+        frame: Any = sys._getframe(2)
+        read = ""
+        while frame is not None and frame.f_globals.get("__name__") != "pyro_bpq.compiled.recorder":
+            file, module = frame.f_code.co_filename.replace("\\", "/"), frame.f_globals.get("__name__", "")
+            if module.startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
+                return
+            if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
+                self._refuse(
+                    f"Python reads a number of a tensor, in {frame.f_code.co_name}: {_line_of(frame)!r} "
+                    f"({frame.f_code.co_filename}:{frame.f_lineno}), which a recording would freeze: write "
+                    "torch.where, tensor indexing or a mask instead"
+                )
+            if not read and module.startswith(_READERS) and not module.startswith("pyro_bpq.compiled."):
+                read = f", in {frame.f_code.co_name} of {module}: {_line_of(frame)!r}"
+            frame = frame.f_back
+        self._refuse(f"Python reads a number of a tensor{read}, which a recording would freeze")
+
+    def _refuse(self, why: str) -> NoReturn:
+        # The program may catch it, and go on: the first reason counts.
+        self.refused = self.refused or Unrecordable(why)
+        raise self.refused
 
     def _note(self, tensor: Tensor) -> None:
         if tensor not in self._known:
@@ -134,8 +191,7 @@ class StepWatch(TorchDispatchMode):
             return repr(leaf) if isinstance(leaf, _TOLD) else type(leaf).__name__
         if is_fresh:
             # Numbers of Python become tensors here: their values are part of the recording.
-            with torch._C.DisableTorchFunction():
-                return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.tolist()}"
+            return f"{leaf.dtype} {tuple(leaf.shape)} {_number(leaf)}"
         if leaf not in self._known:
             self._note(leaf)
             self._constants.append(leaf)
@@ -146,19 +202,19 @@ class StepWatch(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is None:
             if _is_in("independent", function=True):
-                raise Unrecordable(
+                self._refuse(
                     "the baseline of a site is a second run that draws all sites anew (SecondRun). Several particles "
                     "need no second run: write num_particles=2 or more, and leave SecondRun out"
                 )
             if _is_in("pyro_bpq.reruns."):
-                raise Unrecordable(
+                self._refuse(
                     "it draws values that are no sites, and the programs run again at other values. Where these are "
                     'initial values, give a function: pyro.param("w", lambda: torch.randn(2))'
                 )
             return None
         source = generator.initial_seed() - self._first_seed
         if name not in ("aten.rand", "aten.randn") or not 0 <= source < 1 << 20:
-            raise Unrecordable(
+            self._refuse(
                 f"it draws by {name} from a generator of its own, which a recording cannot use: leave generator=... out"
             )
         self.noise.append(Noise(source, name, tuple(args[0]), kwargs["dtype"]))
@@ -170,24 +226,14 @@ class StepWatch(TorchDispatchMode):
         return drawn
 
 
-def _refuse_read() -> None:
-    """Refuses to record a step in which Python reads a number of a tensor."""
-    frame: Any = sys._getframe(2)
-    read = ""
-    while frame is not None and frame.f_globals.get("__name__") != "pyro_bpq.compiled.recorder":
-        file, module = frame.f_code.co_filename.replace("\\", "/"), frame.f_globals.get("__name__", "")
-        if module.startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
-            return
-        if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
-            raise Unrecordable(
-                f"Python reads a number of a tensor, in {frame.f_code.co_name}: {_line_of(frame)!r} "
-                f"({frame.f_code.co_filename}:{frame.f_lineno}), which a recording would freeze: write torch.where, "
-                "tensor indexing or a mask instead"
-            )
-        if not read and module.startswith(_READERS) and not module.startswith("pyro_bpq.compiled."):
-            read = f", in {frame.f_code.co_name} of {module}: {_line_of(frame)!r}"
-        frame = frame.f_back
-    raise Unrecordable(f"Python reads a number of a tensor{read}, which a recording would freeze")
+def _number(tensor: Tensor) -> Any:
+    with torch._C.DisableTorchFunction():
+        return tensor.tolist()
+
+
+def _memory(value: object) -> list[torch.UntypedStorage]:
+    with torch._C.DisableTorchFunction():
+        return [storage for leaf in tree_leaves(value) if isinstance(leaf, Tensor) for storage in memory_of(leaf)]
 
 
 def _line_of(frame: Any) -> str:
@@ -215,13 +261,17 @@ def _is_in(part: str, function: bool = False) -> bool:
 class RecordedIndexing(TorchFunctionMode):
     """Lets programs use these functions while they are recorded."""
 
+    def __init__(self, watch: StepWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_scalar(part) for part in index):
                 return selected(args[0], index)
-        if func in _LEAVES_TORCH:
-            _refuse_read()
+        if func in _LEAVES_TORCH and not (func is Tensor.tolist and self._watch.is_fixed(args)):
+            self._watch.refuse_read()
         if func is torch.randint and _is_in("_seed", function=True):
             # Of a further run that draws nothing, or else the step is not recorded: any seed will do.
             return 0

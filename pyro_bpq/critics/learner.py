@@ -106,9 +106,6 @@ class CriticLearner:
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: Options of learning from stored rollouts as well, or ``None``.
         slow: Options of slowly tracking targets, or ``None`` for targets from the current critics.
-        first_order: Weight of the slopes of critics. With a positive weight critics of Bernoulli and OneHotCategorical
-            sites also fit the gradient of the costs with respect to the value (:mod:`pyro_bpq.step.first_order`), at
-            one more run of the program per site and rollout.
         ranks: The processes that train these critics together, if ``torch.distributed`` runs several. With ``None``
             each process has critics and running statistics of its own.
         max_idle: Number of critics and running statistics that are kept for sites that the last step did not use, the
@@ -128,7 +125,6 @@ class CriticLearner:
     steps: int = 1
     replay: Replay | None = None
     slow: SlowTracking | None = None
-    first_order: float = 0.0
     ranks: Ranks | None = Ranks()
     max_idle: int = MAX_IDLE
     sweep: BackwardSweep | None = None
@@ -149,7 +145,6 @@ class CriticLearner:
                 )
         check_option(self, "lr", self.lr is None or self.lr > 0, "a positive number or None")
         check_option(self, "clip", self.clip is None or self.clip > 0, "a positive number or None")
-        check_option(self, "first_order", self.first_order >= 0.0, "a number that is not negative")
         check_whole(self, "steps", 1)
         check_whole(self, "max_idle", 0)
 

@@ -37,8 +37,9 @@ class CriticShape:
     # critic does not read them (`uses_cells = False`)
     cells: int = 0
     context: int = 0  # Number of features that the user supplies; they are the last features
-    # Width of an encoded scope member of each kind, for a MemberCritic; `features` then leaves them out
-    members: tuple[int, ...] = ()
+    # Places of encoded scope members, and the width of each, for each kind; they are the first features. The latest
+    # comes first. Empty places are zero; the last one may hold the sum of all members.
+    members: tuple[tuple[int, int], ...] = ()
 
     @property
     def outputs(self) -> int:
@@ -66,22 +67,46 @@ class Critic(Protocol):
 
 @dataclass(frozen=True)
 class MLPCritic:
-    """A multilayer perceptron per site; its last layer starts at zero.
+    r"""A multilayer perceptron per site; its last layer starts at zero.
+
+        Q(all, x) = V(all) + Σ_d A_d(all or context)[x_d]
+
+    The difference between the costs of two values often depends only on a few features that the user knows,
+    ``infer={"bpq": {"context": ...}}``. Every other input of ``A`` lets it fit more noise of the costs.
 
     Args:
         hidden: Sizes of the hidden layers.
+        context: Sizes of the hidden layers of ``A``, if it is a net of its own that sees the site's ``context`` alone;
+            empty for a linear map. ``None`` for one net that sees all inputs.
+
+    Raises:
+        OptionError: If a layer size is not a positive integer.
     """
 
     hidden: tuple[int, ...] = (32,)
+    context: tuple[int, ...] | None = None
 
     uses_cells: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_hidden(self)
+        if self.context is not None:
+            check_hidden(self, name="context")
+
+    def __repr__(self) -> str:
+        context = "" if self.context is None else f", context={self.context}"
+        return f"MLPCritic(hidden={self.hidden}{context})"
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the perceptrons."""
-        return Perceptron(shape, self.hidden, generator)
+        """Builds the perceptrons; raises an OptionError if ``A`` needs a context that the sites do not offer."""
+        if self.context is None:
+            return Perceptron(shape, self.hidden, generator)
+        if not shape.context or not shape.components:
+            raise OptionError(
+                f'{self} needs finite sites that offer features, infer={{"bpq": {{"context": tensor}}}}; write '
+                "MLPCritic() instead."
+            )
+        return _Split(shape, self.hidden, self.context, generator)
 
 
 @dataclass(frozen=True)
@@ -184,55 +209,17 @@ class _Table(nn.Module):
         return found if self.has_level else torch.cat((torch.zeros_like(found[..., :1]), found), -1)
 
 
-@dataclass(frozen=True)
-class ContextCritic:
-    r"""A critic whose differences between actions depend on the user's context alone.
-
-        Q(all, x) = V(all) + Σ_d A_d(context)[x_d]
-
-    ``V`` sees all inputs of a critic: the most recent values of its scope, the site's distribution, the context. The
-    difference between the costs of two values often depends only on a few features that the user knows,
-    ``infer={"bpq": {"context": ...}}``. Every other input of ``A`` lets it fit more noise of the costs. Both are
-    perceptrons, whose last layer starts at zero.
-
-    Args:
-        hidden: Sizes of the hidden layers of ``V``, which sees all inputs.
-        advantage: Sizes of the hidden layers of ``A``, which sees only the site's context; empty for a linear map.
-
-    Raises:
-        OptionError: If a layer size is not a positive integer.
-    """
-
-    hidden: tuple[int, ...] = (32,)
-    advantage: tuple[int, ...] = ()
-
-    uses_cells: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_hidden(self)
-        check_hidden(self, name="advantage")
-
-    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the perceptrons.
-
-        Raises:
-            OptionError: If the sites offer no context, or have no finite components.
-        """
-        if not shape.context or not shape.components:
-            raise OptionError(
-                'ContextCritic needs finite sites that offer features, infer={"bpq": {"context": tensor}}; write '
-                "critic=MLPCritic() instead."
-            )
-        return _Split(self, shape, generator)
-
-
 class _Split(nn.Module):
-    def __init__(self, critic: ContextCritic, shape: CriticShape, generator: torch.Generator) -> None:
+    """``V`` from all inputs, ``A`` from the user's features."""
+
+    def __init__(
+        self, shape: CriticShape, hidden: Sequence[int], context: Sequence[int], generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.features = shape.context
         own = replace(shape, features=shape.context)
-        self.level = Perceptron(shape, critic.hidden, generator, 1)
-        self.advantage = Perceptron(own, critic.advantage, generator, shape.components * shape.cardinality)
+        self.level = Perceptron(shape, hidden, generator, 1)
+        self.advantage = Perceptron(own, context, generator, shape.components * shape.cardinality)
 
     def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
         # The user's features stand last.

@@ -8,33 +8,13 @@ from typing import Any
 
 import torch
 
-from pyro_bpq.diagnostics import gradient_checks, program_checks
-from pyro_bpq.diagnostics.critic_fit import critic_fit
-from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Look, listed
-from pyro_bpq.diagnostics.sampling import untouched
+from pyro_bpq.diagnostics.findings import Diagnosis, Look, findings, listed
+from pyro_bpq.diagnostics.moments import gradient_moments, untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number
-
-# Findings of the same severity are listed in this order. True where a check is of draws or critics: there are neither
-# if the loss is summed over all values.
-_CHECKS = (
-    (gradient_checks.check_finite, False),
-    (gradient_checks.check_steps, False),
-    (gradient_checks.check_parameters, False),
-    (program_checks.check_collapse, False),
-    (gradient_checks.check_bias, False),
-    (program_checks.check_hidden_rsample, False),
-    (gradient_checks.check_critics, True),
-    (gradient_checks.check_gradient_by_critic, True),
-    (gradient_checks.check_scales, True),
-    (program_checks.check_supports, False),
-    (program_checks.check_structure, False),
-    (program_checks.check_baseline_options, True),
-    (gradient_checks.check_variance, False),
-    (gradient_checks.check_particles, True),
-)
 
 
 def diagnose(
@@ -49,8 +29,7 @@ def diagnose(
 ) -> Diagnosis:
     """Examines an ELBO and its program at the present parameters; nothing learns or moves.
 
-    Call it after some steps of training: untrained critics explain nothing. It runs about ``2 * num_samples`` steps,
-    with one backward pass per site, and a few more where there is something to look at again or to time.
+    Call it after some steps of training. It runs about ``num_samples`` steps.
 
     Args:
         elbo: The ELBO that trains the program.
@@ -58,7 +37,7 @@ def diagnose(
         guide: Guide.
         *args: Arguments of both: a batch.
         num_samples: Number of steps that the figures come from.
-        num_outcomes: Largest number of joint outcomes of a step for which gradients are compared exactly.
+        num_outcomes: Largest number of joint outcomes of a step that run in place of samples.
         seed: Seed of the samples; the global generators are restored.
         **kwargs: Keyword arguments of both.
 
@@ -67,6 +46,9 @@ def diagnose(
 
     Raises:
         OptionError: If ``elbo`` is not a :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
+
+    Example:
+        >>> print(diagnose(elbo, model, guide, x))  # doctest: +SKIP
     """
     if not isinstance(elbo, TraceBackpropQ_ELBO):
         raise OptionError(
@@ -74,27 +56,19 @@ def diagnose(
             "trained, or measure other ELBOs with compare_estimators(model, guide, *args)."
         )
     program = Program(model, guide, args, kwargs)
+    limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
+    moments = gradient_moments(elbo, model, guide, *args, **limits, **kwargs)
     with untouched(elbo, seed), torch.enable_grad():
         # Runs are tracked, because only tracking shows which values leave torch.
-        tracked = elbo.tracked_runs(program)
-        seen = elbo.observe(program)
-        planned = elbo.runner.plans.last
-    assert planned is not None
-    limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
-    fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
-    look = Look(elbo, program, seed, tracked, seen, planned, fit)
-    sums = elbo.particles.now.sums
-    findings = [finding for check, is_of_draws in _CHECKS if not (sums and is_of_draws) for finding in check(look)]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    moments = fit.moments
+        runs = elbo.tracked_runs(program)
+    assert isinstance(elbo.plan, Plan)
+    look = Look(elbo, runs, moments, elbo.plan)
     how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"
-    signal = moments.signal_to_noise
-    found = "zero in each" if math.isnan(signal) else f"signal to noise {number(signal)}"
-    checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {found}"
-    pathwise = [name for name, spec in look.specs.items() if spec.estimator.is_pathwise]
-    if pathwise:
+    signal = "zero in each" if math.isnan(ratio := moments.signal_to_noise) else f"signal to noise {number(ratio)}"
+    checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {signal}"
+    if look.pathwise:
         checked += (
-            f"; not looked for: jumps of the costs at some values of {listed(pathwise)}, as by if, torch.where, round "
-            "or an index: pathwise gradients miss them"
+            f"; not looked for: jumps of the costs at some values of {listed(look.pathwise)}, as by if, torch.where, "
+            "round or an index: pathwise gradients miss them"
         )
-    return Diagnosis(tuple(findings), checked)
+    return Diagnosis(tuple(findings(look)), checked)

@@ -1,30 +1,27 @@
-"""What the checks of a diagnosis look at, and what they find."""
+"""What a diagnosis finds: a table of functions, each of which looks for one mistake and says it."""
 
 from __future__ import annotations
 
-import copy
-import math
 import textwrap
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyro_bpq.diagnostics.critic_fit import CriticFit
-from pyro_bpq.diagnostics.sampling import untouched
-from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.objectives.observation import Observation
-from pyro_bpq.objectives.planned import PlannedObjective
-from pyro_bpq.plan.planner import Planned
-from pyro_bpq.rollout.runs import Program
-from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.diagnostics.moments import GradientMoments
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.plan.plan import Plan
+from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.short import number
 from pyro_bpq.tracing.traced_run import TracedRun
 
-SEVERITIES = ("error", "warning", "hint")
+# A site draws one value only if it does so with at least this probability.
+_CERTAIN = 0.999
+# Two particles that draw the same value have a gradient of zero: in fewer steps that tells nothing.
+_ZERO_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,6 @@ class Diagnosis:
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
 
-    def __len__(self) -> int:
-        return len(self.findings)
-
     def kinds(self) -> frozenset[str]:
         """The kinds that were found."""
         return frozenset(finding.kind for finding in self.findings)
@@ -80,55 +74,236 @@ class Diagnosis:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """The inputs of all checks."""
+    """What is looked at: an ELBO, its program, and what a step shows of both."""
 
-    elbo: PlannedObjective  # the ELBO
-    program: Program  # model, guide and their arguments
-    seed: int  # seed of further runs
-    tracked: Sequence[TracedRun]  # runs that were tracked: only they show which values leave torch
-    seen: Observation  # runs as a step has them, and the signals of their sites
-    planned: Planned  # the plan of these runs, and what it was made for
-    fit: CriticFit  # quality of the critics, and the moments of the gradient
+    elbo: TraceBackpropQ_ELBO
+    runs: Sequence[TracedRun]  # runs of guide and model, one for each particle or one of all
+    moments: GradientMoments  # of the gradient of a step
+    plan: Plan  # what the step does
 
     @cached_property
-    def signals(self) -> list[Signals]:
-        """The signals of the sites."""
-        return [item.signals for item in self.seen.items]
+    def laws(self) -> dict[str, Any]:
+        """The guide's distribution at each latent site."""
+        return {name: site.fn for name, site in self.runs[0].run.sites.items()}
 
     @cached_property
-    def specs(self) -> dict[str, Any]:
-        """What serves each site, by its name."""
-        return {name: cls.spec for one in self.signals for cls in one.layout.classes for name in cls.names}
+    def pathwise(self) -> list[str]:
+        """The sites whose values carry the gradient."""
+        return [name for name, spec in self.plan.layout.specs.items() if spec.estimator.is_pathwise]
 
     @cached_property
-    def infos(self) -> Mapping[str, SiteInfo]:
-        """The facts about each site, by its name."""
-        return {name: info for run in self.tracked for name, info in run.infos.items()}
+    def scored(self) -> list[str]:
+        """All other sites."""
+        return [name for name in self.plan.layout.specs if name not in self.pathwise]
+
+    def infer(self, site: str) -> Mapping[str, Any]:
+        """What ``infer=`` of a site of the guide says."""
+        return self.runs[0].guide_trace.nodes.get(site, {}).get("infer", {})
 
     @cached_property
-    def against_one_call(self) -> str:
-        """Why several particles cannot run in one vectorised call, or not well; empty where they can."""
-        if self.elbo.runner.recordings.escapes or any(run.escaped for run in self.tracked):
-            return "sampled values decide in Python what this program does next"
-        mixes = "in one call a particle of this program would see the others (as by z[0] or z.sum())"
-        if self.elbo.particles.now.is_hidden:
-            return mixes
-        trial = copy.deepcopy(self.elbo)
-        now = trial.particles.now
-        # Where there is no bound, Pyro would guess one, and say so.
-        nesting = 1 + (self.tracked[0].batch_ndim if math.isinf(now.nesting) else now.nesting - now.has_plate)
-        trial.particles.change(number=2, is_vectorized=True, nesting=nesting)
-        try:
-            with untouched(trial, self.seed), warnings.catch_warnings(), torch.enable_grad(), LentBuffers():
-                warnings.simplefilter("ignore")
-                trial.observe(self.program)
-        except Exception as error:
-            # A program may raise anything where its shapes do not fit.
-            return f"this program fails with several particles in one call ({type(error).__name__})"
-        return "" if trial.particles.now.has_plate else mixes
+    def still(self) -> list[str]:
+        """Parameters of the guide that no step moves."""
+        nodes = [(name, node) for run in self.runs for name, node in run.guide_trace.nodes.items()]
+        of_guide = {name for name, node in nodes if node["type"] == "param"}
+        mean, variance = self.moments.mean, self.moments.variance
+        # Parameters of a module that no pyro statement names are called after the program.
+        own = [name for name in mean if (name in of_guide or name.startswith("guide.")) and mean[name].numel()]
+        return [name for name in own if not (mean[name].any() or variance[name].any())]
+
+    @property
+    def count(self) -> str:
+        """The number of steps, in words."""
+        return f"{self.moments.num_samples} {'outcomes' if self.moments.is_exact else 'sampled steps'}"
+
+
+# A message, an advice, and the sites concerned; ``None`` where there is nothing to say.
+Said = tuple[str, str, Sequence[str]] | None
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """Names in quotes, the first few of many."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more
+
+
+def not_finite(look: Look) -> Said:
+    """A loss or a gradient that is no number."""
+    bad = [name for name, mean in look.moments.mean.items() if not bool(torch.isfinite(mean).all())]
+    if not bad and all(bool(torch.isfinite(run.run.loss)) for run in look.runs):
+        return None
+    return (
+        f"The loss or the gradient of {listed(bad) or 'some parameter'} is not finite.",
+        "Look for a value outside a support, a logarithm of zero, or a too large learning rate; "
+        "pyro.enable_validation(True) names the site.",
+        (),
+    )
+
+
+def untrained(look: Look) -> Said:
+    """An ELBO that has not learned anything."""
+    if look.elbo.num_steps:
+        return None
+    return (
+        "This ELBO has taken no step of training, so its critics and running means know nothing.",
+        "Train first, and hand over the ELBO that was trained. It keeps what it has learned: make it once, not in each "
+        "step.",
+        (),
+    )
+
+
+def no_gradient(look: Look) -> Said:
+    """Parameters of the guide that no site's gradient reaches."""
+    cut, nodes = [name for name in look.still if name not in look.moments.reached], look.runs[0].guide_trace.nodes
+    if not cut:
+        return None
+    densities = {name: nodes[name].get("log_prob") for name in look.laws if name in nodes}
+    sites = [name for name, value in densities.items() if isinstance(value, Tensor) and not value.requires_grad]
+    where = f" The distribution of {listed(sites)} has no gradient to any parameter: look there." if sites else ""
+    none = "" if look.moments.reached else " No parameter of model or guide gets one."
+    return (
+        f"The guide's parameters {listed(cut)} get no gradient in any of {look.count}: they will never learn."
+        f"{where}{none}",
+        "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
+        "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay as "
+        "it is, this is right.",
+        sites,
+    )
+
+
+def zero_gradient(look: Look) -> Said:
+    """Parameters of the guide that sites read, whose gradient is zero in every step."""
+    zero = [name for name in look.still if name in look.moments.reached]
+    if not zero or not (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
+        return None
+    return (
+        f"The gradient of the guide's parameters {listed(zero)} is exactly zero in each of {look.count}, although "
+        "sites read them.",
+        "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
+        "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
+        (),
+    )
+
+
+def collapsed(look: Look) -> Said:
+    """Sites that draw one value only, in all rows, and what each site diverges from its prior."""
+    still = [name for name, fn in look.laws.items() if _draws_one(fn)]
+    if not still:
+        return None
+    nats = dict[str, float]()
+    for guide, model in ((run.guide_trace.nodes, run.model_trace.nodes) for run in look.runs):
+        for name in look.laws.keys() & guide.keys() & model.keys():
+            cost = float((guide[name]["log_prob_sum"] - model[name]["log_prob_sum"]).detach())
+            nats[name] = nats.get(name, 0.0) + cost / look.elbo.num_particles
+    shown = ", ".join(f"{name!r} {number(nats[name])}" for name in look.laws if name in nats)
+    return (
+        f"{listed(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns next to "
+        f"nothing about others. log q - log p of each site in this step, in nats: {shown}.",
+        "If the posterior is that sure, this is right. Else the guide has settled too early: begin with logits near "
+        "zero, take a smaller learning rate for the guide or more particles, or scale log q - log p up slowly "
+        "(pyro.poutine.scale). Bounded logits, as by 5 * torch.tanh(logits / 5), keep other values in play.",
+        still,
+    )
+
+
+def _draws_one(fn: Any) -> bool:
+    split = finite_components(fn)
+    if split is None or split.cardinality < 2:
+        return False
+    laws = split.log_probs(split.parameters(fn).detach()).exp().reshape(-1, split.size, split.cardinality)
+    return bool((laws.mean(0).amax(-1) > _CERTAIN).all())
+
+
+def hidden_rsample(look: Look) -> Said:
+    """Sites whose distribution could be reparameterised, if ``has_rsample`` were not switched off."""
+    # Who has chosen an estimator at the site knows; for some of these rsample is hidden by the library itself.
+    open_sites = [n for n in look.scored if n in look.laws and not look.infer(n).get("bpq", {}).get("estimator")]
+    kinds = {name: kind for name in open_sites if (kind := _hides_rsample(look.laws[name]))}
+    if not kinds:
+        return None
+    return (
+        f"{listed([*kinds])}: {', '.join(dict.fromkeys(kinds.values()))} can be reparameterised, but its has_rsample "
+        "is False here. So the gradient does not follow the sampled value into the costs (the pathwise gradient, which "
+        "has little noise).",
+        "Write the plain distribution (dist.Normal, not NonreparameterizedNormal), and leave fn.has_rsample alone. If "
+        "costs have no gradient with respect to the value, leave it as it is.",
+        [*kinds],
+    )
+
+
+def _hides_rsample(fn: Any) -> str:
+    """Name of the class whose ``rsample`` is switched off, in the distribution or in what it wraps."""
+    while fn is not None:
+        is_able = any(vars(base).get("has_rsample") is True for base in type(fn).__mro__)
+        if is_able and not fn.has_rsample:
+            return type(fn).__name__
+        fn = getattr(fn, "base_dist", None)
+    return ""
+
+
+def values_that_leave(look: Look) -> Said:
+    """Sampled values that leave torch."""
+    sites = sorted(frozenset().union(*(run.escaped_sites for run in look.runs)))
+    if not sites:
+        return None
+    met = " Rows of a plate may have met: then each row is charged with the costs of all rows."
+    return (
+        f"The values of {listed(sites)} leave torch (.item(), int(), if, .numpy(), a list index): the model is not run "
+        f"at other values, and later sites count as dependent on them.{met * any(run.crosses for run in look.runs)}",
+        "Where Python need not look at the value, write torch.where, tensor indexing or masks instead. Where it must, "
+        "this is the right behaviour.",
+        sites,
+    )
+
+
+def baseline_options(look: Look) -> Said:
+    """Pyro's baseline options at sites whose estimator they decide."""
+    sites = [name for name in look.scored if look.infer(name).get("baseline")]
+    if not sites:
+        return None
+    return (
+        f"{listed(sites)}: the options infer={{'baseline': {{...}}}} are those of Pyro's TraceGraph_ELBO. They choose "
+        "the baseline in place of the default's own rules.",
+        "Remove them from the sample statement (pyro.sample(..., infer={'baseline': ...})), and see with "
+        "compare_estimators(model, guide, *args) whether it helps.",
+        sites,
+    )
+
+
+def one_particle(look: Look) -> Said:
+    """Rows of data that another particle would give a baseline, where somebody has asked for one particle."""
+    plates = look.runs[0].plates
+    sites = [name for name in look.scored if name in look.plan.noisy and plates.get(name)]
+    if not sites or look.elbo.num_particles > 1 or look.elbo.particles.is_open:
+        return None
+    return (
+        f"With one particle the costs of {listed(sites)} are compared with earlier steps or with a second run, not "
+        "with another sample of the same data point.",
+        "Leave num_particles out: then several particles run in one call wherever the program allows it, and compare "
+        "each data point with other samples of its own (leave-one-out).",
+        sites,
+    )
+
+
+# Findings of the same severity are listed in this order.
+CHECKS = (
+    ("not finite", "error", not_finite),
+    ("no gradient", "warning", no_gradient),
+    ("collapsed", "warning", collapsed),
+    ("rsample hidden", "warning", hidden_rsample),
+    ("untrained", "hint", untrained),
+    ("zero gradient", "hint", zero_gradient),
+    ("values leave torch", "hint", values_that_leave),
+    ("baseline options", "hint", baseline_options),
+    ("one particle", "hint", one_particle),
+)
+# There is nothing to look for where the loss is summed over all values.
+OF_DRAWS = frozenset(("baseline options", "one particle"))
+
+
+def findings(look: Look) -> Iterator[Finding]:
+    """All findings, the most severe first."""
+    for kind, severity, look_for in CHECKS:
+        said = None if look.plan.sums and kind in OF_DRAWS else look_for(look)
+        if said is not None:
+            message, advice, sites = said
+            yield Finding(kind, severity, message, advice, tuple(sites))

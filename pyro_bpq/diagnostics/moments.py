@@ -1,29 +1,26 @@
-r"""Mean and variance of the gradient that an ELBO computes, by parameter and by site."""
+r"""Mean and variance of the gradient of a step, at the present parameters."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import torch
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
-from pyro_bpq.diagnostics.sampling import accumulate, untouched
-from pyro_bpq.errors import OptionError
-from pyro_bpq.objectives.planned import PlannedObjective
+from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number, table
-from pyro_bpq.step.signals import Signals
-from pyro_bpq.testing import Moments
+from pyro_bpq.testing import Moments, iter_outcomes
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 
-# Name of the gradient without the sites' terms, i.e. the gradient through values and parameters of the costs.
-COSTS = "(differentiable costs)"
-# Makes scalars of the signals of a step, by keys that are no strings.
-More = Callable[[Sequence[Signals]], Mapping[Any, Tensor]]
+Gradient = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,6 @@ class GradientMoments:
     Args:
         mean: Mean of the gradient of the loss by parameter, in nats per unit, in the parameter's shape, detached.
         variance: Variance of a single step's gradient, in the same form.
-        sites: Mean and variance of each site's summand. The means add up to the mean gradient; the variances do not
-            add up if summands are correlated. ``COSTS`` names the rest. Empty if the ELBO has no such summands.
         num_samples: Number of steps that were run.
         is_exact: Whether these steps were all outcomes of a step, weighted by their probability.
         total_variance_error: Standard error of the total variance; 0 if exact.
@@ -43,57 +38,31 @@ class GradientMoments:
 
     mean: dict[str, Tensor]
     variance: dict[str, Tensor]
-    sites: dict[str, Moments]
     num_samples: int
     is_exact: bool
     total_variance_error: float = 0.0
     reached: frozenset[str] = frozenset()
 
     @property
-    def standard_error(self) -> dict[str, Tensor]:
-        """Standard error of the mean; zero if exact."""
-        scale = 0.0 if self.is_exact else 1.0 / self.num_samples
-        return {name: (variance * scale).sqrt() for name, variance in self.variance.items()}
-
-    @property
     def total_variance(self) -> float:
         """Sum of the variances of all components."""
-        return sum(float(variance.sum()) for variance in self.variance.values())
+        return Moments(self.mean, self.variance).total_variance
 
     @property
     def signal_to_noise(self) -> float:
         r"""Squared norm of the mean, less its sampling noise, over the total variance; NaN if both are zero."""
-        return self._ratio(self.mean, self.total_variance)
-
-    def site_ratios(self) -> dict[str, float]:
-        """The same of each site's summand, where that varies."""
-        found = {site: (part.mean, part.total_variance) for site, part in self.sites.items()}
-        return {site: self._ratio(mean, noise) for site, (mean, noise) in found.items() if noise > 0}
-
-    def _ratio(self, mean: dict[str, Tensor], noise: float) -> float:
-        signal = sum(float(part.square().sum()) for part in mean.values())
+        noise, signal = self.total_variance, sum(float(part.square().sum()) for part in self.mean.values())
         if not self.is_exact:
             signal = max(0.0, signal - noise / self.num_samples)
         return signal / noise if noise > 0 else math.inf if signal > 0 else math.nan
 
-    def site_shares(self) -> dict[str, float]:
-        """Share of each site's summand in the sum of variances, largest first; empty if the sum is zero."""
-        found = {site: moments.total_variance for site, moments in self.sites.items()}
-        total = sum(found.values())
-        ordered = sorted(found.items(), key=lambda item: -item[1])
-        return {site: variance / total for site, variance in ordered} if total > 0 else {}
-
     def __str__(self) -> str:
         how = f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
-        rows = [[n, number(float(self.mean[n].norm())), number(float(v.sum()))] for n, v in self.variance.items()]
-        lines = table(["parameter", "|mean|", "variance"], rows)
-        if self.sites:
-            shares = self.site_shares()
-            parts = [[site, number(self.sites[site].total_variance), f"{share:.0%}"] for site, share in shares.items()]
-            lines += ["", *table(["site", "variance", "share"], parts)]
         error = "" if self.is_exact else f" ± {number(self.total_variance_error)}"
         total = f"total variance {number(self.total_variance)}{error}, signal to noise {number(self.signal_to_noise)}"
-        return "\n".join([f"Gradient of one step, from {how}: {total}", "", *lines])
+        rows = [[n, number(float(self.mean[n].norm())), number(float(v.sum()))] for n, v in self.variance.items()]
+        head = f"Gradient of one step, from {how}: {total}"
+        return "\n".join([head, "", *table(["parameter", "|mean|", "variance"], rows)])
 
 
 def gradient_moments(
@@ -102,16 +71,13 @@ def gradient_moments(
     guide: Callable[..., Any],
     *args: Any,
     num_samples: int = 200,
-    exact: bool | str = "auto",
-    by_site: bool = True,
     num_outcomes: int = 2000,
-    parameters: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     **kwargs: Any,
 ) -> GradientMoments:
     r"""Mean and variance of the gradient of one step at the present parameters; nothing learns or moves.
 
-        mean = E g,   variance = E g² - (E g)²,   g = Σ_X g_X + gradient of the differentiable costs
+        mean = E g,   variance = E g² - (E g)²
 
     The expectation is over everything that the step draws. If the step has few joint outcomes, it runs once for each
     of them, and the moments are exact. Otherwise it runs ``num_samples`` times.
@@ -123,11 +89,7 @@ def gradient_moments(
         guide: Guide.
         *args: Arguments of both.
         num_samples: Number of steps if outcomes are not enumerated.
-        exact: Whether to enumerate; ``"auto"`` enumerates if there are at most ``num_outcomes`` outcomes.
-        by_site: Whether to separate the summands ``g_X``, with one backward pass for each of them; only for
-            :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
-        num_outcomes: Limit on the number of outcomes.
-        parameters: Leaves to read, by name. Default: all leaves that the programs reach.
+        num_outcomes: Largest number of outcomes that are enumerated.
         seed: Seed of the samples; the global generators are restored.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
@@ -135,77 +97,111 @@ def gradient_moments(
         The moments, detached; ``print`` shows a table.
 
     Raises:
-        OptionError: If an option is out of range, or ``elbo`` is no ELBO.
-        BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
+        OptionError: If there are fewer than two samples, or ``elbo`` is no ELBO.
     """
     if isinstance(elbo, type) or not callable(getattr(elbo, "loss_and_grads", None)):
         raise OptionError(
             f"gradient_moments({elbo!r}): write an ELBO such as TraceBackpropQ_ELBO(); an estimator is an option of it."
         )
+    if num_samples < 2:
+        raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")
     program = Program(model, guide, args, kwargs)
-    more: More | None = (lambda signals: {}) if by_site and isinstance(elbo, PlannedObjective) else None
-    limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "exact": exact}
-    with untouched(elbo, seed):
-        return measured(elbo, program, more, parameters, **limits)[0]
+    with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, None) as reader:
+
+        def step() -> Gradient:
+            take_step(elbo, program, reader)
+            return reader.read()
+
+        found = _enumerated(elbo, program, step, num_outcomes) or _sampled(step, num_samples)
+    mean, variance = reader.named(found.mean), reader.named(found.variance)
+    reached = frozenset(name for name, leaf in reader.leaves.items() if id(leaf) in found.mean)
+    return GradientMoments(mean, variance, found.count, found.is_exact, found.error, reached)
 
 
-def measured(
-    elbo: Any, program: Program, more: More | None, parameters: Mapping[str, Tensor] | None = None, **limits: Any
-) -> tuple[GradientMoments, dict[Any, Moments]]:
-    """Moments of the gradient of a step, and those of the gradients of further scalars by their keys.
-
-    ``more`` makes these scalars of the signals of the sites; without it the summands of sites are not separated.
-    """
-    with torch.enable_grad(), GradientReader(*program[:2], parameters) as reader:
-
-        def run() -> dict[Any, Tensor]:
-            reader.clear()
-            if more is not None:
-                return site_gradients(elbo, reader, program, more)
-            backward(elbo, program, False)
-            return {(None, key): g for key, g in reader.read().items()}
-
-        found = accumulate(run, elbo, program, **limits)
-
-    def pick(values: Mapping[Any, Tensor], key: Any) -> dict[str, Tensor]:
-        return reader.named({leaf: value for (own, leaf), value in values.items() if own == key})
-
-    keys = dict.fromkeys(key for key, _ in found.mean if key is not None)
-    parts = {key: Moments(pick(found.mean, key), pick(found.variance, key)) for key in keys}
-    moments = GradientMoments(
-        mean=pick(found.mean, None),
-        variance=pick(found.variance, None),
-        sites={key: part for key, part in parts.items() if isinstance(key, str)},
-        num_samples=found.num_runs,
-        is_exact=found.is_exact,
-        total_variance_error=found.error,
-        reached=frozenset(name for name, leaf in reader.leaves.items() if (None, id(leaf)) in found.mean),
-    )
-    return moments, {key: part for key, part in parts.items() if not isinstance(key, str)}
+@contextlib.contextmanager
+def untouched(elbo: Any, seed: int) -> Iterator[None]:
+    """Seeds the global generators and keeps an ELBO from learning; restores both on exit."""
+    train, training = getattr(elbo, "train", lambda mode: None), getattr(elbo, "training", False)
+    noises, state = getattr(elbo, "num_noises", None), get_rng_state()
+    train(False)
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            pyro.set_rng_seed(seed)
+            yield
+    finally:
+        set_rng_state(state)
+        train(training)
+        if noises is not None:
+            elbo.num_noises = noises
 
 
-def site_gradients(elbo: PlannedObjective, reader: GradientReader, program: Program, more: More) -> dict[Any, Tensor]:
-    """The gradients of one step: by ``(None, id of the parameter)`` the whole, else that of a site or of ``more``."""
-    seen = elbo.observe(program, shows=False)
-    result = elbo.step_on(seen, torch.zeros(()))
-    summands: dict[Any, Tensor] = {COSTS: result.paths}
-    for names, term in result.terms:
-        if term.dim() and term.shape[0] == len(names):
-            rows = [(name, term[i].sum()) for i, name in enumerate(names)]
-        else:
-            rows = [(", ".join(names), term.sum())]
-        for name, row in rows:
-            summands[name] = summands[name] + row if name in summands else row
-    leaves, found = reader.tensors, {}
-    for key, scalar in {**summands, **more([item.signals for item in seen.items])}.items():
-        if not scalar.requires_grad:
-            continue
-        grads = torch.autograd.grad(scalar, leaves, retain_graph=True, allow_unused=True)
-        for leaf, grad in zip(leaves, grads, strict=True):
-            if grad is None:
-                continue
-            grad = grad / elbo.num_particles
-            found[key, id(leaf)] = grad
-            if key in summands:
-                found[None, id(leaf)] = found.get((None, id(leaf)), 0.0) + grad
+def take_step(elbo: Any, program: Program, reader: GradientReader) -> None:
+    """Leaves the gradient of a step in ``.grad``."""
+    reader.clear()
+    # ``loss_and_grads`` would put critics that the user's optimiser trains into Pyro's param store.
+    backward(elbo, program, isinstance(elbo, torch.nn.Module))
+
+
+class _Running:
+    """Weighted mean and variance of gradients; a parameter without a gradient counts as zero."""
+
+    def __init__(self, is_exact: bool) -> None:
+        self.is_exact, self.weight, self.count = is_exact, 0.0, 0
+        self.mean: dict[int, Any] = {}
+        self._squares: dict[int, Any] = {}
+        self._last: Gradient = {}
+        self._pairs: list[float] = []
+
+    def add(self, weight: float, gradient: Gradient) -> None:
+        before, self.weight, self.count = self.weight, self.weight + weight, self.count + 1
+        for key in {**self.mean, **gradient}:
+            old = self.mean.get(key, 0.0)
+            change = gradient.get(key, 0.0) - old
+            self.mean[key] = old + change * (weight / self.weight)
+            self._squares[key] = self._squares.get(key, 0.0) + change.square() * (weight * before / self.weight)
+        if self.count % 2 == 0:
+            parts: list[Any] = [gradient.get(k, 0.0) - self._last.get(k, 0.0) for k in {**gradient, **self._last}]
+            self._pairs.append(0.5 * sum(float(part.square().sum()) for part in parts))
+        self._last = gradient
+
+    @property
+    def variance(self) -> Gradient:
+        """Of a single step; an unbiased estimate if steps were sampled."""
+        return {key: square / (self.weight - (not self.is_exact)) for key, square in self._squares.items()}
+
+    @property
+    def error(self) -> float:
+        """Standard error of the total variance, from independent pairs of steps."""
+        pairs = torch.tensor(self._pairs, dtype=torch.float64)
+        if self.is_exact:
+            return 0.0
+        return float(pairs.std()) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
+
+
+def _sampled(step: Callable[[], Gradient], num_samples: int) -> _Running:
+    found = _Running(is_exact=False)
+    for _ in range(num_samples):
+        found.add(1.0, step())
+    return found
+
+
+def _enumerated(elbo: Any, program: Program, step: Callable[[], Gradient], num_outcomes: int) -> _Running | None:
+    """Moments over all outcomes of a step; ``None`` if there are too many, or if they cannot be listed."""
+    found, noises = _Running(is_exact=True), getattr(elbo, "num_noises", 0)
+
+    def run_guide() -> None:
+        with torch.no_grad():
+            program.guide(*program.args, **program.kwargs)
+
+    try:
+        # A guide is quick, and leaves the ELBO alone if there are too many.
+        own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
+        for _ in iter_outcomes(run_guide, num_outcomes=own):
+            pass
+        for probability, gradient in iter_outcomes(step, num_outcomes=num_outcomes):
+            if getattr(elbo, "num_noises", 0) != noises:
+                return None  # an estimator draws noise of its own
+            found.add(probability, gradient)
+    except BPQError:
+        return None
     return found

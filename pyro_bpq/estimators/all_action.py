@@ -101,13 +101,12 @@ class AllAction(Adaptive):
 
 def _terms(context: SiteContext, probs: Tensor, score: Tensor) -> ScaledTerms:
     """Gradient and control variates in logit space."""
-    level, own, critic, exact = context.level, context.own, None, context.exact
+    level, own, critic, exact = context.level, None, None, context.exact
     if context.learned is not None:
         mean = (probs * context.learned).sum(-1, keepdim=True)
         critic = probs * (context.learned - mean)
-        if own is None:
-            level = mean.sum((-1, -2)) if level is None else level + mean.sum((-1, -2))
-            own = (score * context.learned).sum((-1, -2))
+        level = mean.sum((-1, -2)) if level is None else level + mean.sum((-1, -2))
+        own = (score * context.learned).sum((-1, -2))
     if exact is not None:
         exact = probs * (exact - (probs * exact).sum(-1, keepdim=True))
     return ScaledTerms.of(context, score, level, own, critic, exact)

@@ -99,8 +99,7 @@ class SiteContext:
         exact_cost: The sum of those immediate costs in this run.
         learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
         level: Critic's ``V`` for the remaining costs, or ``None``.
-        own: Residual of a critic that reads the value as a whole. ``E[own ∇ log q_d]`` equals
-            ``E[Σ_k ∇q_d(k) learned[d, k]]``, and ``level`` is then ``E[Q]``. ``None`` for a dueling critic.
+        own: Residual of mean zero of a critic of a value without finite components, or ``None``.
         moments: Centred powers of a value without finite components, if a critic reads them; ``learned`` then
             holds their factors ``(..., D, 2)``.
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, of what critics predict, or ``None``.

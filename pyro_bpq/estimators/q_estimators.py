@@ -237,11 +237,10 @@ class QPathwise(_LocalCost):
 def q_table(context: SiteContext, reads_value: bool = False) -> Tensor:
     """Table of ``Q``, ``(..., D, K)``, detached.
 
-    If ``reads_value`` is false, parts that depend on the sampled value are left out: the table of a joint critic, and
-    the exact costs of one component at the sampled values of the others.
+    If ``reads_value`` is false, the exact costs of one component at the sampled values of the others are left out.
     """
     table = torch.zeros_like(context.table[0], requires_grad=False)
-    if context.learned is not None and (reads_value or context.own is None):
+    if context.learned is not None:
         table = table + context.learned
     if context.exact is not None and (reads_value or table.shape[-2] == 1):
         table = table + context.exact

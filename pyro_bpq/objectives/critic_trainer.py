@@ -60,9 +60,6 @@ class CriticTrainer:
         # Blocks that have changed since the last point to go back to, as they were then; ``None`` where there is none.
         self._changed: dict[str, Any] | None = None
 
-    def __repr__(self) -> str:
-        return f"CriticTrainer({self.learner}, {self.num_steps} steps)"
-
     @property
     def replays(self) -> bool:
         """Whether critics learn from stored rollouts in every step: programs then run while they learn."""

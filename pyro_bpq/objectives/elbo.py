@@ -70,8 +70,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         tail_adaptive_beta: As in Pyro's ELBOs.
         estimator: Estimator of every site without ``rsample`` that does not choose its own; ``None`` picks per site.
         critic: How to build the critics of sites that do not choose their own; ``None`` for none. A site of many
-            components (``to_event``) has none by default; ``critic=FlipCritic()``, which reads the value as a whole,
-            lowers the variance there and makes a step slower. Sites that :class:`~pyro_bpq.QProp` serves have a
+            components (``to_event``) has none by default. Sites that :class:`~pyro_bpq.QProp` serves have a
             :class:`~pyro_bpq.MomentCritic`; reparameterised sites only where ``infer`` or ``config_bpq`` asks for it.
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
@@ -79,7 +78,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             longest way, counts ``gamma ** d``, whatever the reduction (:mod:`pyro_bpq.targets.lambda_return`).
         learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate,
             so that the user's optimiser trains them.
-        structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
+        structure: ``"auto"``, ``"dynamic"`` or ``"dense"``: when dependencies are tracked.
         analytic_kl: Whether the gradient of ``log q - log p`` at reparameterised sites is that of its expectation
             where that is known: the KL divergence, else the entropy. The reported loss stays that of the sample.
         seed: Seed of what the ELBO itself draws: initial weights of critics, noise of estimators, further runs, replay.
@@ -192,7 +191,9 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns."""
         with torch.no_grad():
-            seen = self.particles.observe(self.runner, self._prepared(Program(model, guide, args, kwargs)), self.mode(False))
+            seen = self.particles.observe(
+                self.runner, self._prepared(Program(model, guide, args, kwargs)), self.mode(False)
+            )
             loss = seen.loss / self.num_particles
         warn_if_nan(loss, "loss")
         return float(loss.item())

@@ -1,38 +1,34 @@
-r"""``TraceBackpropQ_IWAE``: the importance-weighted bound, with leave-one-out signals and critics."""
+r"""``TraceBackpropQ_IWAE``: the importance-weighted bound with leave-one-out signals.
+
+Log-weights ``log_w`` have the shape ``(outer, K, rows)``, in nats.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import SiteSpec
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.compiled.options import Backend, Compile
-from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.critics.nets import Critic
-from pyro_bpq.errors import BPQWarning, OptionError, PlateError, is_whole
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedSiteError, is_whole
+from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
+from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
-from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.plan.written import unread_options
 from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.reruns.further import further_particles
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
-from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
-from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import step
+from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -48,18 +44,7 @@ class TraceBackpropQ_IWAE(Objective):
     ``w = exp(log p - log q - costs)`` is the weight of a sample, ``w̃`` the normalised weight, and ``L̂ = log mean w``.
     In ``L̂_-k`` the weight ``w_k`` is replaced by the geometric mean of the other weights, or it is left out
     (arithmetic mean). So ``L̂_-k`` does not depend on ``z_k``. The first term of ``∇J`` is that of the sites that are
-    not reparameterised; the other sites have pathwise gradients.
-
-    With critics the cost-to-go of the sites of a sample is ``C_k = w̃_k - (L̂ - L̂_-k)``, the factor of their
-    ``∇ log q``. The critic ``Q_s`` of a site ``s`` predicts it from the values sampled so far and the other samples'
-    weights. It corrects the gradient as in :class:`~pyro_bpq.AllAction`,
-
-    .. math::
-        (C_k - Q_s(z_{ks}) - \sum_{t > s} A_t)\,\nabla\log q(z_{ks}) + \nabla E_q[Q_s],\quad
-        A_t = Q_t(z_{kt}) - E_q[Q_t]
-
-    with adaptive scales. Samples of one bound depend on each other, so none is another's baseline. The baseline is the
-    mean of the other bounds or, with ``num_outer=1``, that of earlier steps. The gradient is unbiased for any critics.
+    not reparameterised; the other sites have pathwise gradients. There are no other estimators, and no critics.
 
     Args:
         num_particles: Number of samples ``K`` of one bound, at least 1.
@@ -71,28 +56,16 @@ class TraceBackpropQ_IWAE(Objective):
             score function.
         max_plate_nesting: As in Pyro's ELBOs.
         vectorize_particles: Whether all samples run in one vectorised call.
-        critic: How to build the critics of sites that do not choose their own, ``infer={"bpq": {"critic": ...}}``, by
-            the rules of :class:`TraceBackpropQ_ELBO`; ``None`` for none. Finite sites then have
-            :class:`~pyro_bpq.AllAction`, others that are not reparameterised :class:`~pyro_bpq.QProp`.
-        learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate, so that the
-            user's optimiser trains them.
-        lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
-        seed: Seed of what the bound itself draws, such as the initial weights of critics.
         compile: As in :class:`TraceBackpropQ_ELBO`.
-
-    Attributes:
-        info: As in :class:`TraceBackpropQ_ELBO`, where there are critics; ``cost_to_go`` is ``(num_outer, K, plates)``.
 
     Raises:
         OptionError: If an option is out of range.
         PlateError: If ``plate`` is not a plate of every site.
         UnsupportedSiteError: If the estimator that a site chose cannot serve it.
-        UnsupportedProgramError: If there are critics and the samples of a step have different sites.
 
     References:
         | Importance Weighted Autoencoders (Burda et al., 2016), Eqs. 8 and 14
         | Variational Inference for Monte Carlo Objectives (Mnih and Rezende, 2016), Eqs. 8 to 11
-        | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
     runner: BoundRunner
@@ -106,10 +79,6 @@ class TraceBackpropQ_IWAE(Objective):
         max_plate_nesting: float = float("inf"),
         vectorize_particles: bool = False,
         *,
-        critic: Critic | None = None,
-        learner: CriticLearner | None = CriticLearner(),
-        lam: float | Callable[[int], float] = 0.97,
-        seed: int = 0,
         compile: bool | Backend | Compile = False,
     ) -> None:
         made_by = short_call(type(self), TraceBackpropQ_IWAE, locals())
@@ -118,39 +87,18 @@ class TraceBackpropQ_IWAE(Objective):
                 raise OptionError(f"{name}={number!r}: write a positive integer.")
         if baseline not in MEANS:
             raise OptionError(f'baseline={baseline!r}: write "geometric", "arithmetic" or None.')
-        check_options(None, critic, "single", lam, 1.0, learner)
-        if learner is not None and (learner.replay is not None or learner.first_order > 0.0):
-            raise OptionError(
-                f"learner={learner}: critics of a bound learn from their own steps; leave replay and first_order out."
-            )
-        if learner is not None and learner.sweep is not None:
-            raise OptionError(
-                f"learner={learner}: critics of a bound learn after its gradient; leave sweep out. The paper's "
-                "algorithm is for one sample: write TraceBackpropQ_ELBO(**paper_settings())."
-            )
         super().__init__(
-            *(learner, seed, lam, 1.0, compile),
+            *(None, 0, 1.0, 1.0, compile),
             num_particles=num_particles * num_outer,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
         )
         self.made_by = made_by
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
-        planner = BoundPlanner(
-            *(None, critic, "single"),
-            num_bounds=num_outer,
-            num_features=2 if num_particles > 1 else 0,
-        )
-        self.runner = BoundRunner(planner, plate)
-
-    @property
-    def planner(self) -> BoundPlanner:
-        """The options that decide what is done at a site."""
-        return self.runner.planner
+        self.runner = BoundRunner(plate)
 
     def _chosen(self) -> list[tuple[str, str, str]]:
-        specs = self.runner.specs.items()
-        return [(name, short(spec.estimator), short(spec.critic) if spec.critic else "none") for name, spec in specs]
+        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()]
 
     def _why_so_many(self) -> str:
         return f"{self.num_inner} for each bound, because of num_particles; num_outer={self.num_outer} bounds"
@@ -169,15 +117,15 @@ class TraceBackpropQ_IWAE(Objective):
         return self.runner.trace(program, self.particles.now, self.num_steps)
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Critics of a bound learn from their own steps only."""
-        raise NotImplementedError("Critics of a bound learn from their own steps only.")
+        """A bound has no critics that learn from stored runs."""
+        raise NotImplementedError("A bound has no critics.")
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
-        start = time.perf_counter()
         runs = self._observe(program, mode).runs
-        found = [self.runner.layout(run) for run in runs]
-        layout, rows = found[0]
+        if not any(run.run.costs for run in runs):
+            return self._step(torch.zeros(()), torch.zeros(()), mode)
+        rows, *_ = [self.runner.rows(run) for run in runs]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
             raise PlateError(
@@ -188,26 +136,12 @@ class TraceBackpropQ_IWAE(Objective):
         shape, dim = (self.num_outer, self.num_inner, -1), None if rows is None else rows.dim
         parts = [self._rows(run, dim, scale) for run in runs]
         log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
-        ready = time.perf_counter()
-        if all(is_plain(each) for each, _ in found) or not torch.is_grad_enabled():
-            signal = leave_one_out_signal(log_w, self.baseline)
-            loss, surrogate = multi_sample_bound(log_w, score, signal)
-            return Step(scale * loss / self.num_outer, torch.zeros(()), paths=scale * surrogate)
-        # What the weights' own gradient holds of the scores goes to the critics too: it nearly cancels the signals.
-        weights, signal = log_w.detach().softmax(1), leave_one_out_signal(log_w, self.baseline)
-        loss, surrogate = multi_sample_bound(log_w, score, weights)
-        is_vectorized = self.particles.now.has_plate
-        ndim = int(self.max_plate_nesting) - 1 if is_vectorized else runs[0].plate_ndim
-        costs, features = scale * (weights - signal), features_of_others(log_w)
-        rollout = bound_rollout(runs, costs, features, rows, ndim, is_vectorized)
-        signals = Signals(layout, rollout, {}, self.critics, mode.learning)
-        staged = Staged(tuple(runs), (), signals)
-        result = step([signals], scale * loss / self.num_outer, self.critics, self.learning(mode), mode.learning)
-        result = replace(result, paths=scale * surrogate)
-        if self.trainer.keeps_staged:
-            self.trainer.keep([staged], result)
-        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
-        return result
+        loss, surrogate = multi_sample_bound(log_w, score, leave_one_out_signal(log_w, self.baseline))
+        return self._step(scale * loss / self.num_outer, scale * surrogate, mode)
+
+    def _step(self, loss: Tensor, paths: Tensor, mode: Mode) -> Step:
+        learns = mode.learning and may_learn(loss, self.learning(mode))
+        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
@@ -230,21 +164,32 @@ class TraceBackpropQ_IWAE(Objective):
 
 
 class BoundRunner(Runner):
-    """Runs the programs of a bound, whose rows are those of a plate if it has a name."""
+    """Runs the programs of a bound, whose rows are those of a plate if it has a name.
 
-    def __init__(self, planner: BoundPlanner, plate: str | None) -> None:
-        self.planner, self.plate, self.noise = planner, plate, NoiseSource(0)
+    MEANS = ("geometric", "arithmetic", None)
+    _NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."
+
+    def trace(
+        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
+    ) -> TracedRun:
+
+    Attributes:
+        estimators: The estimators of the sites that were met last; empty before the first step.
+    """
+
+    def __init__(self, plate: str | None) -> None:
+        self.plate, self.noise = plate, NoiseSource(0)
         self.recordings = Recordings("auto")
-        self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
+        self.estimators: dict[str, Estimator] = {}
+        # The plate of the rows by structure.
+        self._rows: dict[Any, Plate | None] = {}
 
     def trace(
         self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
     ) -> TracedRun:
         """Runs a program once, recorded with ``track``."""
         call = self.recordings.call
-        options = TraceOptions(
-            self.planner.choose, particles.nesting, particles.number, warns=warns, track=track, call=call
-        )
+        options = TraceOptions(_choose, particles.nesting, particles.number, warns=warns, track=track, call=call)
         return trace_run(*program, options)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
@@ -262,7 +207,7 @@ class BoundRunner(Runner):
             runs += further_particles(recorded, runs[0], recordings.call, particles.number - 1)
         else:
             runs += [self.trace(each, particles, mode.num_steps) for each in others]
-        if self.plate is not None and record:
+        if self.plate is not None and record and runs[0].entries:
             self._warn_of_rows(self.plate, runs[0])
         return Observation(tuple(runs))
 
@@ -279,23 +224,30 @@ class BoundRunner(Runner):
                 stacklevel=2,
             )
 
-    @property
-    def specs(self) -> Mapping[str, SiteSpec]:
-        """How the sites of the structure that was met last are served; empty before the first step."""
-        return next((layout.specs for layout, _ in reversed(self._layouts.values())), {})
-
-    def layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
-        """The batching of the sites of a run, and the plate of its rows."""
-        if traced.key not in self._layouts:
-            if len(self._layouts) >= 64:
-                self._layouts.clear()
-            rows = None if self.plate is None else _row_plate(traced, self.plate)
-            layout = self.planner.layout(traced, rows)
-            unread = unread_options(traced, {name: spec.critic for name, spec in layout.specs.items()})
-            if unread and not self._layouts:
+    def rows(self, traced: TracedRun) -> Plate | None:
+        """The plate of the rows of a run."""
+        if traced.key not in self._rows:
+            if len(self._rows) >= 64:
+                self._rows.clear()
+            unread = unread_options(traced, {}, _NO_CRITICS)
+            if unread and not self._rows:
                 warnings.warn(unread, BPQWarning, stacklevel=2)
-            self._layouts[traced.key] = layout, rows
-        return self._layouts[traced.key]
+            self._rows[traced.key] = None if self.plate is None else _row_plate(traced, self.plate)
+            self.estimators = {name: _choose(traced.infos[name], traced.options[name]) for name in traced.run.sites}
+        return self._rows[traced.key]
+
+
+def _choose(site: SiteInfo, options: SiteOptions) -> Estimator:
+    """The estimator of a site: its own option, else pathwise where it is reparameterised."""
+    chosen = options.estimator or (Pathwise() if site.has_rsample else ScoreFunction())
+    reason = chosen.unsupported(site)
+    if reason is None and chosen not in (Pathwise(), ScoreFunction()):
+        reason = f"{chosen} is for one-sample objectives; write ScoreFunction() or Pathwise(), or leave it out"
+    if reason is None and options.baseline is not None:
+        reason = "TraceBackpropQ_IWAE has none of Pyro's baselines; leave them out"
+    if reason is not None:
+        raise UnsupportedSiteError(f"Site {site.name!r} ({site.distribution}): {reason}.")
+    return chosen
 
 
 def _row_plate(traced: TracedRun, plate: str) -> Plate:
@@ -318,3 +270,41 @@ def _row_scale(traced: TracedRun, plate: str) -> float:
     frames = [f for node in nodes for f in node.get("cond_indep_stack", ()) if f.name == plate]
     full = frames[0].full_size
     return 1.0 if full is None or full < 0 else full / frames[0].size
+
+
+def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    """Minus the bound, detached, and its surrogate, both summed over outer samples and rows.
+
+    ``score`` is ``log q`` of the sites that are not reparameterised, and ``signal`` that of
+    :func:`leave_one_out_signal`, detached; both have the shape of ``log_w``.
+    """
+    bound = _bound(log_w)
+    return -bound.detach().sum(), -(signal * score).sum() - bound.sum()
+
+
+@torch.no_grad()
+def leave_one_out_signal(log_w: Tensor, baseline: str | None) -> Tensor:
+    """Signal of each sample, of the shape of ``log_w``: ``L̂ - L̂_-k`` with a baseline of :data:`MEANS`, else ``L̂``.
+
+    ``L̂`` is the logarithm of the mean weight of all samples. In ``L̂_-k`` the weight of sample ``k`` is replaced by
+    the geometric or arithmetic mean of the others. A single sample has no baseline.
+    """
+    signal = _bound(log_w).unsqueeze(1).expand_as(log_w)
+    return signal if baseline is None or log_w.shape[1] == 1 else signal - _without_each(log_w, baseline)
+
+
+def _bound(log_w: Tensor) -> Tensor:
+    return log_w.logsumexp(1) - math.log(log_w.shape[1])
+
+
+def _without_each(log_w: Tensor, baseline: str) -> Tensor:
+    """``L̂_-k`` of every sample."""
+    number = log_w.shape[1]
+    own = torch.eye(number, dtype=torch.bool, device=log_w.device).unsqueeze(-1)
+    # (outer, k, samples, rows)
+    others = log_w.unsqueeze(1).expand(-1, number, -1, -1)
+    arithmetic = others.masked_fill(own, -math.inf).logsumexp(2) - math.log(number - 1)
+    if baseline == "arithmetic":
+        return arithmetic
+    geometric = others.masked_fill(own, 0.0).sum(2) / (number - 1)
+    return torch.logaddexp(arithmetic + math.log(number - 1), geometric) - math.log(number)

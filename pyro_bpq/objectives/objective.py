@@ -369,13 +369,12 @@ class Objective(ELBO, nn.Module):
 
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
         """What a step is for."""
-        learner, keeps, has_ranks = self.learner, self.trainer.keeps_staged, self.trainer.ranks is not None
+        keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
         return Mode(
             learning=learning,
             settles=self.training,
             num_steps=self.num_steps,
             by_value=keeps,
-            first_order=learning and learner is not None and learner.first_order > 0.0,
             goes_back=goes_back and not (self.retain_graph or self.analytic_kl),
             has_ranks=has_ranks,
             # Nothing may learn later from a step in program order, and nothing but its costs may matter.
@@ -444,7 +443,6 @@ class Objective(ELBO, nn.Module):
             1.0 if learner is None else learner.level_weight,
             slow=learner is not None and learner.slow is not None,
             num_steps=number,
-            first_order=0.0 if learner is None else learner.first_order,
             ranks=self.trainer.ranks,
             is_recorded=mode is not None and mode.is_recorded,
             sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),

@@ -29,7 +29,6 @@ class Mode:
     num_steps: int = 0  # number of steps taken
     # Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
     by_value: bool = False
-    first_order: bool = False  # whether critics learn from slopes of the costs, too
     # Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
     goes_back: bool = False
     has_ranks: bool = False  # whether other processes learn along
@@ -98,9 +97,6 @@ class NoiseSource:
 
     def __init__(self, seed: int) -> None:
         self.seed, self.number = seed, 0
-
-    def __repr__(self) -> str:
-        return f"NoiseSource(seed={self.seed}, number={self.number})"
 
     def __call__(self) -> torch.Generator:
         """The next generator."""

@@ -50,9 +50,6 @@ class ParticleCount:
         self.written = self.now = Particles()
         self.is_open, self.said = False, ""
 
-    def __repr__(self) -> str:
-        return f"ParticleCount({self.now}, is_open={self.is_open})"
-
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""
@@ -145,7 +142,9 @@ class ParticleCount:
         draws.again()
         runner.forget_last()
         apart = replace(self.now, is_vectorized=False, nesting=self.nesting)
-        hidden = None if found.runs[0].user_costs else self._tried(runner, program, replace(apart, is_hidden=True), mode)
+        hidden = (
+            None if found.runs[0].user_costs else self._tried(runner, program, replace(apart, is_hidden=True), mode)
+        )
         way = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
         self._say(*refused, f"They run {way}.")
         warnings.warn(

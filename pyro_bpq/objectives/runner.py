@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pyro
 import torch
 from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.ordered import ordered_by_option, ordered_by_rules, ordered_runs
 from pyro_bpq.objectives.programs import programs_of
@@ -69,9 +67,6 @@ class StepRunner(Runner):
         self.plans, self.recordings = PlanCache(planner), Recordings(structure)
         self.noise, self.critics, self.num_zeros = NoiseSource(critics.seed), critics, 0
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
-
-    def __repr__(self) -> str:
-        return f"StepRunner({self.plans!r}, {self.recordings!r})"
 
     @property
     def parts(self) -> tuple[Any, ...]:

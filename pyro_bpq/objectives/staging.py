@@ -41,7 +41,7 @@ class Staging:
         if plan.flips is not None:
             tables, shifts = flipped_costs(plan, values, rollout)
         rerun = None
-        if one is not None and (plan.needs_program or mode.first_order) and not self.facts.is_dynamic:
+        if one is not None and plan.needs_program and not self.facts.is_dynamic:
             share = 1.0 / self.particles.number if mode.goes_back else None
             rerun = Reruns(values, plan, self.runner.noise(), share)
             if plan.sloped and not self._has_slopes(rerun, plan, rollout):

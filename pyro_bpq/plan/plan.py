@@ -13,9 +13,9 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.record.components import Pattern
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import listed, short
-from pyro_bpq.record.components import Pattern
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"
@@ -128,7 +128,9 @@ class Plan:
         Elsewhere their difference from the costs of the run is added, or they are control variates.
         """
         kinds = [cls.spec.estimator for cls in self.layout.classes]
-        needy = [kind for kind in kinds if "hindsight" in kind.needs or {"program", "slope"} & kind.needs == {"program"}]
+        needy = [
+            kind for kind in kinds if "hindsight" in kind.needs or {"program", "slope"} & kind.needs == {"program"}
+        ]
         return f"{short(needy[0])} compares costs at other values" if needy else ""
 
     @cached_property

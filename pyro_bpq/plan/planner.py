@@ -230,6 +230,11 @@ class Planner:
         held = held_plan(structure, estimators, self.estimator is not None)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
+        unread = unread_options(traced, self._given_critics(traced, estimators))
+        if self.estimator is not None and unread:
+            # Estimators are compared on programs whose sites have options: print tells, and no warning.
+            notes.append(unread)
+            unread = ""
         return Plan(
             graph,
             layout,
@@ -249,7 +254,7 @@ class Planner:
             summed=summed,
             notes=tuple(notes),
             alone=why_one(traced, self.estimator),
-            unread=unread_options(traced, self._given_critics(traced, estimators)),
+            unread=unread,
         )
 
     def _facts(self, traced: TracedRun, name: str) -> SiteFacts:
@@ -380,7 +385,7 @@ class Planner:
             event_shape=tuple(traced.run.sites[name].fn.event_shape),
             estimator=estimator,
             critic=critic,
-            has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
+            has_moments=isinstance(critic, JointCritic),
             tabled=kinds,
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
@@ -427,9 +432,6 @@ class PlanCache:
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
         self.found: dict[tuple[Asked, Any], bool] = {}
-
-    def __repr__(self) -> str:
-        return f"PlanCache({len(self.plans)} plans)"
 
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure, a new one where there is none."""

@@ -325,16 +325,12 @@ def default_critic(critic: Critic, fn: Any, components: Components | None, estim
     A site of many components has none where that is a perceptron or a table: critics that read such a value as a whole
     lower the variance, but as measured not the time to a given ELBO.
     """
-    is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
+    is_joint = isinstance(critic, JointCritic)
     if components is None:
         fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()
-        own = critic if isinstance(critic, JointCritic) and not is_for_other else fitting
-        return own if has_moments(fn) else None
-    if is_for_other:
-        return None
-    if components.size == 1:
-        return critic
-    return None if isinstance(critic, MLPCritic | TabularCritic) else critic
+        return (critic if is_joint else fitting) if has_moments(fn) else None
+    is_plain = components.size > 1 and isinstance(critic, MLPCritic | TabularCritic)
+    return None if is_joint or is_plain else critic
 
 
 def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
@@ -347,16 +343,11 @@ def checked_critic(critic: Any, name: str, fn: Any, components: Components | Non
                 f"{critic} knows no expectation there. Write critic=MomentCritic() or critic=False."
             )
         return critic
-    if critic.is_finite and (components is None or estimator.is_pathwise):
+    if components is not None and not estimator.is_pathwise:
         raise OptionError(
-            f"Site {name!r} ({kind}) has no finite components, which {critic} sums over. Write critic=MomentCritic()."
+            f"Site {name!r} ({kind}) has finite components: write critic=MLPCritic() instead of {critic}."
         )
-    if not critic.is_finite and components is not None and not estimator.is_pathwise:
-        raise OptionError(
-            f"Site {name!r} ({kind}) has finite components: write critic=MLPCritic() or critic=QuadraticCritic() "
-            f"instead of {critic}."
-        )
-    if not critic.is_finite and not has_moments(fn):
+    if not has_moments(fn):
         raise OptionError(
             f"Site {name!r}: {kind} tells no finite mean and variance, which {critic} is centred by. "
             "Write critic=False."

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.record.components import Pattern, Patterns
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
 
 

@@ -27,7 +27,13 @@ def why_one(traced: TracedRun, estimator: Estimator | None) -> str:
     return f"you wrote an estimator or a baseline at {listed(chosen)}" if chosen else "no gradient is noisy"
 
 
-def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None]) -> str:
+NO_CRITICS = (
+    "these sites have no critic, as print(elbo.plan) says. Leave them out, or choose critic=MLPCritic() there, and an "
+    "estimator that uses it, such as AllAction()."
+)
+
+
+def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None], why: str = NO_CRITICS) -> str:
     """Tells options of sites that are about critics, at sites that have none; empty if there are none.
 
     ``critics`` has those too that have nothing left to learn.
@@ -40,7 +46,4 @@ def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None]) -> s
     if not found:
         return ""
     texts = "; ".join(f"{option} at {listed(names)}" for option, names in found.items())
-    return (
-        f"Nothing reads the options {texts}: these sites have no critic, as print(elbo.plan) says. Leave them out, or "
-        "choose critic=MLPCritic() there, and an estimator that uses it, such as AllAction()."
-    )
+    return f"Nothing reads the options {texts}: {why}"

@@ -90,6 +90,7 @@ class Calls(TorchFunctionMode):
     def defer(self, func: Any, args: Args, kwargs: Kwargs, again: Any, mask: int = 0) -> Any:
         """Runs a call that reads scalars only as positions; its result depends on them."""
         tape = self.tape
+        tape.compute(mask)
         outer, tape.deferred = tape.deferred, mask
         try:
             with tape.paused():
@@ -100,7 +101,9 @@ class Calls(TorchFunctionMode):
             raise
         found, tape.deferred = tape.deferred, outer
         tape.positions |= found
-        tape.made(again, args if not kwargs else (*args, *kwargs.values()), result, found, args[:1] if result is None else ())
+        tape.made(
+            again, args if not kwargs else (*args, *kwargs.values()), result, found, args[:1] if result is None else ()
+        )
         if torch._C._functorch.maybe_current_level() is not None and result is not None:
             tape.hide(result, func.__name__)
         return result

@@ -7,8 +7,7 @@ a rule makes its results unknown, by its name.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
 from types import MappingProxyType
 from typing import Any
@@ -96,7 +95,9 @@ class Reader:
 
     def _fitted(self, labels: Labels, value: Value, name: str) -> Labels | Unknown:
         shape = self.shape(value)
-        fits = labels.ndim == len(shape) and all(own in (1, size) for own, size in zip(labels.shape, shape, strict=True))
+        fits = labels.ndim == len(shape) and all(
+            own in (1, size) for own, size in zip(labels.shape, shape, strict=True)
+        )
         if fits:
             return alike(labels.astype(np.int32))
         if not (labels == NONE).all():
@@ -263,7 +264,9 @@ def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
     source, chosen = over(read(tensor), dim), read(index)
     if not chosen.ndim:
         return combined(chosen, over(source, None, False))
-    kept = [slice(None) if own == 1 else slice(0, size) for own, size in zip(source.shape, read.shape(index), strict=True)]
+    kept = [
+        slice(None) if own == 1 else slice(0, size) for own, size in zip(source.shape, read.shape(index), strict=True)
+    ]
     return combined(chosen, source[tuple(kept)])
 
 
@@ -294,7 +297,9 @@ def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) 
         return combined(read(tensor), chosen[0], read(values))
     shape = np.broadcast_shapes(*map(read.shape, places))
     put = combined(*(own if own.size == 1 else np.broadcast_to(own, shape) for own in chosen))
-    put = combined(np.broadcast_to(put, shape), over(read(values), tuple(range(len(shape) - read(values).ndim, 0)), False))
+    put = combined(
+        np.broadcast_to(put, shape), over(read(values), tuple(range(len(shape) - read(values).ndim, 0)), False)
+    )
     if len(places) < len(index) or put.size > _MOST_PLACES or all(part is None for part in known):
         return combined(read(tensor), over(put, None, False))
     result = np.array(read.whole(tensor))
@@ -354,7 +359,9 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "index_put _unsafe_index_put _index_put_impl": _put,
         "gather": _gather,
         "convolution": _convolution,
-        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d": partial(_last, 2),
+        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d": partial(
+            _last, 2
+        ),
         "upsample_bilinear2d max_pool2d mkldnn_max_pool2d grid_sampler_2d": lambda read, tensor, *_: over(
             read(tensor), (-2, -1)
         ),

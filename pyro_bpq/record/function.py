@@ -88,9 +88,7 @@ class Function:
 
     def in_rows(self, index: Tensor) -> Function:
         """The same with draws for each number in ``index``, which has a dimension that is not seen."""
-        nodes = (
-            n._replace(func=partial(n.func.rows, index)) if isinstance(n.func, Draw) else n for n in self.nodes
-        )
+        nodes = (n._replace(func=partial(n.func.rows, index)) if isinstance(n.func, Draw) else n for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
 
     def in_double(self) -> Function:
@@ -128,7 +126,6 @@ class Function:
         return any(node.written or kind_of(node.func).writes for node in self.nodes)
 
 
-
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
     if names.__class__ is Value:
         found[names] = result
@@ -156,7 +153,9 @@ def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
     if tape.guards:
         raise NotImplementedError("a number is read")
     constants = [value for value in taken if value not in given]
-    return Function(nodes, (*given, *constants), wanted, tape.shapes, tape.dtypes), [tape.inputs[value] for value in constants]
+    return Function(nodes, (*given, *constants), wanted, tape.shapes, tape.dtypes), [
+        tape.inputs[value] for value in constants
+    ]
 
 
 # Operators that torch runs row by row, and functions that do the same for all rows at once.

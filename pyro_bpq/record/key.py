@@ -13,7 +13,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Hashable, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy
@@ -33,7 +42,7 @@ _PLAINEST = frozenset(_PLAIN)
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # More things than these belong to a program that reaches a whole library or data set; arrays of more numbers are data.
-_MOST, _MOST_NUMBERS = 20_000, 64
+_MOST, _MOST_NUMBERS = 20_000, 1000
 # Number of changes after which a number counts the steps, and switches nothing.
 _MOST_CHANGES = 4
 
@@ -60,7 +69,8 @@ def reach(roots: Mapping[str, Any]) -> Call:
     """What can be reached from some roots, the handlers around the call, and the modes of torch."""
     call = Call()
     call.note("torch's default type", (torch.get_default_dtype(), torch.get_default_device()))
-    call.note("autocast", tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")))
+    for kind in ("cpu", "cuda"):
+        call.note("autocast", torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
     for name, root in roots.items():
         call.visit(name, root)
     for handler in _PYRO_STACK:
@@ -101,6 +111,8 @@ class Call:
         """Where another call first differs from this one, in words; empty where the two are alike."""
         for path, mine, yours in zip(self.paths, self.spec, other.spec, strict=False):
             if mine != yours:
+                if isinstance(mine, bytes) and isinstance(yours, bytes):
+                    return f"{in_words(path)} have changed"
                 return f"{in_words(path)} was {_short(mine)} and is {_short(yours)}"
         if len(self.spec) != len(other.spec):
             return "the arguments, or what the programs read besides, have another structure"
@@ -115,8 +127,13 @@ class Call:
         self.paths.append(path)
 
     def visit(self, path: Path, item: Any) -> None:
-        """Notes an item and what it reaches."""
-        kind = type(item)
+        """Notes an item and what it reaches; an object that cannot be looked into stands for itself."""
+        try:
+            self._visit(path, item, type(item))
+        except Exception:  # of a proxy, a property or a metaclass of the user's
+            self._opaque(path, item)
+
+    def _visit(self, path: Path, item: Any, kind: type) -> None:
         if kind in _PLAINEST or isinstance(item, Enum):
             # True == 1 == 1.0, but not for a program.
             self.note(path, (kind, item))
@@ -132,6 +149,7 @@ class Call:
             self.note(path, "too much")
 
     def _tensor(self, path: Path, item: Tensor) -> None:
+        kind_of(item)  # a tensor that has none, as a sparse one, stands for itself
         known = self._seen.get(id(item))
         self.note(path, ("tensor", known))
         if known is None:
@@ -164,7 +182,8 @@ class Call:
         elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
             self.note(path, (kind, frozenset((type(part), part) for part in item)))
         elif isinstance(item, numpy.ndarray) and item.size <= _MOST_NUMBERS and item.dtype.kind in "biufc":
-            self.note(path, (kind, item.dtype.str, item.shape, item.tobytes()))
+            self.note(path, (kind, item.dtype.str, item.shape))
+            self.note(("the numbers of {}", path), item.tobytes())
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)
@@ -191,7 +210,8 @@ class Call:
 
     def _attributes(self, path: Path, item: Any) -> None:
         without = _IN_USE if isinstance(item, Messenger) else ()
-        own = {name: value for name, value in vars(item).items() if name not in without}
+        slots = {name: getattr(item, name) for name in slots_of(item) if hasattr(item, name)}
+        own = {name: value for name, value in getattr(item, "__dict__", {}).items() if name not in without} | slots
         self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
         for name, value in own.items():
@@ -226,12 +246,13 @@ class Call:
 
     def _module(self, path: Path, item: nn.Module) -> None:
         own, usual = vars(item), of_every_module()
-        if own.get("_buffers"):
+        if item._buffers:
             self.modules.append(item)
         self.note(path, (type(item), item.training))
         self._of_class(path, type(item))
         for kind in ("_parameters", "_buffers", "_modules"):
-            for name, part in own.get(kind, {}).items():
+            # A scripted module holds its parts elsewhere.
+            for name, part in getattr(item, kind).items():
                 self.visit(("{}.{}", path, name), part)
         for name, part in own.items():
             if name not in usual:
@@ -271,13 +292,24 @@ def _is_number(entry: Any) -> bool:
 def _is_closed(item: Any) -> bool:
     """Whether nobody looks into an object: it belongs to a library, or has no attributes."""
     is_odd = isinstance(item, (numpy.ndarray, numpy.generic, ModuleType, BuiltinFunctionType))
-    return is_odd or is_of_library(type(item)) or not isinstance(getattr(item, "__dict__", None), dict)
+    return is_odd or is_of_library(type(item)) or not (hasattr(item, "__dict__") or slots_of(item))
 
 
 @functools.cache
 def of_every_module() -> frozenset[str]:
     """Attributes of modules that are handled on their own, or hold nothing that a program reads."""
     return frozenset(vars(nn.Module()))
+
+
+def slots_of(item: Any) -> tuple[str, ...]:
+    """The attributes of an object that lie in slots of its class."""
+    return _slots(type(item))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    spaces = [vars(part) for part in kind.__mro__ if "__slots__" in vars(part)]
+    return tuple(name for space in spaces for name, member in space.items() if isinstance(member, MemberDescriptorType))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,7 +321,8 @@ def names_of(code: CodeType) -> tuple[str, ...]:
 
 def is_of_library(item: Any) -> bool:
     """Whether a function or class belongs to a library, or to Python."""
-    return is_library(getattr(item, "__module__", None) or "")
+    module = getattr(item, "__module__", None)
+    return isinstance(module, str) and is_library(module)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -93,15 +93,15 @@ class _Rows(torch.autograd.Function):
     """Draws in the dimension of :func:`torch.func.vmap`, row by row."""
 
     @staticmethod
-    def forward(*_: Any) -> Any:  # noqa: D102
+    def forward(*_: Any) -> Any:
         raise NotImplementedError
 
     @staticmethod
-    def setup_context(*_: Any) -> None:  # noqa: D102
+    def setup_context(*_: Any) -> None:
         raise NotImplementedError
 
     @staticmethod
-    def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:  # noqa: D102
+    def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:
         own = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims[2:], strict=True)]
         every = DrawRows(draw, info.batch_size, tuple(dim is not None for dim in dims[2:]))
         return noted(every, own), 0

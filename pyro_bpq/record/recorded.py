@@ -47,7 +47,6 @@ class Bound:
         return cost if mask is None and isinstance(scale, float) and scale == 1.0 else scale_and_mask(cost, scale, mask)
 
 
-
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """A recording whose values have names.
@@ -279,9 +278,7 @@ class Recorded:
         """The sign with which the elements of a log-probability enter the loss."""
         return 1.0 if cost == cost_of_guide(self.scored[cost].site) else -1.0
 
-    def at_rows(
-        self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
         names, sites, number = tuple(costs), tuple(moved), len(next(iter(moved.values())))
         size = sum(torch.Size(self.recording.shapes[self.named[c]]).numel() for c in names)  # type: ignore[arg-type]
@@ -320,7 +317,9 @@ class Recorded:
                     torch.func.functionalize(_called(function)), [tensor.detach().clone() for tensor in tensors]
                 )
             dims = (0, *(None for _ in (*given, *constants)))
-            run = torch.func.vmap(lambda index, *own: tuple(function.in_rows(index)(*own)), dims, randomness="different")
+            run = torch.func.vmap(
+                lambda index, *own: tuple(function.in_rows(index)(*own)), dims, randomness="different"
+            )
             function, more = flat(run, [torch.arange(number), *tensors, *constants])
         return wanted, function, given, constants + more
 
@@ -374,7 +373,10 @@ class _InRows:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
         number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
-        found = [self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))) for i in range(number)]
+        found = [
+            self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True)))
+            for i in range(number)
+        ]
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 

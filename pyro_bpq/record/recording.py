@@ -163,4 +163,6 @@ class Recording:
                     needed.add(i)
                     pending += arguments_of(self.nodes[i])
                     first += self.nodes[i].after
-        return Function(tuple(self.nodes[i] for i in sorted(needed)), tuple(sorted(taken)), wanted, self.shapes, self.dtypes)
+        return Function(
+            tuple(self.nodes[i] for i in sorted(needed)), tuple(sorted(taken)), wanted, self.shapes, self.dtypes
+        )

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, check_choice
@@ -329,7 +329,9 @@ class Recordings:
         if self.in_order:
             self._say(f"Values of {', '.join(self.escaping)} steer the program: steps go in program order, unrecorded.")
         else:
-            self._say("A site in a plate, a choice at a site or a cost statement needs the graph: every run is recorded.")
+            self._say(
+                "A site in a plate, a choice at a site or a cost statement needs the graph: every run is recorded."
+            )
 
     def _say(self, text: str) -> None:
         self.said = text

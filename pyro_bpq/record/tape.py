@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.record.calls import OWN, Calls
+from pyro_bpq.record.catching import catcher
 from pyro_bpq.record.operators import Kind, kind_of
 
 MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
@@ -101,6 +102,7 @@ class Tape(TorchDispatchMode):
     - work in other threads; the first use of :func:`torch.compile` in a process (later ones run eagerly);
     - ``to_dlpack``; ``tolist`` and ``numpy`` inside a scripted function or a backward pass;
     - numpy arrays that shared memory with a tensor before the tape was entered;
+    - an exception that depends on a value and that a context manager of the user's own swallows;
     - data that a distribution keeps of a draw besides the value (a cached ``flow.inv(z)`` lacks ``z``).
 
     Attributes:
@@ -146,6 +148,7 @@ class Tape(TorchDispatchMode):
         self._mask, self._after = 0, tuple[int, ...]()
         self._calls = Calls(self)
         self._stack: ExitStack | None = None
+        self._outer: FrameType | None = None  # the function that runs the program
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -161,10 +164,13 @@ class Tape(TorchDispatchMode):
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
+        self._outer = sys._getframe(1)
+        while self._outer.f_globals.get("__name__") == "contextlib" and self._outer.f_back is not None:
+            self._outer = self._outer.f_back
         return self
 
     def __exit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack or ExitStack(), None
+        stack, self._stack, self._outer = self._stack or ExitStack(), None, None
         stack.__exit__(*error)
 
     def __repr__(self) -> str:
@@ -264,11 +270,19 @@ class Tape(TorchDispatchMode):
         if self.deferred is not None:
             self.deferred |= mask
         elif mask:
-            known = self.steering if self._heard is None else self.steering & self._heard
-            if mask & ~known and not (check and _is_library_check()):
+            # A check is an error that is not raised.
+            if self._is_new(mask) and not (check and _is_library_check() and not catcher(self._outer)):
                 self.steer(mask)
         elif not (check and _is_library_check()):
             self.guards += [Guard(self._value(tensor), found) for tensor in _tensors_in(items)]
+
+    def compute(self, mask: int) -> None:
+        """Notes that an operator reads sources: a program that would catch its error learns from it."""
+        if self._is_new(mask) and catcher(self._outer):
+            self.steer(mask)
+
+    def _is_new(self, mask: int) -> bool:
+        return bool(mask & ~(self.steering if self._heard is None else self.steering & self._heard))
 
     def steer(self, mask: int) -> None:
         """Notes that Python has learned something of these sources."""
@@ -300,6 +314,7 @@ class Tape(TorchDispatchMode):
             taken = self.taken(args)
             named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
             call = func, taken, named, self._mask, self._after
+            self.compute(self._mask)
             if kind.writes:
                 targets = _targets(kind, args, kwargs)
                 self._keep(targets)
@@ -307,8 +322,8 @@ class Tape(TorchDispatchMode):
             raise RecordingError(kind.name) from error
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
-        except (torch.linalg.LinAlgError, IndexError):  # type: ignore[attr-defined]
-            # Who catches the error learns something of the values.
+        except Exception:
+            # A context manager may swallow it.
             self.steer(call[3])
             raise
         try:

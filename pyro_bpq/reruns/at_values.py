@@ -69,7 +69,14 @@ class Reruns:
             return tuple(self._at(name, below, means, *one) for one in each)
 
     def _at(
-        self, name: str, below: Collection[str], means: bool, value: Tensor, held: Run | None, traced: TracedRun, bound: Bound
+        self,
+        name: str,
+        below: Collection[str],
+        means: bool,
+        value: Tensor,
+        held: Run | None,
+        traced: TracedRun,
+        bound: Bound,
     ) -> Run:
         """One of these runs; gradients are enabled where the value requires one."""
         run, record = traced.run, traced.run.sites[name]

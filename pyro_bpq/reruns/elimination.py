@@ -115,7 +115,7 @@ class _Eliminator:
         """Raises if a sum would not run over the values of the sites."""
         for name in sorted(self.traced.leaked):
             raise UnsupportedProgramError(
-                f"The values of the enumerated site {name!r} left torch (if, int(), .item(), .numpy(), x[mask], ...), "
+                f"The values of the enumerated site {name!r} left torch (if, try, int(), .item(), .numpy(), x[mask]), "
                 'but all of them are given at once. Use operations on tensors, or remove infer={"enumerate": ...} '
                 "there, so that it is sampled."
             )

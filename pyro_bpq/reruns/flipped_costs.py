@@ -35,14 +35,18 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
     shifts: dict[str, list[Tensor]] = {name: [] for name in plan.components}
     for traced, bound in zip(values.traced, values.bound, strict=True):
         run = traced.run
-        moved = {n: flipped(run.sites[n].value, run.sites[n].fn, split, flips, n) for n, split in plan.components.items()}
+        moved = {
+            n: flipped(run.sites[n].value, run.sites[n].fn, split, flips, n) for n, split in plan.components.items()
+        }
         rows = bound.recorded.at_rows(wanted, bound, moved)
         for name, split in plan.components.items():
             plates, costs = graph.node(name).plates, flips.costs[name]
             shape, start = rollout.run_shape(plates), flips.start[name]
             number = split.size * (split.cardinality - 1)
             kept = [torch.cat((rows[cost][:1], rows[cost][start : start + number])) for cost in costs]
-            parts = [reduced(own, graph.cost(cost).plates, plates, shape) for own, cost in zip(kept, costs, strict=True)]
+            parts = [
+                reduced(own, graph.cost(cost).plates, plates, shape) for own, cost in zip(kept, costs, strict=True)
+            ]
             total = sum(parts[1:], parts[0])
             index = sampled_index(run.sites[name].value, run.sites[name].fn, split, shape)
             tables[name].append(table(total, index, split.cardinality))

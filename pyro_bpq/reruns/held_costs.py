@@ -129,9 +129,7 @@ def _tables(
     return Changes(changes(laws), changes(later), changes(immediate))
 
 
-def _moved(
-    plan: HeldPlan, fn: Any, value: Tensor, name: str, drawn: Tensor | None, group: Tensor | None
-) -> Tensor:
+def _moved(plan: HeldPlan, fn: Any, value: Tensor, name: str, drawn: Tensor | None, group: Tensor | None) -> Tensor:
     """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
     site = plan.sites[name]
     split = site.components

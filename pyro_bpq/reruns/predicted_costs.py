@@ -105,7 +105,9 @@ def _expansions(
     try:
         with pyro.validation_enabled(False), torch.enable_grad():
             traces = traced.guide_trace, None if traced.only_costs else traced.model_trace
-            return _expanded(plan, traced, traces, Leaves(own, traced.maps if curves else (), blocks, generator, nesting))
+            return _expanded(
+                plan, traced, traces, Leaves(own, traced.maps if curves else (), blocks, generator, nesting)
+            )
     except BPQError:
         raise
     except RuntimeError as error:

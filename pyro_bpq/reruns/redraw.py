@@ -8,6 +8,7 @@ rollout if every held site that affects its costs is in ``An_Z + Z``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Set
@@ -165,7 +166,7 @@ def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
     """The leaf parameters that a run of the guide reached, by name."""
     leaves = traced_leaves(traced.guide_trace)
     # One program may wrap a policy and an environment.
-    for part in (guide, *getattr(guide, "args", ())):
+    for part in (guide, *(guide.args if isinstance(guide, functools.partial) else ())):
         module = poutine.unwrap(part) if callable(part) else part
         if isinstance(module, nn.Module):
             seen = {id(leaf) for leaf in leaves.values()}

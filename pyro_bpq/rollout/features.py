@@ -116,7 +116,7 @@ def _by_support(fn: Any) -> Components | None:
     can_enumerate = getattr(fn, "has_enumerate_support", False)
     if _is_masked(fn) or (can_enumerate and hasattr(fn, "base_dist")):
         return finite_components(fn.base_dist)
-    if not can_enumerate or fn.event_shape:
+    if not can_enumerate or fn.event_shape or _has_own_totals(fn):
         return None
     try:
         support = fn.enumerate_support(expand=False)
@@ -125,8 +125,7 @@ def _by_support(fn: Any) -> Components | None:
             return None
         table = fn.log_prob(support)
     except (NotImplementedError, ValueError):
-        # Counts with different totals have no common support, and Empirical takes one value at a time: such supports
-        # are treated as infinite.
+        # Empirical takes one value at a time: its support is treated as infinite.
         return None
     if table.shape != support.shape[:1] + fn.batch_shape:
         return None
@@ -168,8 +167,15 @@ def _one_hot(fn: td.OneHotCategorical) -> Components | None:
 @finite_components.register(td.Binomial)
 def _binomial(fn: td.Binomial) -> Components | None:
     # Does not build the support, which may be long.
-    total, least = int(fn.total_count.max()), int(fn.total_count.min())
-    return Components("support", (), total + 1) if total == least and not fn.event_shape else None
+    return None if _has_own_totals(fn) else Components("support", (), int(fn.total_count.max()) + 1)
+
+
+def _has_own_totals(fn: Any) -> bool:
+    """Whether each row counts up to a total of its own. Rows then have no common support; no number is read."""
+    total = getattr(fn, "total_count", None)
+    if not isinstance(total, Tensor):
+        return False
+    return any(step and size > 1 for size, step in zip(total.shape, total.stride(), strict=True))
 
 
 @finite_components.register(td.Independent)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.bank import Selection, Write
 from pyro_bpq.critics.joint import SiteValue, reads_value
 from pyro_bpq.errors import OptionError
@@ -63,8 +62,6 @@ def site_value(
     def flat(tensor: Tensor) -> Tensor:
         return group.pick(tensor).flatten(1, lead - 1)
 
-    if spec.components is not None:
-        return SiteValue(flat(batch.index), flat(batch.probs)), None, ()
     moments, is_read, is_asked = batch.moments, reads_value(spec.critic), NEEDS_LEAF in spec.estimator.needs
     if not is_read and not is_asked:
         return SiteValue(powers=flat(moments.powers)), None, ()
@@ -78,7 +75,7 @@ def site_value(
     centre, variance, writes = _moments("value", leaf.detach(), selection, VALUE_DECAY)
     # One row in the first steps has no spread yet; its distribution has.
     scale = torch.maximum(variance, spread.square().mean(1, keepdim=True)).sqrt()
-    return SiteValue(None, None, powers, (leaf - centre) / scale, (mean - centre) / scale, spread / scale), leaf, writes
+    return SiteValue(powers, (leaf - centre) / scale, (mean - centre) / scale, spread / scale), leaf, writes
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
@@ -92,10 +89,12 @@ def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     batch, queries = batches[group.c], len(group.nodes)
     lead = (queries, *batch.batch_shape)
     parts = []
-    for k, plan in enumerate(() if isinstance(batch.cls.spec.critic, MemberCritic) else group.contexts):
+    for k, plan in enumerate(group.contexts):
         source = batches[plan.source]
         values = _pool(source.encoded, source, batch)
-        parts += _windowed(group, k, values, lead)
+        padded = torch.cat((values, torch.zeros_like(values[:1])))
+        window = group.constant(("window", k), plan.window, values.device, torch.long)
+        parts += [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
         if plan.rest is not None:
             rest = group.rest(k, values)
             mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
@@ -117,26 +116,6 @@ def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     if not parts:
         return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)
-
-
-def _windowed(group: QGroup, k: int, values: Tensor, lead: Sequence[int]) -> list[Tensor]:
-    """The values at the places of a window, latest first, each ``(*lead, width)``; zero where there is no member."""
-    padded = torch.cat((values, torch.zeros_like(values[:1])))
-    window = group.constant(("window", k), group.contexts[k].window, values.device, torch.long)
-    return [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
-
-
-def members_of(group: QGroup, batches: Sequence[SiteBatch]) -> Members:
-    """All members of the scopes of the Q-nodes of a group, rows flattened."""
-    batch, values, present = batches[group.c], [], []
-    lead = (len(group.nodes), *batch.batch_shape)
-    for k, plan in enumerate(group.contexts):
-        source = batches[plan.source]
-        encoded = _pool(source.encoded, source, batch)
-        values.append(torch.stack(_windowed(group, k, encoded, lead), -2).flatten(1, len(lead) - 1))
-        there = plan.window < len(source.cls.names)
-        present.append(group.constant(("present", k), there, encoded.device, torch.bool))
-    return Members(tuple(values), tuple(present))
 
 
 def index_features(site: str) -> tuple[float, float]:

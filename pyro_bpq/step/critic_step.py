@@ -12,12 +12,11 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError
-from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
+from pyro_bpq.step.critic_inputs import cells_of, context_of, site_value, standardised
 from pyro_bpq.step.regression import CriticRows
 
 
@@ -26,8 +25,7 @@ class Learned(NamedTuple):
 
     level: Tensor  # `V` of a dueling critic, `E[Q]` of a joint critic; `(G, M, plates)`
     table: Tensor | None = None  # Table `(G, M, plates, D, K)` of the critic, or `None`
-    own: Tensor | None = None  # Residual `(G, M, plates)` of a joint critic, or `None`
-    variate: Tensor | None = None  # Control variate of a joint critic for earlier sites, `(G, M, plates)`, or `None`
+    own: Tensor | None = None  # Residual of mean zero of a joint critic, `(G, M, plates)`, or `None`
 
     def plus(self, other: Learned) -> Learned:
         """The sum over two groups of Q-nodes of the same sites."""
@@ -69,8 +67,7 @@ class JointValue:
 
     value: Tensor  # `Q(x)`, with the critics' gradient
     mean: Tensor  # `E[Q]` or an estimate of it, detached
-    own: Tensor  # Residual that belongs to the table, detached
-    variate: Tensor  # Control variate of mean zero for earlier sites, detached
+    own: Tensor  # Residual of mean zero that belongs to the table, detached
     # The sampled values `(Q, N, D)` that `value` has a gradient to; `None` if no estimator asks for it
     leaf: Tensor | None = None
 
@@ -82,7 +79,6 @@ def evaluate_critics(
     batch = batches[group.c]
     spec = batch.cls.spec
     components, cardinality = spec.parts
-    reads_members = isinstance(spec.critic, MemberCritic)
     shape = CriticShape(
         sites=len(group.nodes),
         features=layout.num_features(group),
@@ -90,7 +86,7 @@ def evaluate_critics(
         cardinality=cardinality,
         cells=layout.cells(group) if spec.critic is not None and spec.critic.uses_cells else 0,
         context=spec.context,
-        members=tuple(batches[plan.source].cls.width for plan in group.contexts) if reads_members else (),
+        members=tuple((plan.slots, batches[plan.source].cls.width) for plan in group.contexts),
     )
     kind, share = _kind(spec.critic, shape), spec.share
     keys = tuple(node.name if share is None else share + node.name[len(node.site) :] for node in group.nodes)
@@ -110,8 +106,7 @@ def evaluate_critics(
         packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
         expected, table, unit, joint = _joint(group, batch, selection, packed, leaf)
         return CriticBatch(group, kind, keys, selection, expected, table, unit, (*writes, *moved), joint)
-    more = members_of(group, batches) if reads_members else None
-    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, more, slow))
+    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, None, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
             f"The critic {spec.critic} of sites {[n.site for n in nodes]} returned shape "
@@ -128,15 +123,15 @@ def _joint(
     """Expectation, table, unit of the sites, and values of joint critics, in nats."""
     unit, mean, spread, step = _units(group, batch, selection)
     output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
-    level, value, centre, own, variate, table = (
+    level, value, centre, own, table = (
         part.reshape(part.shape[0], *batch.batch_shape, *part.shape[2:]) for part in output
     )
     level, step = unit * (mean + spread * level), unit * step
     expected = (level + step * centre).detach()
-    value, variate = level + step * value, step * variate
-    # A critic that reads the value does not know E[Q]. Q minus a variate of mean zero has the mean E[Q].
-    mean = value.detach() - variate if reads_value(batch.cls.spec.critic) else expected
-    joint = JointValue(value, mean, step * own, variate, leaf)
+    value, own = level + step * value, step * own
+    # A critic that reads the value does not know E[Q]. Q minus a residual of mean zero has the mean E[Q].
+    mean = value.detach() - own if reads_value(batch.cls.spec.critic) else expected
+    joint = JointValue(value, mean, own, leaf)
     return expected, step[..., None, None] * table, unit, joint
 
 
@@ -163,7 +158,7 @@ def _dueling(
 
 def _kind(critic: Critic | None, shape: CriticShape) -> str:
     # torch.compile does not find a formatted string in a dict.
-    sizes = (shape.features, shape.components, shape.cardinality, shape.cells, *shape.members)
+    sizes = (shape.features, shape.components, shape.cardinality, shape.cells)
     return " ".join(("critic", repr(critic), *map(str, sizes)))
 
 
@@ -197,7 +192,7 @@ def _forward(
     at: Tensor | None,
     context: Tensor,
     cells: Tensor | None,
-    more: SiteValue | Members | None = None,
+    site: SiteValue | None = None,
     slow: bool = False,
 ) -> Tensor:
     critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
@@ -206,10 +201,10 @@ def _forward(
     dtype, own = context.dtype, next((w.dtype for w in weights.values() if w.is_floating_point()), context.dtype)
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
-        more = None if more is None else more.map(lambda part: part[at])
-    if own != dtype and more is not None:
-        more = more.map(lambda part: part.to(own) if part.is_floating_point() else part)
-    given = (context.to(own), cells) if more is None else (context.to(own), cells, more)
+        site = None if site is None else site.map(lambda part: part[at])
+    if own != dtype and site is not None:
+        site = site.map(lambda part: part.to(own))
+    given = (context.to(own), cells) if site is None else (context.to(own), cells, site)
     if rows is None:
         output: Tensor = critic(*given)
     else:

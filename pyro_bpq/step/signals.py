@@ -98,7 +98,7 @@ class Signals:
         found: dict[int, Learned] = {}
         for critic in self.critics.values():
             joint, c = critic.joint, critic.group.c
-            parts = (critic.level, critic.advantage, *((None, None) if joint is None else (joint.own, joint.variate)))
+            parts = (critic.level, critic.advantage, None if joint is None else joint.own)
             sums = (None if part is None else self.sum_over_nodes(critic.group, part.detach()) for part in parts)
             own = Learned(*sums)  # type: ignore[arg-type]
             found[c] = own if c not in found else found[c].plus(own)
@@ -110,7 +110,7 @@ class Signals:
         found = {}
         for c in self.valued:
             exact, learned, batch = self.exact[c], self.learned.get(c), self.batches[c]
-            predicted = None if learned is None else learned.variate
+            predicted = None if learned is None else learned.own
             if predicted is None and learned is not None and learned.table is not None:
                 predicted = batch.centred(learned.table)
             found[c] = predicted, None if exact is None else batch.centred(exact)
@@ -244,7 +244,7 @@ class Signals:
                     found[c].append((kind, False, c, self.batches[c].centred(table)))
         for g, critic in self.critics.items():
             if critic.joint is not None:
-                found[critic.group.c].append((Relation.LATER_LEARNED, True, g, critic.joint.variate))
+                found[critic.group.c].append((Relation.LATER_LEARNED, True, g, critic.joint.own))
             elif critic.advantage is not None:
                 value, mean = self.value_and_mean(critic)
                 found[critic.group.c].append((Relation.LATER_LEARNED, True, g, value.detach() - mean))

@@ -22,7 +22,6 @@ from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.rollout.features import Standardised
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.estimate import add_time, estimate, may_learn
-from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
@@ -62,9 +61,6 @@ def step(
         taught = critic_loss(signals, bank, learning, writes=writes, info=info)
     for site, own in swept.items():
         info.setdefault(site, {}).update(own)
-    if build and learning.first_order > 0.0:
-        slopes = [first_order_loss(one, learning.first_order) for one in signals]
-        taught = sum(slopes, torch.zeros_like(slopes[0]) if taught is None else taught)
     if len(signals) > 1:
         # Several particles, or sites that share a critic, may write to the same row.
         writes = average_writes(writes)

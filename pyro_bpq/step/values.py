@@ -24,7 +24,6 @@ class Learning:
     level_weight: float = 0.1  # Weight of the level against differences within a data point
     slow: bool = False  # Whether slow copies of the critics form the targets
     num_steps: int = 0  # Number of steps taken, for estimators with a schedule
-    first_order: float = 0.0  # Weight of the slopes of critics in the loss
     ranks: Ranks | None = None  # The processes that learn together, or `None`
     is_recorded: bool = False  # Whether the step's operators are recorded; the loss is then not checked for finiteness
     # Step size of a backward sweep before the gradient; `None` for a regression on all targets at once

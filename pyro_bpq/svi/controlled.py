@@ -251,7 +251,7 @@ class TrustRegionSVI(_ControlledSVI):
         try:
             nearby, leaves = captured(objective.nearby)
             slopes: Sequence[Tensor | None] = ()
-            if nearby.kl and leaves:
+            if leaves and nearby.total_kl.requires_grad:
                 slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
             shared = {id(leaf) for leaf in objective.model_leaves()}
             pairs = [(leaf, slope) for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]

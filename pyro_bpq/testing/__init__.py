@@ -18,31 +18,18 @@ through :class:`ChoiceNoise`; other draws raise an error. Latents of the model m
 May import every other folder but ``diagnostics``. Read ``expected.py`` first, then ``choices.py``.
 """
 
-from pyro_bpq.testing.choices import ChoiceNoise, TwoPoint, iter_outcomes
-from pyro_bpq.testing.contract import check_estimator
-from pyro_bpq.testing.exact import exact_gradient, exact_loss
-from pyro_bpq.testing.expected import (
-    Moments,
-    assert_unbiased,
-    expected_gradient,
-    expected_moments,
-    sample_gradients,
-    z_scores,
-)
-from pyro_bpq.testing.tables import TabularProgram
+from pyro_bpq.testing.choices import ChoiceNoise as ChoiceNoise
+from pyro_bpq.testing.choices import TwoPoint as TwoPoint
+from pyro_bpq.testing.choices import iter_outcomes as iter_outcomes
+from pyro_bpq.testing.contract import check_estimator as check_estimator
+from pyro_bpq.testing.exact import exact_gradient as exact_gradient
+from pyro_bpq.testing.exact import exact_loss as exact_loss
+from pyro_bpq.testing.expected import Moments as Moments
+from pyro_bpq.testing.expected import assert_unbiased as assert_unbiased
+from pyro_bpq.testing.expected import expected_gradient as expected_gradient
+from pyro_bpq.testing.expected import expected_moments as expected_moments
+from pyro_bpq.testing.expected import sample_gradients as sample_gradients
+from pyro_bpq.testing.expected import z_scores as z_scores
+from pyro_bpq.testing.tables import TabularProgram as TabularProgram
 
-__all__ = [
-    "ChoiceNoise",
-    "Moments",
-    "TabularProgram",
-    "TwoPoint",
-    "assert_unbiased",
-    "check_estimator",
-    "exact_gradient",
-    "exact_loss",
-    "expected_gradient",
-    "expected_moments",
-    "iter_outcomes",
-    "sample_gradients",
-    "z_scores",
-]
+__all__ = sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

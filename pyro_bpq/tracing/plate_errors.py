@@ -278,10 +278,10 @@ def told(error: Exception, *lines: str) -> str:
 def left_torch(sites: Iterable[str], number: int, text: str = "") -> str:
     """Says that Python asked for one value where each of so many particles has its own, and what to write."""
     return (
-        f"A sampled value of {', '.join(map(repr, sorted(sites)))} left torch (as by .item(), int(), if, .numpy()) "
-        f"while {number} particles ran at once, and each particle has a value of its own{text and f': {text}'}. Write "
-        "vectorize_particles=False, so that they run one after the other; or stay in torch, as by torch.where(z > 0, "
-        "a, b) or table[z.long()]."
+        f"A sampled value of {', '.join(map(repr, sorted(sites)))} left torch (as by .item(), int(), if, .numpy(), or "
+        f"try) while {number} particles ran at once, and each particle has a value of its own{text and f': {text}'}. "
+        "Write vectorize_particles=False, so that they run one after the other; or stay in torch, as by "
+        "torch.where(z > 0, a, b) or table[z.long()]."
     )
 
 

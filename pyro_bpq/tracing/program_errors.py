@@ -10,10 +10,13 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import pyro
+from pyro.distributions import constraints
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.record.calls import Calls
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.tracing.config import cost_options, option_names
 from pyro_bpq.tracing.guide_warnings import guide_warnings
 from pyro_bpq.tracing.plate_errors import (
@@ -33,8 +36,6 @@ from pyro_bpq.tracing.plate_errors import (
     told,
     unlike_line,
 )
-from pyro_bpq.record.calls import Calls
-from pyro_bpq.record.tape import Tape
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import (
     PARTICLES,
@@ -219,14 +220,19 @@ def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[st
     site = model.get(name) or guide.get(name)
     if site is not None and "not broadcastable" in text and (line := data_line(site, rows_of(site))):
         return PlateError(told(error, line))
-    if site is None or not site["is_observed"] or "within the support" not in text:
+    if site is None or "within the support" not in text:
         return None
-    line = nan_line(site) if number_missing(site["value"]) else support_line(site)
+    line = edge_line(site)
+    if not line and site["is_observed"]:
+        line = nan_line(site) if number_missing(site["value"]) else support_line(site)
     return UnsupportedSiteError(f"{line}\n{text}") if line else None
 
 
 def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
     name, ours, theirs = model["name"], described(guide["fn"]), described(model["fn"])
+    if support(model["fn"]) == support(guide["fn"]):
+        outside = f"The drawn value of site {name!r} is outside of its support, {theirs}: bound the parameters."
+        return UnsupportedSiteError(f"{edge_line(model) or outside}\n{text}")
     return UnsupportedSiteError(
         f"{text}\nSite {name!r} is drawn from {ours} in the guide, and scored under {theirs} in the model, which "
         f"cannot score that value. Give it the same support in both: write {distribution_name(model['fn'])}, or a "
@@ -397,19 +403,23 @@ def described(fn: Any) -> str:
 
 def support(fn: Any) -> str:
     """The support of a distribution in words, without the dimensions of events."""
+    found = _support_of(fn)
+    return "unknown" if found is None else str(found)
+
+
+def _support_of(fn: Any) -> Any:
+    """The support of an element of the values of a distribution; ``None`` if it is not known."""
     try:
         found = fn.support
     except (NotImplementedError, AttributeError):
-        return "unknown"
-    return str(getattr(found, "base_constraint", found))
+        return None
+    return getattr(found, "base_constraint", found)
 
 
 def is_discrete(fn: Any) -> bool | None:
     """Whether a support is discrete; ``None`` if it is not known."""
-    try:
-        return bool(fn.support.is_discrete)
-    except (NotImplementedError, AttributeError):
-        return None
+    found = _support_of(fn)
+    return None if found is None else bool(found.is_discrete)
 
 
 def number_missing(value: Any) -> int:
@@ -433,19 +443,24 @@ def nan_line(site: Any) -> str:
 
 
 def edge_line(site: Any) -> str:
-    """Says that a value lies on the edge of a continuous support, where rounding has put it; empty if it does not."""
-    value, fn, name = site["value"], site["fn"], site["name"]
-    if is_discrete(fn) is not False or "Real" in support(fn) or not isinstance(value, Tensor):
+    """Says that values without a finite log-probability lie on the edge of the support; empty if none do."""
+    value, density, space = site["value"], site.get("log_prob"), _support_of(site["fn"])
+    if space is None or space.is_discrete or not isinstance(value, Tensor):
         return ""
-    number = int(((value == 0) | (value == 1) | value.isinf()).sum())
-    if not number:
+    is_simplex, at = isinstance(space, type(constraints.simplex)), value.isinf()
+    for limit in (0.0, 1.0) if is_simplex else (getattr(space, f"{end}_bound", None) for end in ("lower", "upper")):
+        if limit is not None:
+            at = at | (value == limit)
+    if density is not None:
+        at = at & ~density.isfinite()[(..., *(None,) * (value.dim() - density.dim()))]
+    if not bool(at.any()):
         return ""
-    whose, advice = ("drawn value", "less extreme parameters, a higher temperature where there is one, or float64")
+    kind, advice = "drawn", "It was rounded: bound the parameters, take a higher temperature or double precision."
     if site["is_observed"]:
-        whose, advice = "data", "data that lie inside, as by data.clamp(1e-6, 1 - 1e-6) or data.clamp(min=1e-6)"
+        kind, advice = "observed", "Give data inside of it, as by clamp()."
     return (
-        f"The {whose} of site {name!r} is on the edge of its support at {number} of {value.numel()} elements, where "
-        f"{described(fn)} has no finite log-probability. Rounding puts values there: take {advice}."
+        f"The {kind} value of site {site['name']!r} is on the edge of its support at {int(at.sum())} of {at.numel()} "
+        f"elements: its distribution, {described(site['fn'])}, has no finite log-probability there. {advice}"
     )
 
 

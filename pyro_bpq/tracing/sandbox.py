@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,10 +39,13 @@ class BufferedModules:
                     module._buffers[name] = buffer.detach()
 
     def _note(self, module: nn.Module, _: object) -> None:
-        is_new = module._buffers and module not in self._own and threading.get_ident() == self._thread
-        if is_new and not is_of_critic(module):
-            self._own[module] = dict(module._buffers)
-            self._called(module)
+        if threading.get_ident() != self._thread or is_of_critic(module):
+            return
+        # The parts of a scripted module are called by no hook.
+        for part in module.modules() if isinstance(module, torch.jit.ScriptModule) else (module,):
+            if part._buffers and part not in self._own:
+                self._own[part] = dict(part._buffers.items())
+                self._called(part)
 
     def _called(self, module: nn.Module) -> None:
         """Runs before the first call of a module; subclasses override it."""
@@ -52,18 +56,18 @@ class LentBuffers(BufferedModules):
 
     def __exit__(self, *_: object) -> None:
         for module, buffers in self._own.items():
-            module._buffers.update(buffers)
+            _put(module, buffers)
         super().__exit__()
         self._detach()
 
     def _called(self, module: nn.Module) -> None:
         # The run writes into clones only: autograd may hold the originals.
         own = self._own[module]
-        module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
+        _put(module, {name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
     def _pairs(self) -> list[tuple[Tensor, Tensor | None]]:
         """Each buffer that was lent, and what has become of its copy."""
-        lent = [(own, module._buffers.get(name)) for module, all_ in self._own.items() for name, own in all_.items()]
+        lent = [(own, getattr(module, name, None)) for module, all_ in self._own.items() for name, own in all_.items()]
         return [(own, copy) for own, copy in lent if own is not None]
 
     @property
@@ -82,6 +86,11 @@ class LentBuffers(BufferedModules):
         for own, copy in self._pairs():
             if copy is not None:
                 own.copy_(copy)
+
+
+def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    for name, buffer in buffers.items():  # a scripted module has no dictionary to update
+        module._buffers[name] = buffer
 
 
 class Sandbox:

@@ -17,9 +17,9 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
-from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
@@ -151,7 +151,7 @@ def record_run(
             options[name] = chosen = site_options(name, site["infer"])
             sites[name] = _site(site, model_sites.get(name), chosen, info)
         split = infos[name].components if name in infos else None
-        shape, kind = tuple(site["fn"].event_shape), (type(site["fn"]), family_of(site["fn"]))
+        shape, kind = _event_shape(site), (type(site["fn"]), family_of(site["fn"]))
         entries.append((name, plates, shape, kind, split, _fingerprint(chosen), is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"] and not is_enumerated(site):
@@ -164,8 +164,7 @@ def record_run(
             user[cost] = given
         # The law of a latent site may have other values than the guide's.
         family = None if site["is_observed"] else family_of(site["fn"])
-        shape = tuple(site["fn"].event_shape)
-        entries.append((name, _plates(site, sizes), shape, site["is_observed"], user.get(cost), family))
+        entries.append((name, _plates(site, sizes), _event_shape(site), site["is_observed"], user.get(cost), family))
     everything = [*guide_sites.values(), *model_sites.values()]
     return TracedRun(
         entries=tuple(entries),
@@ -272,6 +271,11 @@ def total(terms: list[Tensor]) -> Tensor:
     if len(terms) == 2:
         return terms[0] + terms[1]
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def _event_shape(site: Any) -> tuple[int, ...]:
+    # The event of a deterministic statement is the whole value, rows and particles included.
+    return () if site["infer"].get("_deterministic") else tuple(site["fn"].event_shape)
 
 
 def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:

@@ -24,8 +24,8 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Drawn, Scored, elements_of
+from pyro_bpq.record.laws import relaxed_log_prob
 from pyro_bpq.record.recorded import Recorded, inputs_in
-from pyro_bpq.record.laws import relaxed_log_prob, unchecked
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import (
@@ -48,12 +48,10 @@ from pyro_bpq.tracing.traced_run import (
     total,
 )
 from pyro_bpq.tracing.watch import (
-    LARGE,
     PARTICLES,
     TraceOptions,
     Watch,
     carried,
-    is_library_bernoulli,
     is_untraced,
     samples,
 )
@@ -201,12 +199,7 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
     """Computes the log-probabilities of a trace; on a tape site by site, to record the reads of each."""
     tape = watch.tape
     if tape is None:
-        checked = score_bits_unchecked(trace)
-        try:
-            compute(trace)
-        finally:
-            for name, fn in checked.items():
-                trace.nodes[name]["fn"] = fn
+        compute(trace)
         return {}
     heard, everything = {}, tape.steering
     for name, site in samples(trace).items():
@@ -226,39 +219,6 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
     return heard
 
 
-def score_bits_unchecked(trace: Any) -> dict[str, Any]:
-    """Puts distributions into a trace that do not check values which are seen to be zeros and ones here.
-
-    All other values go through Pyro's validation, which says what is wrong with them.
-
-    Returns:
-        The distributions that were there, by name of the site; put them back after the scoring.
-    """
-    own = {}
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample" and isinstance(site["value"], Tensor) and site["value"].numel() >= LARGE:
-            value = site["value"].detach()
-            if _is_validated(site["fn"], value) and _are_bits(value):
-                # Later readers find these in the distribution itself.
-                _ = base_distribution(site["fn"]).logits
-                own[name], site["fn"] = site["fn"], unchecked(site["fn"])
-    return own
-
-
-def _is_validated(fn: Any, value: Tensor) -> bool:
-    """Whether torch would check the entries of a value of Bernoulli components, whose shape fits."""
-    if not (value.is_floating_point() and is_library_bernoulli(fn, "log_prob")):
-        return False
-    shape, lead = fn.batch_shape + fn.event_shape, value.dim() - len(fn.event_shape)
-    return base_distribution(fn)._validate_args and lead >= 0 and value.shape == shape[len(fn.batch_shape) - lead :]
-
-
-def _are_bits(value: Tensor) -> bool:
-    """Whether all entries are zero or one: the only numbers that are their squares."""
-    # Comparisons of tensors take several times as long.
-    return float(torch.addcmul(value, value, value, value=-1.0).abs_().sum()) == 0.0
-
-
 def _is_own(fn: Any, depth: int = 0) -> bool:
     """Whether a distribution contains a user's own Python code."""
     if isinstance(fn, Tensor):
@@ -272,9 +232,7 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith(_LIBRARIES)
 
 
-def _recorded(
-    tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites
-) -> Recorded:
+def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
     follows = not (traced.only_costs or traced.enumerated or tape.escaped)
     scored, drawn, values = {}, {}, {}
@@ -289,12 +247,17 @@ def _recorded(
         fn, (law, ndim), is_pathwise = site["fn"], (site["log_prob"], 0), _is_pathwise(site)
         number = 0 if is_pathwise else independent_components(fn) or 0
         if follows and number > 1:
-            law, ndim = element_log_prob(fn, site["value"])
+            law, ndim = element_log_prob(unchecked(fn), site["value"])
         plates = {plate: dim for plate, dim in _plates(site).items() if plate == PARTICLES or not is_pathwise}
         drawn[name] = Drawn(value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, plates)
-    costs, unweighted = {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()}, set()
+    costs, unweighted = (
+        {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()},
+        set(),
+    )
     for cost, site in _scored(guide_sites, model_sites) if traced.elimination is None else ():
-        if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(base_distribution(site["fn"]), OneHotCategorical):
+        if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(
+            base_distribution(site["fn"]), OneHotCategorical
+        ):
             own = site["unscaled_log_prob"]
             costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
             unweighted.add(cost)
@@ -308,7 +271,7 @@ def _recorded(
         fn, law = site["fn"], site.get("unscaled_log_prob", site["score_parts"].score_function)
         while isinstance(fn, MaskedDistribution):
             fn, law = fn.base_dist, None
-        laws[name] = tape.value_of(fn.log_prob(site["value"]) if law is None else law)
+        laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
     return Recorded(
         recording=Recording.of(tape, values),
         reads=traced.reads,

@@ -39,6 +39,7 @@ PARTICLES = "num_particles_vectorized"
 # Smallest number of entries of Bernoulli values for which it saves time to draw and to check them here.
 LARGE = 1 << 14
 
+
 @dataclass(frozen=True)
 class TraceOptions:
     """How programs are run, and what is recorded of the run."""

@@ -1,4 +1,4 @@
-"""``ContextCritic``: what its two parts see, and that estimators stay unbiased with it."""
+"""``MLPCritic(context=...)``: what its two parts see, and that estimators stay unbiased with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models import real
 from pyro.infer import SVI
 from pyro.optim import Adam
 
-from pyro_bpq import ContextCritic, ExpectedCost, cost
+from pyro_bpq import ExpectedCost, MLPCritic, cost
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.errors import OptionError
 from pyro_bpq.testing import exact_gradient, expected_gradient
@@ -20,7 +20,7 @@ from pyro_bpq.testing import exact_gradient, expected_gradient
 SHAPE = CriticShape(2, 5, 1, 3, context=2)
 
 
-def moved(critic: ContextCritic) -> torch.nn.Module:
+def moved(critic: MLPCritic) -> torch.nn.Module:
     module = critic.build(SHAPE, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in module.parameters():
@@ -28,8 +28,8 @@ def moved(critic: ContextCritic) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("critic", [ContextCritic(), ContextCritic((8, 4), (4,)), ContextCritic(())])
-def test_advantages_see_the_last_features_only(critic: ContextCritic) -> None:
+@pytest.mark.parametrize("critic", [MLPCritic(context=()), MLPCritic((8, 4), (4,)), MLPCritic((), ())])
+def test_advantages_see_the_last_features_only(critic: MLPCritic) -> None:
     assert not critic.build(SHAPE, torch.Generator())(torch.ones(2, 4, 5), None).any()
     module, context = moved(critic), torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
     before = module(context, None)
@@ -46,13 +46,13 @@ def test_advantages_see_the_last_features_only(critic: ContextCritic) -> None:
 @pytest.mark.parametrize("shape", [CriticShape(2, 5, 1, 3), CriticShape(2, 5, 0, 0, context=2)])
 def test_context_and_finite_values_are_needed(shape: CriticShape) -> None:
     with pytest.raises(OptionError, match="context"):
-        ContextCritic().build(shape, torch.Generator())
+        MLPCritic(context=()).build(shape, torch.Generator())
 
 
-@pytest.mark.parametrize("options", [{"hidden": 32.0}, {"advantage": (0,)}])
+@pytest.mark.parametrize("options", [{"hidden": 32.0}, {"context": (0,)}])
 def test_bad_layers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
-        ContextCritic(**options)
+        MLPCritic(**options)
 
 
 def program() -> None:
@@ -66,7 +66,7 @@ def program() -> None:
 
 
 def test_it_keeps_estimators_unbiased() -> None:
-    objective = ExpectedCost(critic=ContextCritic((8,), (4,)))
+    objective = ExpectedCost(critic=MLPCritic((8,), (4,)))
     pyro.clear_param_store()
     svi = SVI(None, program, Adam({"lr": 0.02}), objective)
     for _ in range(30):

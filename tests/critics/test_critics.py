@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.nets import ContextCritic, Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.variates import NetworkVariate
 
@@ -132,7 +132,7 @@ def test_critics_are_values(critic: Any) -> None:
 
 
 @pytest.mark.parametrize("hidden", [[32], 32.0, (0,), ("a",)])
-@pytest.mark.parametrize("kind", [MLPCritic, ContextCritic, NetworkVariate])
+@pytest.mark.parametrize("kind", [MLPCritic, NetworkVariate])
 def test_layer_sizes_are_positive_integers(kind: Any, hidden: Any) -> None:
     with pytest.raises(OptionError, match=r"hidden=.*layer sizes"):
         kind(hidden=hidden)

@@ -12,7 +12,6 @@ import torch
 from steps import trained
 
 from pyro_bpq import (
-    AttentionCritic,
     ExpectedCost,
     MLPCritic,
     TabularCritic,
@@ -96,7 +95,6 @@ def printed(elbo: TraceBackpropQ_ELBO, site: str) -> str:
         (MLPCritic(), 2, "z6's value; z4, z5, the sum of 4 more"),
         (MLPCritic(), 6, "z6's value; all 6 others"),
         (TabularCritic(), 2, "table of z6's value; all 6 others"),
-        (AttentionCritic(), 2, "z6's value; all 6 others one by one"),
     ],
     ids=repr,
 )

@@ -13,15 +13,12 @@ from torch import Tensor
 
 import pyro_bpq.estimators as package
 from pyro_bpq.estimators import (
-    ARM,
-    ARMS,
     LAX,
     LAXQ,
     QRELAX,
     REBAR,
     RELAX,
     RELAXQ,
-    RODEO,
     AllAction,
     Annealed,
     Concrete,
@@ -30,16 +27,12 @@ from pyro_bpq.estimators import (
     CrossedLeaveOneOut,
     DebiasedStraightThrough,
     DisARM,
-    DisARMTree,
-    DoubleCV,
     Estimator,
-    GeneralisedReparameterisation,
     GumbelStraightThrough,
     Hindsight,
     LambdaReturn,
     LearnedTemperature,
     LeaveOneOut,
-    MeasureValued,
     MuProp,
     NetworkVariate,
     OptimalScale,
@@ -53,14 +46,11 @@ from pyro_bpq.estimators import (
     QRelaxation,
     QScoreFunction,
     ReinMax,
-    RotationCopula,
     RunningBaseline,
     ScoreFunction,
     SecondRun,
     StraightThrough,
-    SumAndSample,
     TrimmedBaseline,
-    UnorderedSet,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics
 from pyro_bpq.rollout.features import Components
@@ -80,15 +70,10 @@ ESTIMATORS: list[Any] = [
     QProp(),
     LambdaReturn(),
     Pathwise(),
-    ARM(),
-    ARMS(),
-    ARMS(samples=2),
-    ARMS(samples=3, copula=RotationCopula()),
     Concrete(),
     DebiasedStraightThrough(),
     DebiasedStraightThrough(decay=0.5, mixture=1.0),
     DisARM(),
-    DisARMTree(),
     SecondRun(),
     SecondRun(decay=0.5),
     CrossedLeaveOneOut(),
@@ -96,21 +81,13 @@ ESTIMATORS: list[Any] = [
     AllAction(second_run=True),
     Hindsight(),
     Hindsight(draws=1, curvature=False, crossed=True),
-    DoubleCV(),
-    DoubleCV(scale=0.5),
     GumbelStraightThrough(),
-    MeasureValued(),
     MuProp(),
     MuProp(LeaveOneOut()),
     MuProp(RunningBaseline()),
     MuProp(mean_field=True),
-    RODEO(),
     ReinMax(),
     StraightThrough(),
-    SumAndSample(),
-    SumAndSample(heaviest=1),
-    UnorderedSet(),
-    UnorderedSet(samples=2),
     ScoreFunction(ConstantBaseline(1.5)),
     CriticBaseline(),
     CriticBaseline(scale=0.5),
@@ -135,7 +112,6 @@ ESTIMATORS: list[Any] = [
     QPathwise(),
     QRELAX(),
     QRELAX(Annealed(), scale=1.0),
-    GeneralisedReparameterisation(),
 ]
 LOCAL = (QAllAction, QScoreFunction, QAdvantage, QRelaxation, QRELAX, ParentAdvantage)
 # On finite components; those of continuous values have tests of their own.
@@ -271,43 +247,6 @@ class ThreePercentOff(DisARM):
 
 
 @dataclass(frozen=True)
-class NoCorrelation(ARMS):
-    """Forgets to divide by one minus the correlation."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        assert context.log_probs is not None
-        p = context.log_probs[..., 1].detach().exp()
-        far = p * (1 - p) / (p - torch.where(p < 0.5, 0.0, 2 * p - 1))
-        return SiteTerm(super().__call__(context).surrogate / far)
-
-
-@dataclass(frozen=True)
-class OwnSlope(DoubleCV):
-    """Expands around the particle's own slope."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        assert context.program is not None
-        return super().__call__(replace(context, signals={"program": _Swapped(context.program)}))
-
-
-class _Swapped:
-    def __init__(self, program: Any) -> None:
-        self.program, self.value, self.rows_meet = program, program.value, False
-
-    def slope(self) -> Tensor:
-        return self.program.slope().flip(1)
-
-
-@dataclass(frozen=True)
-class SampleInTheSet(SumAndSample):
-    """Weights the sample as if it lay outside of the heaviest values."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        assert context.index is not None
-        return super().__call__(replace(context, index=torch.zeros_like(context.index)))
-
-
-@dataclass(frozen=True)
 class Silent(DisARM):
     def unsupported(self, site: Any) -> str | None:
         return None if super().unsupported(site) is None else "no"
@@ -330,9 +269,6 @@ class ChangesTheValue(StraightThrough):
     [
         (wrong_sign(DisARM()), "biased"),
         (ThreePercentOff(), "biased"),
-        (NoCorrelation(samples=2), "biased"),
-        (OwnSlope(scale=0.5), "biased"),
-        (SampleInTheSet(heaviest=1), "biased"),
         (Silent(), "what to write"),
         (MixesSites(), "another"),
         (ChangesTheValue(), "changes the drawn value"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import BY_NAME, CASES
 from pyro import poutine
+from pyro_bpq.reruns.row_runs import RowRuns
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -24,7 +25,6 @@ from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import held as plans
 from pyro_bpq.reruns import predicted_costs
-from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.step import hindsight_signal as module
 from pyro_bpq.testing import (
     ChoiceNoise,

@@ -18,7 +18,6 @@ from pyro_bpq import (
     AllAction,
     MomentCritic,
     QProp,
-    QuadraticCritic,
     RunningBaseline,
     ScoreFunction,
     TraceBackpropQ_ELBO,
@@ -208,16 +207,6 @@ def test_q_prop_is_unbiased_over_infinite_supports() -> None:
 
 
 def test_errors_say_what_to_write() -> None:
-    def with_critic(critic: Any, estimator: Any = None) -> Any:
-        infer = {"bpq": {"critic": critic, "estimator": estimator}}
-
-        def guide() -> None:
-            pyro.sample("a", Lattice(pyro.param("qa", irregular(3, start=1))), infer=infer)
-
-        return guide
-
-    with pytest.raises(OptionError, match=r"'a'.*MomentCritic\(\)"):
-        train(pair_model, with_critic(QuadraticCritic(), QProp()), steps=1)
     with pytest.raises(UnsupportedSiteError, match="AllAction"):
         train(chain_model, with_estimators(chain_guide, c=QProp()), steps=1)
     with pytest.raises(OptionError, match="finite components"):

@@ -66,7 +66,7 @@ def test_first_step_names_what_serves(site: str) -> None:
     refused, alternatives = 0, set()
     for estimator in ESTIMATORS:
         try:
-            # With a value for each candidate, MeasureValued would run the program 50,000 times.
+            # Sums over 50,000 values take too long.
             if "huge" in site and estimator.unsupported(info_of(site)) is None:
                 continue
             step(site, estimator)

@@ -83,35 +83,6 @@ def test_a_factor_that_is_nan_is_named() -> None:
     assert "The factor of site 'weight' is NaN at 1 of 1 elements." in text
 
 
-def relaxed(logits: Tensor) -> None:
-    pyro.sample("z", dist.RelaxedOneHotCategorical(torch.tensor(1e-3), logits=logits))
-
-
-def test_a_draw_on_the_edge_of_its_support_is_named() -> None:
-    """Parameters are finite, and in range; the draw has underflown."""
-    start = torch.tensor([0.0, 5.0, -5.0])
-    text = warned(lambda: relaxed(torch.zeros(3)), lambda: relaxed(pyro.param("q", start)))
-    assert "The drawn value of site 'z' is on the edge of its support at 3 of 3 elements" in text
-    assert "RelaxedOneHotCategorical" in text and "enable_validation" not in text
-
-
-def test_a_draw_inside_of_its_support_is_not() -> None:
-    start = torch.tensor([0.0, 5.0, -5.0])
-
-    def mild(logits: Tensor) -> None:
-        pyro.sample("z", dist.RelaxedOneHotCategorical(torch.tensor(1.0), logits=logits))
-
-    assert not warned(lambda: mild(torch.zeros(3)), lambda: mild(pyro.param("q", start)))
-
-
-def test_data_on_the_edge_of_their_support_are_named() -> None:
-    def model() -> None:
-        pyro.sample("x", dist.Beta(2.0 + prior(), 2.0), obs=torch.tensor(0.0))
-
-    text = warned(model, coin)
-    assert "The data of site 'x' is on the edge of its support at 1 of 1 elements" in text and "clamp" in text
-
-
 # Shapes.
 
 

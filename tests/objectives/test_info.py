@@ -7,7 +7,6 @@ import torch
 from models import BY_NAME
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.diagnostics.history import scalars
 
 
 @pytest.mark.parametrize("particles", [1, 2])
@@ -35,4 +34,3 @@ def test_info_tells_where_the_time_goes() -> None:
         assert set(elbo.ms) == {"runs", "signals"}
         # What sites account for is part of the step.
         assert sum(info["ms"] for info in elbo.info.values()) < elbo.ms["signals"]
-    assert scalars(elbo)["a"]["ms"] == elbo.info["a"]["ms"]

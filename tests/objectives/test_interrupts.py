@@ -19,7 +19,6 @@ from pyro_bpq import (
     CriticLearner,
     ExpectedCost,
     LinearCritic,
-    MLPCritic,
     Replay,
     SlowTracking,
     TraceBackpropQ_ELBO,
@@ -126,7 +125,6 @@ CASES: dict[str, tuple[Callable[[Bell], tuple[Any, Any]], Callable[[], Any]]] = 
     "one": (chain, elbo(num_particles=1)),
     "particles": (chain, elbo(num_particles=3, critic=LinearCritic())),
     "steps": (chain, elbo(learner=CriticLearner(steps=3))),
-    "first order": (chain, elbo(learner=CriticLearner(first_order=0.5), critic=LinearCritic())),
     "replay": (chain, elbo(learner=replay())),
     "replay expected": (chain, elbo(learner=replay(coparents="expected"), num_particles=2)),
     "replay stored": (chain, elbo(learner=replay(costs="stored"))),
@@ -142,7 +140,7 @@ CASES: dict[str, tuple[Callable[[Bell], tuple[Any, Any]], Callable[[], Any]]] = 
     "second run": (vector, elbo(estimator=SecondRun(), num_particles=1)),
     "straight through": (vector, elbo(estimator=DebiasedStraightThrough(), num_particles=1)),
     "all actions": (vector, elbo(estimator=AllAction(exact=True), num_particles=1)),
-    "bound": (chain, lambda: TraceBackpropQ_IWAE(num_particles=3, critic=MLPCritic(hidden=(5,)))),
+    "bound": (chain, lambda: TraceBackpropQ_IWAE(num_particles=3)),
 }
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedSiteError
-from pyro_bpq.step.bound_signals import _without_each, leave_one_out_signal, multi_sample_bound
+from pyro_bpq.objectives.iwae import _without_each, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.testing import expected_gradient, expected_moments
 
 SMALL = ["fork", "discrete_above_reparam", "vector", "plate_subsample"]
@@ -112,7 +112,7 @@ def test_planted_bias_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def biased(log_w: Tensor, baseline: str) -> Tensor:
         return _without_each(log_w, baseline) + 0.1 * log_w
 
-    monkeypatch.setattr("pyro_bpq.step.bound_signals._without_each", biased)
+    monkeypatch.setattr("pyro_bpq.objectives.iwae._without_each", biased)
     assert error(TraceBackpropQ_IWAE(2), COIN, 2) > 1e-3
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import BY_NAME, Case, coin, each_case
 from pyro import poutine
+from pyro_bpq.reruns.row_runs import REFEREES, Way
 from steps import trained
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.plan.extra_run import flip_plan, immediate_model_costs
 from pyro_bpq.reruns import flipped_costs as module
-from pyro_bpq.reruns.row_runs import REFEREES, Way
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute

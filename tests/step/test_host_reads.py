@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_bpq import FlipCritic, TraceBackpropQ_ELBO
+from pyro_bpq import LinearCritic, TraceBackpropQ_ELBO
 
 # What reads numbers of a tensor, or makes one whose size depends on them.
 READS = frozenset(
@@ -97,11 +97,11 @@ def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
     [
         {},
         {"num_particles": 2},
-        {"critic": FlipCritic()},
+        {"critic": LinearCritic()},
         {"learner": None},
         {"reduction": "per_cost"},
     ],
-    ids=["default", "two particles", "flips", "no learner", "per cost"],
+    ids=["default", "two particles", "linear", "no learner", "per cost"],
 )
 @pytest.mark.parametrize("program", [chain, mixed])
 def test_a_cached_step_reads_two_numbers(program: Any, options: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from pyro_bpq.errors import (
     UnsupportedProgramError,
     UnsupportedSiteError,
 )
-from pyro_bpq.estimators import DisARMTree
+from pyro_bpq.estimators import DisARM
 from pyro_bpq.testing import (
     ChoiceNoise,
     TwoPoint,
@@ -650,17 +650,17 @@ def test_two_point_is_a_distribution() -> None:
 
 
 def test_noise_of_its_own_is_noticed() -> None:
-    # Its order is noise, and what is drawn downstream follows it: a sum over outcomes would be off.
+    # Its partner is noise, and what is drawn downstream follows it: a sum over outcomes would be off.
     def model() -> None:
-        z = pyro.sample("z", dist.Categorical(logits=torch.tensor([0.3, -0.2, 0.5])))
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.tensor(0.3)))
         w = pyro.sample("w", dist.Bernoulli(logits=0.6 * z - 0.4))
         pyro.sample("x", dist.Normal(z - w, 1.0), obs=torch.tensor(0.7))
 
     def guide() -> None:
-        z = pyro.sample("z", dist.Categorical(logits=pyro.param("qz", torch.tensor([0.1, 0.4, -0.3]))))
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("qz", torch.tensor(0.1))))
         pyro.sample("w", dist.Bernoulli(logits=pyro.param("qw", torch.tensor(0.5)) * z))
 
-    elbo = TraceBackpropQ_ELBO(estimator=DisARMTree()).eval()
+    elbo = TraceBackpropQ_ELBO(estimator=DisARM()).eval()
     with pytest.raises(StructureChangedError, match="noise of its own"):
         expected_gradient(elbo, model, guide)
 

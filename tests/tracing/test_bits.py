@@ -1,17 +1,15 @@
-"""Large Bernoulli values are drawn by their law, and checked as Pyro checks them."""
+"""Large Bernoulli values are drawn by their law."""
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from pyro.poutine.messenger import Messenger
 from torch.distributions import Distribution
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.tracing.tracer import score_bits_unchecked
 from pyro_bpq.tracing.watch import draw_bits
 
 LARGE = 1 << 14
@@ -25,84 +23,6 @@ class Counted(dist.Bernoulli):
 
     def sample(self, sample_shape=()):
         return super().sample(sample_shape)
-
-
-def traced(value: torch.Tensor, fn: Distribution):
-    trace = poutine.Trace()
-    options = {"args": (), "kwargs": {}, "scale": 1.0, "mask": None, "infer": {}, "is_observed": False}
-    trace.add_node("z", type="sample", name="z", fn=fn, value=value, cond_indep_stack=(), **options)
-    return trace
-
-
-def scored(value: torch.Tensor, fn: Distribution):
-    """The log-probability of the value, and whether its support was checked by torch."""
-    trace = traced(value, fn)
-    replaced = score_bits_unchecked(trace)
-    assert replaced in ({}, {"z": fn})
-    base = trace.nodes["z"]["fn"]
-    while hasattr(base, "base_dist"):
-        base = base.base_dist
-    trace.compute_log_prob()
-    return trace.nodes["z"]["log_prob"], base._validate_args
-
-
-@pytest.fixture(autouse=True)
-def validated():
-    with pyro.validation_enabled():
-        yield
-
-
-def test_bits_are_scored_as_ever_and_checked_once():
-    value = torch.rand(3, LARGE).round()
-    for fn in (dist.Bernoulli(torch.rand(3, LARGE)), dist.Bernoulli(logits=torch.randn(3, LARGE)).to_event(1)):
-        log_prob, is_checked = scored(value, fn)
-        assert not is_checked
-        assert torch.equal(log_prob, fn.log_prob(value))
-    # An observed value often lacks the dimension of the particles.
-    log_prob, is_checked = scored(value[0], dist.Bernoulli(logits=torch.randn(3, LARGE)).to_event(1))
-    assert log_prob.shape == (3,)
-    assert not is_checked
-
-
-@pytest.mark.parametrize("wrong", [0.5, 2.0, -1.0, 1.0 + 1e-6, 1e-30, float("nan"), float("inf")])
-def test_what_is_no_bit_is_told_by_pyro(wrong):
-    value = torch.zeros(LARGE)
-    value[7] = wrong
-    with pytest.raises(ValueError, match="Error while computing log_prob at site 'z'"):
-        scored(value, dist.Bernoulli(torch.tensor(0.5)).expand([LARGE]).to_event(1))
-
-
-def test_distributions_of_other_kinds_are_left_alone():
-    class Bare:
-        """All that Pyro asks of a distribution."""
-
-        def log_prob(self, value):
-            return value.sum()
-
-    trace = traced(torch.zeros(LARGE), Bare())
-    assert score_bits_unchecked(trace) == {}
-
-
-def test_what_torch_may_check_otherwise_is_left_to_it():
-    large, fair = torch.zeros(LARGE), torch.full((LARGE,), 0.5)
-    assert scored(large[:9], dist.Bernoulli(fair[:9]))[1]
-    assert scored(large, Counted(fair))[1]
-    assert scored(large, dist.Poisson(fair))[1]
-    with pytest.raises(ValueError, match="site 'z'"):
-        scored(large, dist.Bernoulli(torch.full((LARGE, 2), 0.5)).to_event(1))
-    with pyro.validation_enabled(False):
-        assert not scored(large + 0.5, dist.Bernoulli(fair))[1]
-
-
-def test_a_step_tells_a_wrong_value():
-    def model():
-        pyro.sample("z", dist.Bernoulli(torch.full((LARGE,), 0.5)).to_event(1))
-
-    def guide():
-        pyro.sample("z", dist.Uniform(torch.zeros(LARGE), torch.ones(LARGE)).to_event(1))
-
-    with pytest.raises(ValueError, match="site 'z'"):
-        TraceBackpropQ_ELBO(num_particles=1).loss_and_grads(model, guide)
 
 
 def statement(fn: Distribution, *args):

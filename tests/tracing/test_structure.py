@@ -10,11 +10,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case, each_case
+from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache, dense_graph, merged_graph
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
-from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache, dense_graph, merged_graph
+from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -55,10 +55,6 @@ def test_dynamic_is_always_tracked() -> None:
     assert cache.escapes
 
 
-def test_static_is_tracked_once() -> None:
-    assert steps(StructureCache("static"), BY_NAME["chain"], 10) == [True] + [False] * 9
-
-
 def fresh(number: int, track: bool) -> TracedRun:
     """A run of two sites, the second of which does not read the first, with names of its own."""
 
@@ -70,10 +66,9 @@ def fresh(number: int, track: bool) -> TracedRun:
     return trace_run(program, program, (), {}, TraceOptions(choose, track=track))
 
 
-@pytest.mark.parametrize("mode", ["auto", "static"])
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_programs_with_new_names_do_not_stay_dense(every: int, mode: str) -> None:
-    cache, dense = StructureCache(mode), []
+def test_programs_with_new_names_do_not_stay_dense(every: int) -> None:
+    cache, dense = StructureCache("auto"), []
     for number in range(60):
         if number % every == every - 1:
             graph = cache.graph(fresh(number, cache.wants_tracking()))
@@ -191,18 +186,6 @@ def test_auto_merges_what_it_sees_and_warns() -> None:
     assert set(graph.parents("-log p(x)")) == {"z", "w"}  # a superset is always right
 
 
-def test_static_raises_when_it_was_not() -> None:
-    model, guide, switch = drifting()
-    elbo = TraceBackpropQ_ELBO(structure="static")
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
-    switch.fill_(True)
-    with pytest.raises(StructureChangedError, match="also reads") as caught:
-        for _ in range(20):
-            elbo.loss_and_grads(model, guide)
-    assert isinstance(caught.value, RuntimeError)
-
-
 def test_graph_of_an_unknown_structure_is_dense_until_it_is_tracked() -> None:
     cache = StructureCache("auto")
     steps(cache, BY_NAME["chain"], 4)
@@ -285,7 +268,7 @@ def test_control_flow_is_not_a_matter_of_luck() -> None:
 
 
 def test_unknown_mode_raises() -> None:
-    with pytest.raises(OptionError, match="'static'"):
+    with pytest.raises(OptionError, match="'dynamic'"):
         StructureCache("statc")
 
 

@@ -1,0 +1,275 @@
+"""Findings of a diagnosis: each on a program that has the fault, and none on one that has not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME
+from pyro.distributions.testing.fakes import NonreparameterizedNormal
+from pyro.distributions.testing.rejection_gamma import ShapeAugmentedGamma
+from pyro.infer import Trace_ELBO
+from steps import CHAIN
+from torch import Tensor, nn
+
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.diagnostics import Diagnosis, Finding, diagnose
+from pyro_bpq.errors import OptionError
+
+Guide = Callable[..., Any]
+
+
+def look(
+    model: Guide, guide: Guide, *args: Any, steps: int = 4, samples: int = 8, params: Any = None, **options: Any
+) -> Diagnosis:
+    (params or pyro.clear_param_store)()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            elbo.loss_and_grads(model, guide, *args)
+        return diagnose(elbo, model, guide, *args, num_samples=samples, num_outcomes=1)
+
+
+def of_kind(found: Diagnosis, kind: str) -> Finding | None:
+    chosen = [finding for finding in found if finding.kind == kind]
+    assert len(chosen) <= 1
+    return chosen[0] if chosen else None
+
+
+def coin_model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(0.4))
+    y = pyro.sample("y", dist.Normal(z, 1.0))
+    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(1.0))
+
+
+def coin_guide(cut: Callable[[Tensor], Tensor]) -> Guide:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=cut(pyro.param("q", torch.tensor(0.3)))))
+        pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
+
+    return guide
+
+
+def without_gradient(value: Tensor) -> Tensor:
+    with torch.no_grad():
+        return 2.0 * value
+
+
+# Parameters without a gradient.
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [lambda q: q.detach(), lambda q: q.data, without_gradient, lambda q: torch.tensor(q.item()), lambda q: 0.1],
+    ids=["detach", "data", "no_grad", "item", "unread"],
+)
+def test_parameter_without_a_gradient_is_named(cut: Any) -> None:
+    found = of_kind(look(coin_model, coin_guide(lambda q: torch.as_tensor(cut(q)))), "no gradient")
+    assert found is not None and found.severity == "warning" and found.sites == ("z",)
+    assert "'q'" in found.message and "'m'" not in found.message
+    assert all(text in found.advice for text in (".detach()", ".data", "torch.no_grad()", "no site reads"))
+
+
+def test_parameters_with_a_gradient_are_not() -> None:
+    found = look(coin_model, coin_guide(lambda q: q))
+    assert not found.kinds() & {"no gradient", "zero gradient"}
+
+
+def test_zero_gradient_of_a_parameter_that_is_read_is_told_apart() -> None:
+    found = look(coin_model, coin_guide(lambda q: 0.3 + torch.relu(q - 5.0)))
+    hint = of_kind(found, "zero gradient")
+    assert hint is not None and "'q'" in hint.message and "'m'" not in hint.message and hint.severity == "hint"
+    assert "relu" in hint.advice and "no gradient" not in found.kinds()
+    few = look(coin_model, coin_guide(lambda q: 0.3 + torch.relu(q - 5.0)), samples=4)
+    assert "zero gradient" not in few.kinds()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.has_gradient):
+            hidden = self.unused(x)
+        found: Tensor = self.used(hidden)
+        return found
+
+    has_gradient = False
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_parameters_of_a_module_are_named(has_gradient: bool) -> None:
+    net = Net()
+    net.has_gradient = has_gradient
+
+    def guide() -> None:
+        pyro.module("net", net)
+        pyro.sample("z", dist.Bernoulli(logits=net(torch.ones(1))[0]))
+        pyro.sample("y", dist.Normal(0.0, 1.0))
+
+    found = of_kind(look(coin_model, guide), "no gradient")
+    if has_gradient:
+        assert found is None
+        return
+    assert found is not None and "net$$$unused.weight" in found.message and "net$$$used" not in found.message
+
+
+class GuideModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.idle = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=self.q))
+        pyro.sample("y", dist.Normal(0.0, 1.0))
+
+
+def test_idle_parameter_of_a_guide_module_is_named() -> None:
+    found = of_kind(look(coin_model, GuideModule()), "no gradient")
+    assert found is not None and "'guide.idle'" in found.message and "'guide.q'" not in found.message
+
+
+def test_parameters_of_the_model_are_left_alone() -> None:
+    def model() -> None:
+        pyro.param("idle", torch.tensor(1.0))
+        coin_model()
+
+    assert not look(model, coin_guide(lambda q: q)).kinds() & {"no gradient", "zero gradient"}
+
+
+# One particle.
+
+
+def rows(is_known: bool) -> tuple[Guide, Guide]:
+    """Rows of one binary site, whose costs are known at both values, or of two."""
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            y = pyro.sample("y", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
+            if not is_known:
+                pyro.sample("w", dist.Bernoulli(logits=pyro.param("r", torch.zeros(3)) + y))
+
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.4)))
+            if not is_known:
+                y = y + pyro.sample("w", dist.Bernoulli(torch.tensor(0.4)))
+            pyro.sample("x", dist.Normal(y, 1.0), obs=torch.ones(3))
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("is_known", "number", "expected"), [(False, 1, True), (True, 1, False), (False, 2, False), (False, None, False)]
+)
+def test_one_particle_that_was_asked_for_is_told_where_others_would_help(
+    is_known: bool, number: int | None, expected: bool
+) -> None:
+    found = of_kind(look(*rows(is_known), num_particles=number), "one particle")
+    assert (found is not None) == expected
+    if found is not None:
+        assert "y" in found.sites and found.severity == "hint" and "num_particles" in found.advice
+
+
+# Distributions whose rsample is hidden.
+
+
+def hidden(loc: Tensor) -> Any:
+    fn = dist.Normal(loc, 1.0)
+    fn.has_rsample = False
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda m: NonreparameterizedNormal(m, 1.0), "NonreparameterizedNormal"),
+        (hidden, "Normal"),
+        (lambda m: NonreparameterizedNormal(m.expand(2), 1.0).to_event(1), "NonreparameterizedNormal"),
+        (lambda m: dist.Normal(m, 1.0), None),
+        (lambda m: dist.Poisson(m.exp()), None),
+        # The score function serves only what rejection sampling leaves over.
+        (lambda m: ShapeAugmentedGamma(m.exp(), torch.tensor(1.0)), None),
+    ],
+    ids=["fake", "attribute", "event", "plain", "poisson", "rejection"],
+)
+def test_hidden_rsample_is_found(make: Callable[[Tensor], Any], kind: str | None) -> None:
+    def model() -> None:
+        z = pyro.sample("z", make(torch.tensor(0.5)))
+        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.0))
+
+    def guide() -> None:
+        pyro.sample("z", make(pyro.param("m", torch.tensor(0.2))))
+
+    found = of_kind(look(model, guide, num_particles=2), "rsample hidden")
+    assert (found is not None) == (kind is not None)
+    if found is not None:
+        assert found.severity == "warning" and found.sites == ("z",)
+        assert f": {kind} can be" in found.message and "pathwise" in found.message
+
+
+def test_score_function_of_a_users_own_choice_hides_nothing() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Normal(0.5, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
+
+    def guide() -> None:
+        infer = {"bpq": {"estimator": ScoreFunction()}}
+        pyro.sample("z", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0), infer=infer)
+
+    assert "rsample hidden" not in look(model, guide).kinds()
+
+
+# Others.
+
+
+@pytest.mark.parametrize("infer", [{"baseline": {"use_decaying_avg_baseline": True}}, {}])
+def test_baseline_options_of_pyros_are_found(infer: dict[str, Any]) -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))), infer=infer)
+        pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0), infer=infer)
+
+    found = of_kind(look(coin_model, guide), "baseline options")
+    assert (found is not None) == bool(infer)
+    assert found is None or (found.sites == ("z",) and "Remove them" in found.advice)
+
+
+def test_a_loss_that_is_no_number_is_an_error_and_comes_first() -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.factor("f", torch.tensor(float("nan")))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    with pyro.validation_enabled(False):
+        found = next(iter(look(model, guide, steps=0)))
+    assert found.kind == "not finite" and found.severity == "error" and "'q'" in found.message
+
+
+def test_an_elbo_that_has_learned_nothing_is_told() -> None:
+    assert "untrained" in look(coin_model, coin_guide(lambda q: q), steps=0).kinds()
+
+
+def test_value_that_leaves_torch_is_named() -> None:
+    case = BY_NAME["python_branch"]
+    found = of_kind(look(*case.programs, *case.args, params=case.params), "values leave torch")
+    assert found is not None and found.sites == ("z",) and "torch.where" in found.advice
+
+
+def test_sound_training_has_no_findings() -> None:
+    found = look(*CHAIN.programs, steps=20, samples=60, params=CHAIN.params)
+    assert not found.findings and "No problem was found." in str(found) and "after 20 steps" in str(found)
+
+
+def test_a_diagnosis_refuses_other_elbos() -> None:
+    with pytest.raises(OptionError, match="Trace_ELBO"):
+        diagnose(Trace_ELBO(), coin_model, coin_guide(lambda q: q))

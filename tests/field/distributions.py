@@ -1,0 +1,178 @@
+"""Every distribution of Pyro and torch, with as few parameters as it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from pyro.distributions.transforms import ExpTransform
+from torch import Tensor
+
+# Bases and wrappers without a law of their own, and what has no density that a site could be scored with.
+NO_LAWS = frozenset({"Distribution", "ExponentialFamily", "TorchDistribution"})
+
+
+def eye(q: Tensor, size: int = 2) -> Tensor:
+    """A matrix for each row."""
+    return q[..., None, None] * torch.eye(size, dtype=q.dtype)
+
+
+def pair(q: Tensor) -> Tensor:
+    return torch.stack((q, 2.0 * q), -1)
+
+
+def shares(q: Tensor) -> Tensor:
+    return torch.stack((q, q + 1.0, q + 2.0), -1)
+
+
+def _hmm(q: Tensor, kind: Any) -> Any:
+    if kind is dist.DiscreteHMM:
+        moves = pair(q)[..., None, None, :].expand(*q.shape, 3, 2, 2)
+        return kind(pair(q), moves, dist.Normal(pair(q)[..., None, :], 1.0), duration=3)
+    one = torch.eye(1)
+    first, noise = dist.MultivariateNormal(torch.zeros(1), one), dist.MultivariateNormal(torch.zeros(1), one)
+    if kind is dist.GammaGaussianHMM:
+        return kind(dist.Gamma(q + 1.0, 1.0), first, one.expand(2, 1, 1), noise, one, noise)
+    if kind is dist.LinearHMM:
+        flat = dist.Normal(torch.zeros(1), 1.0).to_event(1)
+        return kind(dist.Normal(q[..., None], 1.0).to_event(1), one.expand(2, 1, 1), flat, one, flat)
+    return kind(dist.MultivariateNormal(q[..., None], one), one.expand(2, 1, 1), noise, one, noise)
+
+
+def _markov_field(q: Tensor) -> Any:
+    one = torch.eye(2)
+    both = dist.MultivariateNormal(torch.zeros(2), one)
+    return dist.GaussianMRF(
+        dist.MultivariateNormal(q[..., None], torch.eye(1)),
+        both.expand((2,)),
+        both.expand((2,)),
+    )
+
+
+LAWS: dict[str, Callable[[Tensor], Any]] = {
+    "AVFMultivariateNormal": lambda q: dist.AVFMultivariateNormal(
+        q[0] * torch.ones(2), torch.eye(2), torch.zeros(2, 1, 2)
+    ),
+    "AffineBeta": lambda q: dist.AffineBeta(q, 1.0, 0.0, 2.0),
+    "AsymmetricLaplace": lambda q: dist.AsymmetricLaplace(q, 1.0, 1.0),
+    "Bernoulli": lambda q: dist.Bernoulli(logits=q),
+    "Beta": lambda q: dist.Beta(q, 1.0),
+    "BetaBinomial": lambda q: dist.BetaBinomial(q, 1.0, 5),
+    "Binomial": lambda q: dist.Binomial(5, logits=q),
+    "Categorical": lambda q: dist.Categorical(logits=shares(q)),
+    "Cauchy": lambda q: dist.Cauchy(q, 1.0),
+    "Chi2": lambda q: dist.Chi2(q),
+    "CoalescentTimes": lambda q: dist.CoalescentTimes(torch.zeros(3), q),
+    "CoalescentTimesWithRate": lambda q: dist.CoalescentTimesWithRate(torch.zeros(3), q[..., None].expand(*q.shape, 4)),
+    "ContinuousBernoulli": lambda q: dist.ContinuousBernoulli(logits=q),
+    "Delta": lambda q: dist.Delta(q),
+    "Dirichlet": lambda q: dist.Dirichlet(shares(q)),
+    "DirichletMultinomial": lambda q: dist.DirichletMultinomial(shares(q), torch.tensor(4)),
+    "DiscreteHMM": lambda q: _hmm(q, dist.DiscreteHMM),
+    "Empirical": lambda q: dist.Empirical(torch.arange(3.0).expand(*q.shape, 3), shares(q)),
+    "ExpandedDistribution": lambda q: dist.ExpandedDistribution(dist.Normal(q, 1.0), q.shape),
+    "Exponential": lambda q: dist.Exponential(q),
+    "ExtendedBetaBinomial": lambda q: dist.ExtendedBetaBinomial(q, 1.0, 5),
+    "ExtendedBinomial": lambda q: dist.ExtendedBinomial(5, logits=q),
+    "FisherSnedecor": lambda q: dist.FisherSnedecor(q, 3.0),
+    "FoldedDistribution": lambda q: dist.FoldedDistribution(dist.Normal(q, 1.0)),
+    "Gamma": lambda q: dist.Gamma(q, 1.0),
+    "GammaGaussianHMM": lambda q: _hmm(q, dist.GammaGaussianHMM),
+    "GammaPoisson": lambda q: dist.GammaPoisson(q, 1.0),
+    "GaussianHMM": lambda q: _hmm(q, dist.GaussianHMM),
+    "GaussianMRF": _markov_field,
+    "GaussianScaleMixture": lambda q: dist.GaussianScaleMixture(pair(q)[0], torch.ones(2), torch.ones(2)),
+    "GeneralizedPareto": lambda q: dist.GeneralizedPareto(torch.zeros(()), q, 0.2),
+    "Geometric": lambda q: dist.Geometric(logits=q),
+    "GroupedNormalNormal": lambda q: dist.GroupedNormalNormal(q, torch.ones(2), torch.ones(2), torch.tensor([0, 1])),
+    "Gumbel": lambda q: dist.Gumbel(q, 1.0),
+    "HalfCauchy": lambda q: dist.HalfCauchy(q),
+    "HalfNormal": lambda q: dist.HalfNormal(q),
+    "ImproperUniform": lambda q: dist.ImproperUniform(dist.constraints.real, q.shape, ()),
+    "Independent": lambda q: dist.Normal(pair(q), 1.0).to_event(1),
+    "IndependentHMM": lambda q: dist.IndependentHMM(_hmm(q[..., None].expand(*q.shape, 1), dist.GaussianHMM)),
+    "InverseGamma": lambda q: dist.InverseGamma(q, 1.0),
+    "Kumaraswamy": lambda q: dist.Kumaraswamy(q, 1.0),
+    "LKJ": lambda q: dist.LKJ(2, q[0]),
+    "LKJCholesky": lambda q: dist.LKJCholesky(2, q),
+    "LKJCorrCholesky": lambda q: dist.LKJCorrCholesky(2, q[0]),
+    "Laplace": lambda q: dist.Laplace(q, 1.0),
+    "LinearHMM": lambda q: _hmm(q, dist.LinearHMM),
+    "LogNormal": lambda q: dist.LogNormal(q, 1.0),
+    "LogNormalNegativeBinomial": lambda q: dist.LogNormalNegativeBinomial(
+        3.0, logits=q, multiplicative_noise_scale=torch.tensor(0.5)
+    ),
+    "Logistic": lambda q: dist.Logistic(q, 1.0),
+    "LogisticNormal": lambda q: dist.LogisticNormal(pair(q), torch.ones(2)),
+    "LowRankMultivariateNormal": lambda q: dist.LowRankMultivariateNormal(pair(q), torch.ones(2, 1), torch.ones(2)),
+    "MaskedDistribution": lambda q: dist.Normal(q, 1.0).mask(False),
+    "MaskedMixture": lambda q: dist.MaskedMixture(
+        torch.tensor([True, False]), dist.Normal(q, 1.0), dist.Normal(-q, 1.0)
+    ),
+    "MixtureOfDiagNormals": lambda q: dist.MixtureOfDiagNormals(
+        q[..., None, None] * torch.arange(6.0).reshape(3, 2), torch.ones(*q.shape, 3, 2), shares(q)
+    ),
+    "MixtureOfDiagNormalsSharedCovariance": lambda q: dist.MixtureOfDiagNormalsSharedCovariance(
+        q[..., None, None] * torch.arange(6.0).reshape(3, 2), torch.ones(*q.shape, 2), shares(q)
+    ),
+    "MixtureSameFamily": lambda q: dist.MixtureSameFamily(
+        td.Categorical(logits=shares(q)), td.Normal(shares(q), torch.ones(3))
+    ),
+    "Multinomial": lambda q: dist.Multinomial(4, logits=shares(q)),
+    "MultivariateNormal": lambda q: dist.MultivariateNormal(pair(q), eye(q)),
+    "MultivariateStudentT": lambda q: dist.MultivariateStudentT(torch.tensor(3.0), pair(q), torch.eye(2)),
+    "NanMaskedMultivariateNormal": lambda q: dist.NanMaskedMultivariateNormal(pair(q), eye(q)),
+    "NanMaskedNormal": lambda q: dist.NanMaskedNormal(q, 1.0),
+    "NegativeBinomial": lambda q: dist.NegativeBinomial(3, logits=-q),
+    "Normal": lambda q: dist.Normal(q, 1.0),
+    "OMTMultivariateNormal": lambda q: dist.OMTMultivariateNormal(q[0] * torch.ones(2), torch.eye(2)),
+    "OneHotCategorical": lambda q: dist.OneHotCategorical(logits=shares(q)),
+    "OneHotCategoricalStraightThrough": lambda q: dist.OneHotCategoricalStraightThrough(logits=shares(q)),
+    "OneOneMatching": lambda q: dist.OneOneMatching(q[0] * torch.eye(3)),
+    "OneTwoMatching": lambda q: dist.OneTwoMatching(q[0] * torch.eye(4)[:, :2]),
+    "OrderedLogistic": lambda q: dist.OrderedLogistic(q, torch.tensor([-1.0, 1.0])),
+    "Pareto": lambda q: dist.Pareto(torch.ones(()), q),
+    "Poisson": lambda q: dist.Poisson(q),
+    "ProjectedNormal": lambda q: dist.ProjectedNormal(pair(q)),
+    "Rejector": lambda q: dist.Rejector(dist.Normal(q, 1.0), lambda x: torch.zeros_like(x), torch.zeros(q.shape)),
+    "RelaxedBernoulli": lambda q: dist.RelaxedBernoulli(torch.tensor(0.5), logits=q),
+    "RelaxedBernoulliStraightThrough": lambda q: dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), logits=q),
+    "RelaxedOneHotCategorical": lambda q: dist.RelaxedOneHotCategorical(torch.tensor(0.5), logits=shares(q)),
+    "RelaxedOneHotCategoricalStraightThrough": lambda q: dist.RelaxedOneHotCategoricalStraightThrough(
+        torch.tensor(0.5), logits=shares(q)
+    ),
+    "SineBivariateVonMises": lambda q: dist.SineBivariateVonMises(q, q, 3.0 + q, 3.0 + q, 0.1 * q),
+    "SineSkewed": lambda q: dist.SineSkewed(dist.VonMises(pair(q), 1.0).to_event(1), torch.tensor([0.2, 0.1])),
+    "SkewLogistic": lambda q: dist.SkewLogistic(q, 1.0, torch.tensor(1.0)),
+    "SoftAsymmetricLaplace": lambda q: dist.SoftAsymmetricLaplace(q[0], 1.0, 1.0, 1.0),
+    "SoftLaplace": lambda q: dist.SoftLaplace(q, 1.0),
+    "SpanningTree": lambda q: dist.SpanningTree(q[0] * torch.arange(3.0)),
+    "Stable": lambda q: dist.Stable(torch.tensor(1.5), torch.tensor(0.1), q),
+    "StableWithLogProb": lambda q: dist.StableWithLogProb(torch.tensor(1.5), torch.tensor(0.1), q),
+    "StudentT": lambda q: dist.StudentT(3.0, q),
+    "TransformedDistribution": lambda q: dist.TransformedDistribution(dist.Normal(q, 1.0), [ExpTransform()]),
+    "TruncatedPolyaGamma": lambda q: dist.TruncatedPolyaGamma(q),
+    "Uniform": lambda q: dist.Uniform(-q, q),
+    "Unit": lambda q: dist.Unit(q),
+    "VonMises": lambda q: dist.VonMises(q, 1.0),
+    "VonMises3D": lambda q: dist.VonMises3D(torch.stack((q, q, q), -1)),
+    "Weibull": lambda q: dist.Weibull(q, 1.0),
+    "Wishart": lambda q: dist.Wishart(3.0 + q, torch.eye(2)),
+    "ZeroInflatedDistribution": lambda q: dist.ZeroInflatedDistribution(dist.Poisson(q), gate=torch.tensor(0.3)),
+    "ZeroInflatedNegativeBinomial": lambda q: dist.ZeroInflatedNegativeBinomial(3, logits=-q, gate=torch.tensor(0.3)),
+    "ZeroInflatedPoisson": lambda q: dist.ZeroInflatedPoisson(q, gate=torch.tensor(0.3)),
+}
+
+
+def names() -> set[str]:
+    """Every distribution of Pyro and torch."""
+    return {
+        name
+        for space in (dist, td)
+        for name in space.__all__
+        if inspect.isclass(kind := getattr(space, name, None)) and issubclass(kind, td.Distribution)
+    } - NO_LAWS

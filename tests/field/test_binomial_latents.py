@@ -1,0 +1,144 @@
+"""Latent counts in compiled steps: their totals are numbers of the program, or data that may change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import SGD
+from torch import Tensor
+
+from pyro_bpq import AllAction, CompiledSVI, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq.testing import assert_unbiased
+
+ROWS = 3
+LAWS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "binomial": lambda total, q: dist.Binomial(total, logits=q),
+    "beta_binomial": lambda total, q: dist.BetaBinomial(q.exp(), 1.5, total),
+}
+
+
+def programs(law: Callable[[Any, Tensor], Any], data: Tensor) -> tuple[Any, Any]:
+    def model(total: Any) -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", law(total, torch.full((ROWS,), 0.2)))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=data)
+
+    def guide(total: Any) -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", law(total, pyro.param("q", torch.tensor([0.3, -0.2, 0.1]))))
+
+    return model, guide
+
+
+def train(svi: Any, totals: list[Any]) -> list[float]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    return [svi.step(total) for total in totals]
+
+
+def losses(law: str, totals: list[Any], **options: Any) -> tuple[list[float], list[float], str]:
+    """Losses of compiled and of eager steps, and what is said of the compiled ones."""
+    model, guide = programs(LAWS[law], torch.tensor([1.0, 2.0, 0.0]))
+    make = functools.partial(TraceBackpropQ_ELBO, **options)
+    compiled = CompiledSVI(model, guide, SGD({"lr": 0.01}), make(), compile="eager")
+    eager = SVI(model, guide, SGD({"lr": 0.01}), make())
+    return train(compiled, totals), train(eager, totals), compile_report(compiled)
+
+
+@pytest.mark.parametrize("options", [{"num_particles": 1, "estimator": AllAction()}, {"num_particles": 2}])
+@pytest.mark.parametrize("law", LAWS)
+def test_counts_up_to_a_number_of_the_program_are_compiled(law: str, options: dict[str, Any]) -> None:
+    compiled, eager, said = losses(law, [5] * 10, **options)
+    assert said.startswith("Recorded"), said
+    assert compiled == pytest.approx(eager, abs=1e-10)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_rows_with_totals_of_their_own_are_compiled(law: str) -> None:
+    totals = [torch.tensor([3.0 + step % 3, 4.0, 5.0]) for step in range(10)]
+    compiled, eager, said = losses(law, totals, num_particles=2)
+    assert said.startswith("Recorded"), said
+    assert compiled == pytest.approx(eager, abs=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:compile")
+@pytest.mark.parametrize("law", LAWS)
+def test_a_total_that_may_change_is_not_frozen(law: str) -> None:
+    """One number in a tensor says how many values there are."""
+    totals = [torch.tensor(3.0 + step % 3) for step in range(12)]
+    compiled, eager, said = losses(law, totals, num_particles=1, estimator=AllAction())
+    assert "total_count" in said and "pyro" in said, said
+    assert compiled == pytest.approx(eager, abs=1e-10)
+
+
+@pytest.mark.parametrize("total", [2, torch.tensor([2.0, 2.0, 2.0])], ids=["one", "own"])
+def test_gradients_through_counts_are_exact(total: Any) -> None:
+    model, guide = programs(LAWS["binomial"], torch.tensor([1.0, 2.0, 0.0]))
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    for _ in range(4):
+        elbo.loss_and_grads(model, guide, total)
+    assert_unbiased(elbo.eval(), model, guide, total)
+
+
+@pytest.mark.filterwarnings("ignore:compile")
+def test_a_program_that_catches_a_refused_read_is_not_recorded() -> None:
+    """Its other branch would be taken in a recording, and in no step."""
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        try:
+            scale = 1.0 + rate.item()
+        except Exception:
+            scale = 1.0
+        pyro.sample("x", dist.Normal(z, scale), obs=torch.tensor(0.7))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    rate = torch.tensor(2.0)
+    svi = CompiledSVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
+    for _ in range(8):
+        svi.step()
+    assert "rate.item()" in compile_report(svi)
+
+
+def test_numbers_of_the_program_itself_may_be_read() -> None:
+    def model(shift: Tensor) -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        size = max(torch.tensor([0, int(torch.tensor([1, 2]).max())]).tolist())
+        pyro.sample("x", dist.Normal(z + shift, 1.0).expand([size]).to_event(1), obs=torch.ones(size))
+
+    def guide(shift: Tensor) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    svi = CompiledSVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
+    shifts = [torch.tensor(0.1 * step) for step in range(8)]
+    compiled = train(svi, shifts)
+    assert compile_report(svi).startswith("Recorded")
+    assert compiled == pytest.approx(
+        train(SVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1)), shifts)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:compile")
+def test_memory_that_anything_else_is_written_into_may_not_be_read() -> None:
+    def model(shift: Tensor) -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        kept = torch.zeros(2)
+        whole = kept.view(2)
+        kept[0].add_(shift)
+        pyro.sample("x", dist.Normal(z + float(whole[0]), 1.0), obs=torch.tensor(0.7))
+
+    def guide(shift: Tensor) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    svi = CompiledSVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
+    train(svi, [torch.tensor(0.1 * step) for step in range(8)])
+    assert "reads a number" in compile_report(svi)

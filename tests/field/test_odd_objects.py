@@ -1,0 +1,342 @@
+"""Programs that hold objects which do not like to be looked at: scripted modules, proxies, slots, odd ``__dict__``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import SGD
+from torch import nn
+
+from pyro_bpq import CompiledSVI, CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq.testing import assert_unbiased
+
+pytestmark = [
+    # torch.jit is deprecated, and still in use.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+]
+
+
+class Raises:
+    """Each attribute that it does not have raises, and so do its properties."""
+
+    @property
+    def size(self) -> int:
+        raise RuntimeError("not yet")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"there is no {name}")
+
+
+class Hidden:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nobody looks in here")
+
+
+class Listed:
+    __dict__ = ["no", "mapping"]  # type: ignore[assignment]
+
+
+class Closed:
+    """Nothing at all is known of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("closed")
+
+
+class Unbound:
+    """A proxy of what is not there, as a request outside of a request."""
+
+    __class__ = property(lambda self: self._get())  # type: ignore[assignment]
+
+    def _get(self) -> type:
+        raise RuntimeError("working outside of a context")
+
+
+class Slots:
+    __slots__ = ("__weakref__", "size", "unset")
+
+    def __init__(self) -> None:
+        self.size = 2
+
+
+class Meta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        raise RuntimeError("nor the class")
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class OddModuleName:
+    __module__ = 3  # type: ignore[assignment]
+
+
+class OddKeys(dict):
+    def values(self) -> Any:
+        raise RuntimeError("lazy")
+
+    def items(self) -> Any:
+        raise RuntimeError("lazy")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("lazy")
+
+
+class OddList(list):
+    def __iter__(self) -> Any:
+        raise RuntimeError("lazy")
+
+
+class Undecided:
+    """Compares as an array does: the answer has no truth value."""
+
+    def __eq__(self, other: object) -> Any:
+        return torch.ones(2) == 1.0
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise ValueError("neither")
+
+
+class NotYet(nn.Module):
+    """A module whose own ``__init__`` never called that of its base."""
+
+    def __init__(self) -> None:
+        self.__dict__["scale"] = 1.0
+
+
+def dead() -> Any:
+    """A weak proxy of an object that is gone."""
+    proxy = weakref.proxy(Slots())
+    gc.collect()
+    return proxy
+
+
+def lazy_module() -> types.ModuleType:
+    found = types.ModuleType("lazy")
+    found.__getattr__ = Raises().__getattr__  # type: ignore[method-assign]
+    return found
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "traced": lambda: torch.jit.trace(nn.Linear(1, 1), torch.ones(1)),
+    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.Tanh())),
+    "frozen": lambda: torch.jit.freeze(torch.jit.script(nn.Linear(1, 1).eval())),
+    "scripted_function": lambda: torch.jit.trace(lambda x: 2.0 * x, torch.ones(1)),
+    "normed": lambda: torch.jit.script(nn.BatchNorm1d(1).eval()),
+    "fx": lambda: torch.fx.symbolic_trace(nn.Linear(1, 1)),
+    "lazy_linear": lambda: nn.LazyLinear(1),
+    "module_not_yet": NotYet,
+    "raises": Raises,
+    "hidden": Hidden,
+    "listed": Listed,
+    "closed": Closed,
+    "unbound": Unbound,
+    "slots": Slots,
+    "of_meta": OfMeta,
+    "meta": lambda: OfMeta,
+    "odd_module_name": OddModuleName,
+    "odd_keys": lambda: OddKeys(a=1),
+    "odd_list": lambda: OddList([1]),
+    "undecided": Undecided,
+    "mock": mock.MagicMock,
+    "dead": dead,
+    "proxy": lambda: weakref.proxy(ALIVE),
+    "lazy_module": lazy_module,
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "generator": lambda: (i for i in range(2)),
+    "memory": lambda: memoryview(b"ab"),
+    "property": lambda: property(),
+    "static": lambda: staticmethod(3),  # type: ignore[arg-type]
+    "frame": lambda: sys._getframe(),
+    "cell": lambda: types.CellType(),
+    "mapping": lambda: types.MappingProxyType({"a": 1}),
+}
+ALIVE = nn.Linear(1, 1)
+CALLED = ("traced", "scripted", "frozen", "scripted_function", "normed", "fx")
+
+
+def programs(items: Any, called: Any = None, config: Any = None) -> tuple[Any, Any]:
+    """Programs that reach objects by a closure and by an attribute, and may call one of them."""
+    holder = types.SimpleNamespace(items=items, config=config)
+
+    def model(*_: Any) -> None:
+        a = pyro.sample("a", dist.Bernoulli(0.4))
+        b = pyro.sample("b", dist.Bernoulli(0.3)) if config is not None else a
+        assert holder.items is items
+        value = a if called is None else called(a.reshape(1, 1)).sum()
+        linked = b if config is not None and config.linked else 0.0
+        pyro.sample("x", dist.Normal(value + 2.0 * a * linked, 1.0), obs=torch.tensor(0.7))
+
+    def guide(*_: Any) -> None:
+        q = pyro.param("q", torch.tensor([0.3, -0.2]))
+        pyro.sample("a", dist.Bernoulli(logits=q[0]))
+        if config is not None:
+            pyro.sample("b", dist.Bernoulli(logits=q[1]))
+
+    return model, guide
+
+
+def train(steps: int, model: Any, guide: Any, *args: Any, number: int | None = 2) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(num_particles=number)
+    svi = SVI(model, guide, SGD({"lr": 0.01}), elbo)
+    for _ in range(steps):
+        svi.step(*args)
+    return elbo
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_modules_that_are_called(name: str) -> None:
+    model, guide = programs(None, ODD[name]())
+    train(3, model, guide, number=None)
+    assert_unbiased(train(3, model, guide).eval(), model, guide)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_modules_that_a_recorded_step_calls(name: str) -> None:
+    assert_recorded(*programs(None, ODD[name]()))
+
+
+def assert_recorded(model: Any, guide: Any, *args: Any) -> None:
+    """The steps are recorded, and go on as they would eagerly."""
+    losses = []
+    for make in (functools.partial(CompiledSVI, compile="eager"), SVI):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        svi = make(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=2))
+        losses.append([svi.step(*args) for _ in range(8)])
+        if isinstance(svi, CompiledSVI):
+            assert compile_report(svi).startswith("Recorded"), compile_report(svi)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name not in CALLED])
+def test_objects_within_reach_and_among_the_arguments(name: str) -> None:
+    item = ODD[name]()
+    model, guide = programs(item)
+    assert_unbiased(train(2, model, guide, item).eval(), model, guide, item)
+
+
+def test_steps_are_recorded_with_them_in_reach() -> None:
+    items = {name: make() for name, make in ODD.items()}
+    assert_recorded(*programs(items), *items.values())
+
+
+@dataclass(slots=True)
+class Config:
+    """Options in slots, as ``dataclass(slots=True)`` makes them."""
+
+    linked: bool = False
+
+
+@pytest.mark.parametrize("name", ["slots", "closed", "scripted"])
+def test_a_flag_in_a_slot_is_noticed(name: str) -> None:
+    """Beside an object that hides everything, too: the flag is behind it."""
+    config = Config()
+    model, guide = programs(ODD[name](), config=config)
+    elbo = train(6, model, guide)
+    config.linked = True
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_a_flag_in_a_slot_is_part_of_a_recording() -> None:
+    """The loss after the switch is that of the new program."""
+    config, losses = Config(), []
+    model, guide = programs(None, config=config)
+    svi = CompiledSVI(model, guide, SGD({"lr": 0.0}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
+    for _ in range(8):
+        svi.step()
+    assert "Recorded" in compile_report(svi)
+    config.linked = True
+    for seed in range(4):
+        for step in (svi.step, lambda: TraceBackpropQ_ELBO(num_particles=2).loss(model, guide)):
+            pyro.set_rng_seed(seed)
+            losses.append(step())
+    assert losses[0::2] == pytest.approx(losses[1::2], abs=1e-12)
+
+
+def test_the_mode_of_a_scripted_module_is_noticed() -> None:
+    """In training it adds a reader of ``a`` that is not there in evaluation."""
+
+    class Gate(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a * b if self.training else b
+
+    gate = torch.jit.script(Gate()).eval()
+
+    def model() -> None:
+        a, b = pyro.sample("a", dist.Bernoulli(0.4)), pyro.sample("b", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(gate(a, b), 0.5), obs=torch.tensor(0.7))
+
+    guide = programs(None, config=Config())[1]
+    elbo = train(6, model, guide)
+    gate.train()
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def in_rows(net: Any) -> tuple[Any, Any]:
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            a = pyro.sample("a", dist.Bernoulli(0.4))
+            mean = net(a.reshape(-1, 1)).reshape(*a.shape, 2).sum(-1)
+            pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.ones(3))
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
+
+    return model, guide
+
+
+@pytest.mark.filterwarnings("ignore:Rows of the plate")
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_scripted_net_keeps_its_own_statistics(number: int) -> None:
+    """Further runs of the model leave no trace in them, as in a net of Python."""
+    seen = []
+    for make in (torch.jit.script, lambda net: net):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        net = make(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
+        train(6, *in_rows(net), number=number)
+        seen.append(net.state_dict())
+    assert seen[0]["1.num_batches_tracked"] == 6 * number
+    for name, value in seen[0].items():
+        torch.testing.assert_close(value, seen[1][name])
+
+
+def test_a_guide_may_keep_its_arguments() -> None:
+    """As scripts do: ``self.args = parser.parse_args()``."""
+
+    class Guide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.args = nn.Parameter(torch.tensor([0.3, -0.2])), argparse.Namespace(linked=True)
+
+        def forward(self) -> None:
+            for name, logits in zip("ab", self.q, strict=True):
+                pyro.sample(name, dist.Bernoulli(logits=logits))
+
+    model, guide = programs(None, config=Config(linked=True))[0], Guide()
+    learner = CriticLearner(slow=SlowTracking(0.1, guide=True), replay=Replay(batch_size=2))
+    elbo = TraceBackpropQ_ELBO(learner=learner, num_particles=1)
+    for _ in range(4):
+        elbo.loss_and_grads(model, guide)
+    assert guide.q.grad is not None
