@@ -41,7 +41,7 @@ class Arguments:
     def with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
         leaves, tree = tree_flatten((program.args, program.kwargs))
-        floats = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        floats = {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}
         if not floats:
             return program
         self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}

@@ -33,6 +33,9 @@ from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
 
+MEANS = ("geometric", "arithmetic", None)
+_NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."
+
 
 class TraceBackpropQ_IWAE(Objective):
     r"""Importance-weighted bound on the evidence, with unbiased gradients for sites of any kind.

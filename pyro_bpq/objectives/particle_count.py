@@ -99,7 +99,8 @@ class ParticleCount:
             self.now = way or self.written
             return runner.observe(program, self.now, mode) if way else self._given(runner, program, mode)
         if way is None and not mode.settles:
-            return runner.observe(program, self.one, mode)
+            self.now = self.one
+            return runner.observe(program, self.now, mode)
         if way is not None and way.sums:
             return self._summed(runner, program, way, mode)
         found = None if way is not None else self._like_before(runner, program, mode)

@@ -259,17 +259,17 @@ class Recordings:
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
+        # Where the structure may depend on sampled values, reads of other runs of it are not joined.
+        is_joined = not (self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)))
+        known = self._joined(traced, traced.recorded, number) if is_joined else None
         if learn:
             self._note(traced)
-        if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
-            # Reads of other runs of the structure are not joined: the structure may depend on sampled values.
+        if known is None:
             return build_graph(traced, traced.recorded.reads)
-        known = self._joined(traced, traced.recorded, number)
-        if learn or traced.key not in self.known:
-            self.known[traced.key] = known
-            self.known.move_to_end(traced.key)
-            if len(self.known) > _CAPACITY:
-                self.known.popitem(last=False)
+        self.known[traced.key] = known
+        self.known.move_to_end(traced.key)
+        if len(self.known) > _CAPACITY:
+            self.known.popitem(last=False)
         return known.graph
 
     def _note(self, traced: TracedRun) -> None:
@@ -294,8 +294,6 @@ class Recordings:
         if before is not None and before.is_like(new):
             new.take_over(before)
             self.now.recorded[key] = new
-            if old is not None:
-                return old
         else:
             check = check_of(new)
             if check is None:
@@ -305,12 +303,14 @@ class Recordings:
         patterns = frozenset(new.patterns.items())
         if old is None:
             return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)
-        reads = old.reads.union(new.reads)
+        reads, kept = old.reads.union(new.reads), old.patterns & patterns
+        if reads.bits == old.reads.bits and kept == old.patterns:
+            return old
         added = {cost: sorted(reads[cost] - old.reads[cost]) for cost in reads}
-        lost = sorted({pair for pair, _ in old.patterns - patterns})
+        lost = sorted({pair for pair, _ in old.patterns - kept})
         texts = [f"{cost} also reads {names}" for cost, names in added.items() if names]
         texts += [f"{cost} reads other components of {site}" for site, cost in lost]
-        if texts and before is not None:
+        if texts and before is not None and self.now.steps:
             warnings.warn(
                 f"Dependencies changed within the last {self.now.steps} steps: {'; '.join(texts)}. They are "
                 'taken into account from now on; write structure="dynamic" to record every step.',
@@ -318,7 +318,7 @@ class Recordings:
                 stacklevel=3,
             )
         graph = old.graph if reads.bits == old.reads.bits else build_graph(traced, reads)
-        return Known(graph, reads, old.patterns & patterns, old.self_read | new.self_read)
+        return Known(graph, reads, kept, old.self_read | new.self_read)
 
     def settle_order(self, fits: bool) -> None:
         """Settles whether steps of a program that values steer go in program order; once refused, they never do."""

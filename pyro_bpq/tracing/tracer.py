@@ -24,7 +24,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Drawn, Scored, elements_of
-from pyro_bpq.record.laws import relaxed_log_prob
+from pyro_bpq.record.laws import relaxed_log_prob, unchecked
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
@@ -138,7 +138,7 @@ def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     They often switch parts of a program on and off, so that other values may mean other dependencies.
     """
     places = (*enumerate(args), *kwargs.items())
-    return tuple((place, value) for place, value in places if value is None or isinstance(value, bool))
+    return tuple((place, value) for place, value in places if value is None or value is True or value is False)
 
 
 def _explained_traces(
