@@ -286,10 +286,14 @@ def _of_nan(sites: list[Any]) -> Iterator[str]:
             f"The {_scored(site)} {count}. Look at how it is computed: 0 / 0, a logarithm of a negative number, or "
             "infinity minus infinity."
         )
-    elif number_missing(site["value"]):
-        yield f"The drawn value of site {site['name']!r} is NaN, and so is its log-probability."
+        return
+    checked = "" if is_validation_enabled() else " pyro.enable_validation(True) says which."
+    if number_missing(site["value"]):
+        yield (
+            f"The drawn value of site {site['name']!r} is NaN, and so is its log-probability. Look for a parameter of "
+            f"its distribution, {distribution_name(fn)}, that is NaN.{checked}"
+        )
     else:
-        checked = "" if is_validation_enabled() else " pyro.enable_validation(True) says which."
         yield edge_line(site) or (
             f"The {_scored(site)} {count}: a parameter of its distribution, {distribution_name(fn)}, is NaN or outside "
             f"of its range.{checked}"
