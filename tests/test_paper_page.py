@@ -77,9 +77,7 @@ def numbered(word: str, text: str) -> set[int]:
 
 
 def test_rows_are_read() -> None:
-    text = (
-        "| paper | object | test | x |\n| --- | --- | --- | --- |\n| Eq. 1 | `a.b` | `t.py::c` | It is so. |\n\n"
-    )
+    text = "| paper | object | test | x |\n| --- | --- | --- | --- |\n| Eq. 1 | `a.b` | `t.py::c` | It is so. |\n\n"
     assert rows(text) == [Row("Eq. 1", ("a.b",), ("t.py::c",), "It is so.")]
     assert numbered("Eq.", "Eq. 1, 5, and 7 to 9; Fig. 3") == {1, 5, 7, 8, 9}
     assert not is_test("tests/test_paper_page.py::test_none") and not is_test("tests/none.py::test_rows_are_read")
