@@ -121,18 +121,6 @@ def test_classes_stack_equal_specs_in_program_order() -> None:
     assert found.place == {"a": (0, 0), "c": (0, 1), "b": (1, 0), "d": (2, 0)}
 
 
-def test_width_of_encoded_values() -> None:
-    graph = Graph.from_parents({"a": [], "b": [], "c": [], "d": []}, {"f": ["a", "b", "c", "d"]})
-    vector = SiteSpec((), None, (4,), Pathwise())
-    specs = {
-        "a": spec(),
-        "b": spec(components=DIE),
-        "c": spec(components=Components("bernoulli", (5,), 2)),
-        "d": vector,
-    }
-    assert [cls.width for cls in layout(graph, specs).classes] == [1, 3, 5, 4]
-
-
 def chain(length: int) -> Graph:
     nodes = {f"x{i}": [f"x{j}" for j in range(i)] for i in range(length)}
     return Graph.from_parents(nodes, {"f": list(nodes)})
@@ -193,13 +181,6 @@ def test_cells_count_the_joint_states_of_the_scope() -> None:
     assert found.cells(group_of(found, "x3")) == 0
 
 
-def test_matrices_have_the_dtype_that_is_asked_for() -> None:
-    found = layout(chain(3))
-    for dtype in (torch.float32, torch.float64):
-        array = found.matrix(Relation.DOWNSTREAM, 0, 0, torch.zeros((), dtype=dtype))
-        assert dense(array).dtype == dtype
-
-
 def test_rules_become_matrices() -> None:
     graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
     network = BackpropQNetwork.build(graph, "merged", immediate="learned")
@@ -213,12 +194,3 @@ def test_rules_become_matrices() -> None:
     ]
     assert root[at["y^f1"]].tolist() == [1.0, 0.0] and root[at["z"]].tolist() == [0.0, 1.0]
     assert rules.immediate is None and block.beyond is None and torch.equal(rule, rule.triu(1))
-
-
-def test_large_graphs_are_laid_out_quickly() -> None:
-    graph = chain(400)
-    found = layout(graph)
-    array = found.matrix(Relation.DOWNSTREAM, 0, 0, torch.zeros(()))
-    assert dense(array).shape == (400, 1)
-    later = found.matrix(Relation.LATER, 0, 0, torch.zeros(()))
-    assert float(dense(later).sum()) == 400 * 399 / 2

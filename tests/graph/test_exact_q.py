@@ -26,10 +26,7 @@ def target_error(program: TabularProgram, network: BackpropQNetwork, lam: float,
     q = program.exact_q(network)
     expected = program.expected(network, q) if is_expected else None
     targets = lambda_return(network, q, program.costs, lam, 1.0, expected)
-    return max(
-        (largest(program.expect(targets[n.name], n.scope) - q[n.name]) for n in network.learned),
-        default=0.0,
-    )
+    return max((largest(program.expect(targets[n.name], n.scope) - q[n.name]) for n in network.learned), default=0.0)
 
 
 def test_random_graphs_have_what_they_are_to_test() -> None:

@@ -14,8 +14,7 @@ from pyro_bpq.testing import TabularProgram
 
 build = BackpropQNetwork.build
 CASE_7 = graph_of(
-    {"a": [], "b1": [], "b2": [], "x": ["a"], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
-    {"f1": ["y1"], "f2": ["y2"]},
+    {"a": [], "b1": [], "b2": [], "x": ["a"], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]}, {"f1": ["y1"], "f2": ["y2"]}
 )
 NETWORK_7 = build(CASE_7, "chain", immediate="learned")
 
@@ -26,10 +25,7 @@ def test_case_7_tuples_by_hand() -> None:
     plan = replay_plan(NETWORK_7, "x")
     assert plan.scope == ("a", "x")
     assert plan.stale_stored == ("a", "b1", "b2", "x") and plan.stale_redrawn == ("y1", "y2")
-    assert plan.children == (
-        ReplayChild("y1", "y1", ("b1",), ()),
-        ReplayChild("y2", "y2", ("a", "b2"), ()),
-    )
+    assert plan.children == (ReplayChild("y1", "y1", ("b1",), ()), ReplayChild("y2", "y2", ("a", "b2"), ()))
     # Better: b1 and b2 lie outside of the scope and come from the current guide too.
     assert plan.redrawn == ("b1", "b2", "y1", "y2") and set(plan.stale_stored) > set(plan.scope)
 

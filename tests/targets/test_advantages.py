@@ -50,8 +50,7 @@ def test_case_6_siblings() -> None:
 
 def test_case_6_parents_and_siblings() -> None:
     graph = graph_of(
-        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]},
-        {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]},
+        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]}, {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]}
     )
     a = found(graph, {"x1": 10.0, "x2": 6.0, "y1": 4.0, "y2": 7.0, "y3": 1.5})
     assert a["y2"] == pytest.approx(7.0 - ((10.0 - 4.0) + (6.0 - 1.5)) / 2)

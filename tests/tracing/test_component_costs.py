@@ -12,6 +12,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
@@ -39,8 +40,7 @@ def _trained(case: Case, **options: Any) -> TraceBackpropQ_ELBO:
     case.params()
     elbo = TraceBackpropQ_ELBO(**options)
     svi = SVI(case.model, case.guide, Adam({"lr": 0.02}), loss=elbo)
-    for _ in range(20):
-        svi.step(*case.args)
+    repeat(20, svi.step, *case.args)
     case.params()
     return elbo.eval()
 
@@ -125,47 +125,6 @@ def test_joined_components_vary_as_little_as_separate_sites() -> None:
     assert variance["as one"] > 10.0 * variance["joined"]
 
 
-class Picks:
-    """A model whose observations read components that the data choose."""
-
-    def guide(self, index: Tensor, data: Tensor) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
-
-    def model(self, index: Tensor, data: Tensor) -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
-        with pyro.plate("rows", len(data)):
-            pyro.sample("x", dist.Normal(z[index], 1.0), obs=data)
-        pyro.sample("first", dist.Normal(z[0], 1.0), obs=torch.tensor(0.3))
-
-
-def test_components_chosen_by_data_are_not_told_apart() -> None:
-    picks, elbo = Picks(), TraceBackpropQ_ELBO(estimator=ScoreFunction())
-    elbo.loss_and_grads(picks.model, picks.guide, torch.tensor([2, 0]), torch.zeros(2))
-    assert _charged(elbo)["z"] == {"-log p(first)", "log q(z)", "-log p(z)"}
-
-
-def _rows_guide(data: Tensor) -> None:
-    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
-
-
-def _rows_model(data: Tensor) -> None:
-    z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
-    with pyro.plate("rows", len(data)):
-        pyro.sample("x", dist.Normal(z[: len(data)], 1.0), obs=data)
-
-
-def test_fewer_rows_are_charged_anew() -> None:
-    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
-    for _ in range(4):
-        elbo.loss_and_grads(_rows_model, _rows_guide, torch.zeros(3))
-    assert "-log p(x)" in _charged(elbo)["z"]
-    # No longer tracked: which of the components two rows read is not known.
-    elbo.loss_and_grads(_rows_model, _rows_guide, torch.zeros(2))
-    assert not _charged(elbo)
-    elbo.loss_and_grads(_rows_model, _rows_guide, torch.zeros(3))
-    assert "-log p(x)" in _charged(elbo)["z"]
-
-
 class Turns:
     """A model whose observation reads another component after some steps."""
 
@@ -181,66 +140,9 @@ class Turns:
 
 def test_a_changed_reader_is_told_and_then_charged_to_all() -> None:
     turns, elbo = Turns(), TraceBackpropQ_ELBO(estimator=ScoreFunction())
-    for _ in range(5):
-        elbo.loss_and_grads(turns.model, turns.guide)
+    repeat(5, elbo.loss_and_grads, turns.model, turns.guide)
     assert "-log p(x)" in _charged(elbo)["z"]
     turns.component = 2
     with pytest.warns(BPQWarning, match=r"-log p\(x\) of z"):
-        for _ in range(20):
-            elbo.loss_and_grads(turns.model, turns.guide)
-    assert not _charged(elbo)
-
-
-def test_counts_are_charged_too() -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Poisson(pyro.param("rate", torch.ones(4)).exp()).to_event(1))
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Poisson(torch.ones(4)).to_event(1))
-        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.arange(4.0))
-
-    elbo = TraceBackpropQ_ELBO(1)
-    elbo.loss_and_grads(model, guide)
-    assert _charged(elbo)["z"] >= {"-log p(x)", "log q(z)"}
-    assert elbo.info["z"]["cost_to_go"].shape == (1, 4)
-
-
-def test_components_are_charged_by_the_plan_that_is_carried_out() -> None:
-    """The extra run that would have told all fails: a step plans anew, and charges what the new plan charges."""
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
-
-    runs = []
-
-    def model() -> None:
-        runs.append(1)
-        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
-        # Costs something else in each run.
-        pyro.sample("x", dist.Normal(z + len(runs), 1.0).to_event(1), obs=torch.ones(3))
-
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(2):
-        elbo.loss_and_grads(model, guide)
-        assert "-log p(x)" in _charged(elbo)["z"]
-    assert not elbo.runner.plans.works("flips", elbo.runner.plans.last.key)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_second_run_is_the_baseline_of_whole_sites(number: int) -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.3, 0.6])).to_event(1))
-        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.tensor([0.2, 0.9]))
-
-    def guide() -> None:
-        logits = pyro.param("q", torch.tensor([0.4, -0.3]))
-        pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
-
-    estimator = AllAction(second_run=True, exact=False)
-    elbo = TraceBackpropQ_ELBO(number, vectorize_particles=number > 1, estimator=estimator, critic=None)
-    pyro.clear_param_store()
-    svi = SVI(model, guide, Adam({"lr": 0.02}), loss=elbo)
-    for _ in range(5):
-        svi.step()
-    assert_unbiased(elbo.eval(), model, guide)
+        repeat(20, elbo.loss_and_grads, turns.model, turns.guide)
     assert not _charged(elbo)

@@ -12,12 +12,11 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
-from torch import Tensor, nn
+from steps import repeat
+from torch import Tensor
 from torch.distributions.transforms import AffineTransform, ExpTransform
 
-import pyro_bpq
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import StraightThrough
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing import hidden_particles as module
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -41,23 +40,6 @@ def param(name: str, *shape: int) -> Tensor:
     return pyro.param(name, lambda: torch.linspace(-0.7, 0.9, torch.Size(shape).numel()).reshape(shape))
 
 
-class Branching(dist.TorchDistribution):  # type: ignore[misc]
-    """A distribution of a user's own."""
-
-    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
-    support = dist.constraints.real
-
-    def __init__(self, base: Any) -> None:
-        self.parts = {"base": [base]}
-        super().__init__(base.batch_shape)
-
-    def sample(self, sample_shape: tuple[int, ...] = ()) -> Tensor:
-        return self.parts["base"][0].sample(torch.Size(sample_shape))
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        return self.parts["base"][0].log_prob(value)
-
-
 # From what was sampled before, a scalar, and a parameter of three: the distribution of the next site.
 KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "normal": lambda z, w: dist.Normal(z + w, 1.0).to_event(1),
@@ -65,14 +47,11 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "categorical": lambda z, w: dist.Categorical(logits=w * z),
     "one_hot": lambda z, w: dist.OneHotCategorical(logits=w * z),
     "poisson": lambda z, w: dist.Poisson((w + 0.1 * z).exp()).to_event(1),
-    "joint": lambda z, w: dist.MultivariateNormal(w, scale_tril=torch.eye(3) * (1.0 + z.sigmoid())),
     "moved": lambda z, w: dist.TransformedDistribution(
         dist.Normal(w, 1.0), [AffineTransform(z, 2.0), ExpTransform()]
     ).to_event(1),
     "masked": lambda z, w: dist.Bernoulli(logits=w + z).mask(z > 0.0).to_event(1),
-    "expanded": lambda z, w: dist.Normal(z, 1.0).expand([3]).to_event(1),
     "mixture": lambda z, w: dist.MixtureSameFamily(dist.Categorical(logits=w), dist.Normal(w * z, 1.0)),
-    "own": lambda z, w: Branching(dist.Normal(w.sum() * z, 1.0)),
 }
 
 
@@ -138,81 +117,6 @@ def test_each_particle_has_the_record_of_a_single_run(kind: str) -> None:
         assert torch.equal(found.value, run.guide_trace.nodes[name]["value"])
 
 
-@pytest.mark.parametrize("kind", ["categorical", "one_hot", "normal"])
-def test_particles_differ_in_what_they_draw(kind: str) -> None:
-    model, guide = programs_of(kind)
-    guide()
-    drawn = torch.stack([run.run.sites["z"].value for run in hidden(model, guide)])
-    assert drawn.unique().numel() == NUMBER
-    subsets = {tuple(run.subsamples["rows"].tolist()) for _ in range(5) for run in hidden(model, guide)}
-    assert len(subsets) > 1
-
-
-class Keeping(nn.Module):
-    """A module that keeps a value."""
-
-    last: Tensor | None = None
-
-    def forward(self, z: Tensor) -> Tensor:
-        self.last = z
-        return z
-
-
-def steered(z: Tensor) -> Tensor:
-    return z if z > 0 else -z
-
-
-KEPT = torch.zeros(2)
-
-
-def written(z: Tensor) -> Tensor:
-    KEPT[0] = z
-    return KEPT.sum()
-
-
-def with_own_function(z: Tensor) -> Tensor:
-    return dist.Dirichlet(torch.ones(3) + z).rsample()[0]
-
-
-READS: dict[str, Callable[[Tensor], Tensor]] = {
-    "steered": steered,
-    "item": lambda z: torch.tensor(z.item()),
-    "written": written,
-    "kept": Keeping(),
-    "without a rule": with_own_function,
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_what_has_no_meaning_for_hidden_particles_is_refused(read: str) -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=param("w")))
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.3))
-        pyro.sample("x", dist.Normal(READS[read](z), 1.0), obs=torch.tensor(0.3))
-
-    guide()
-    with pytest.raises(RuntimeError):
-        hidden(model, guide)
-
-
-def test_values_that_carry_gradients_of_an_estimator_are_refused() -> None:
-    model, guide = programs_of("one_hot")
-    guide()
-    chosen = pyro.poutine.infer_config(
-        guide, lambda site: {"bpq": {"estimator": StraightThrough()}} if site["name"] == "y" else {}
-    )
-    attach = TraceBackpropQ_ELBO().planner.attach
-    assert attach({"bpq": {"estimator": StraightThrough()}}) == StraightThrough()
-    with pytest.raises(RuntimeError, match="attach gradients"):
-        hidden(model, chosen, attach=attach)
-
-
-def coins_guide() -> None:
-    pyro.sample("z", dist.Bernoulli(logits=param("q", 2)).to_event(1))
-
-
 def coins_model() -> None:
     z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
     y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.4) + 0.2 * z[0]))
@@ -227,8 +131,7 @@ def coins_guide_of_both() -> None:
 def ready(options: dict[str, Any]) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, **options)
     with pytest.warns(UserWarning, match="without seeing each other"):
-        for _ in range(9):
-            elbo.loss_and_grads(coins_model, coins_guide_of_both)
+        repeat(9, elbo.loss_and_grads, coins_model, coins_guide_of_both)
     assert elbo.particles.now.is_hidden and (elbo.runner.is_looking == (options.get("structure") == "dynamic"))
     return elbo.eval()
 
@@ -253,26 +156,3 @@ def test_particles_that_share_their_draws_are_found(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(AssertionError):
         assert_unbiased(elbo, coins_model, coins_guide_of_both)
-
-
-def test_a_refused_run_leaves_buffers_and_calls_no_cost() -> None:
-    net = nn.BatchNorm1d(2)
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=param("q", 2)).to_event(1))
-
-    def training() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
-        pyro.sample("x", dist.Normal(net(z.expand(3, 2)).sum(), 1.0), obs=torch.tensor(0.7))
-
-    guide()
-    with pytest.raises(RuntimeError):
-        hidden(training, guide)
-    assert net.num_batches_tracked == 0
-
-    def priced() -> None:
-        pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
-        pyro_bpq.cost("price", torch.tensor(1.0))
-
-    with pytest.raises(RuntimeError, match="cost statements"):
-        hidden(priced, guide)

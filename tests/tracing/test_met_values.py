@@ -5,12 +5,6 @@ from __future__ import annotations
 from pyro_bpq.tracing.plain_values import MetValues
 
 
-def test_the_first_values_of_a_kind_switch_nothing() -> None:
-    met = MetValues().after("flags", (True,), False)
-    assert met.known == {"flags": {(True,)}} and not met.has_switched
-    assert met.after("flags", (True,), False) is met
-
-
 def test_new_values_are_told_until_a_run_was_tracked() -> None:
     met = MetValues().after("flags", (True,), False).after("flags", (False,), False)
     assert met.has_switched and not met.seen().has_switched
@@ -25,8 +19,3 @@ def test_values_that_differ_in_many_steps_count() -> None:
     assert not met.counts and len(met.known["numbers"]) == 32
     met = met.seen().after("numbers", (32,), False)
     assert met.counts and not met.has_switched and (32,) not in met.known["numbers"]
-
-
-def test_counters_count_from_the_first_step_on() -> None:
-    assert MetValues().after("flags", (), True).counts
-    assert MetValues().after("flags", (), False).after("flags", (), True).counts

@@ -44,31 +44,10 @@ def test_flops(function: Callable[[], object], flops: int, convolved: int) -> No
     assert (found.flops, found.convolved) == (flops, convolved)
 
 
-def test_a_backward_pass_counts() -> None:
-    layer, values = nn.Conv2d(16, 16, 3, padding=1), torch.zeros(2, 16, 6, 6, requires_grad=True)
-    forward = counted(lambda: layer(values))
-    both = counted(lambda: layer(values).sum().backward())
-    assert both.convolved == 3 * forward.convolved > 0
-
-
 def test_views_write_nothing() -> None:
     values = torch.zeros(4, 5)
     assert counted(lambda: values.reshape(5, 4)[1:]).bytes == 0
     assert counted(lambda: values + 1.0) == Work(operators=1, bytes=20 * values.element_size())
-
-
-def test_a_draw_takes_longer_than_a_copy() -> None:
-    values = torch.full((4, 5), 0.5)
-    assert counted(lambda: values.bernoulli()).bytes == (1 + 4) * 20 * values.element_size()
-
-
-def test_rows_share_their_calls() -> None:
-    work = Work(operators=3, flops=5, convolved=6, bytes=7)
-    assert work.of_rows(2) == Work(3, 10, 12, 14) and work.times(2) == Work(6, 10, 12, 14)
-    parts = [Work(operators=3), Work(flops=5), Work(convolved=6), Work(bytes=7)]
-    assert all(part.seconds > 0.0 for part in parts)
-    assert work.seconds == pytest.approx(sum(part.seconds for part in parts))
-    assert work + work - work == work
 
 
 def test_tracked_runs_count_guide_and_model_apart() -> None:
