@@ -19,9 +19,9 @@ PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 _SAMPLES = 1000
 # The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
 _ERRORS = 2.0
-# Indices of control variates: the exact costs (not learned), the critic's level, the later sites, their exact costs.
-EXACT, LEVEL, _LATER, _LATER_EXACT = 0, 1, 3, 4
-_NOT_LEARNED = EXACT, _LATER_EXACT
+# Indices of control variates: the exact costs, the later sites, their exact costs.
+_EXACT, _LATER, _LATER_EXACT = 0, 3, 4
+_NOT_LEARNED = _EXACT, _LATER_EXACT
 # One of the last two is zero.
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
 
@@ -127,15 +127,13 @@ class ScaledTerms:
         """The ``i``-th scale, broadcastable to the costs."""
         return scales[:, i].reshape(-1, *(1,) * (self.cost.dim() - 1))
 
-    def updated(
-        self, context: SiteContext, scales: Tensor, options: Adaptive, trusted: tuple[int, ...] = _NOT_LEARNED
-    ) -> dict[str, Tensor]:
-        """New running statistics after a step with these scales; ``trusted`` control variates are not learned."""
+    def updated(self, context: SiteContext, scales: Tensor, options: Adaptive) -> dict[str, Tensor]:
+        """New running statistics after a step with these scales."""
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": context.running_mean("means", self.means, options.decay)}
         present = self.present
-        trusted = trusted if context.correction is not None else (*trusted, _LATER)
+        trusted = _NOT_LEARNED if context.correction is not None else (*_NOT_LEARNED, _LATER)
         if not present:
             return {} if context.num_particles > 1 else means
         moments, elements = context.joint(torch.cat(self.moments(scales), 1))

@@ -18,7 +18,7 @@ from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.estimators.score_function import SecondRun
+from pyro_bpq.estimators.score_function import ScoreFunction, SecondRun
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
@@ -109,8 +109,8 @@ class Planner:
         found, site, options = decide(BY_OPTIONS, facts), facts.info, facts.options
         assert found is not None
         chosen = found.estimator
-        if options.baseline is not None and chosen.takes_baseline:
-            if options.estimator is None or not chosen.has_baseline:
+        if options.baseline is not None and isinstance(chosen, ScoreFunction):
+            if options.estimator is None or chosen.baseline is None:
                 return Choice(with_baseline(options.baseline), "Pyro's baseline options of the site")
         reason = chosen.unsupported(site)
         if reason is not None:

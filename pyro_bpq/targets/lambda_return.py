@@ -163,11 +163,11 @@ def lambda_return_solve(
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a network as matrices: averages over Q-nodes, ``(Q, costs)`` averages over costs, immediate costs."""
+    """The rules of a network as matrices: averages over Q-nodes and over costs, and immediate costs."""
 
     within: Tensor  # Weights of Q-nodes in each rule, `(Q, Q)`, strictly upper triangular
-    root: Sums | None
-    immediate: Sums | None
+    root: Sums | None  # Weights of costs in each rule, `(Q, costs)`
+    immediate: Sums | None  # Immediate costs of each Q-node, `(Q, costs)`
 
 
 def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor) -> Rules:

@@ -117,9 +117,7 @@ def test_rules_as_matrices(seed: int) -> None:
     costs, mean, learned = (torch.randn(n, 2, dtype=torch.float64) for n in (num_costs, size, size))
     lam = torch.rand(size, dtype=torch.float64)
     root, immediate = (dense(part, (size, num_costs)) for part in (rules.root, rules.immediate))
-    expected = lambda_return_solve(
-        rules.within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9
-    )
+    expected = lambda_return_solve(rules.within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9)
     torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)
 
 

@@ -224,23 +224,3 @@ def test_components_are_charged_by_the_plan_that_is_carried_out() -> None:
         elbo.loss_and_grads(model, guide)
         assert "-log p(x)" in _charged(elbo)["z"]
     assert not elbo.runner.plans.works("flips", elbo.runner.plans.last.key)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_second_run_is_the_baseline_of_whole_sites(number: int) -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.3, 0.6])).to_event(1))
-        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.tensor([0.2, 0.9]))
-
-    def guide() -> None:
-        logits = pyro.param("q", torch.tensor([0.4, -0.3]))
-        pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
-
-    estimator = AllAction(second_run=True, exact=False)
-    elbo = TraceBackpropQ_ELBO(number, vectorize_particles=number > 1, estimator=estimator, critic=None)
-    pyro.clear_param_store()
-    svi = SVI(model, guide, Adam({"lr": 0.02}), loss=elbo)
-    for _ in range(5):
-        svi.step()
-    assert_unbiased(elbo.eval(), model, guide)
-    assert not _charged(elbo)
