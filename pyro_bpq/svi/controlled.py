@@ -2,6 +2,7 @@ r"""Drop-ins for ``pyro.infer.SVI`` that limit how far a step moves the guide.""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,11 @@ class _ControlledSVI(SVI):
         self.elbo = loss
         self.last: ControlledStep | None = None
 
+    def __repr__(self) -> str:
+        options = inspect.signature(type(self)).parameters.values()
+        shown = [f"{o.name}={getattr(self, o.name)!r}" for o in options if o.kind is o.KEYWORD_ONLY]
+        return f"{type(self).__name__}({', '.join(shown)}, last={self.last})"
+
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
         """Loss, local objective, and parameters, whose ``.grad`` holds the gradient of a plain step."""
         program = Program(self.model, self.guide, args, kwargs)
@@ -103,12 +109,6 @@ class ProximalSVI(_ControlledSVI):
         | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
         | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 17
     """
-
-    def __repr__(self) -> str:
-        return (
-            f"ProximalSVI(epochs={self.epochs}, clip={self.clip}, target_kl={self.target_kl}, penalty={self.penalty}, "
-            f"last={self.last})"
-        )
 
     def __init__(
         self,
@@ -203,12 +203,6 @@ class TrustRegionSVI(_ControlledSVI):
         | Trust region policy optimization (Schulman et al., 2015), Appendix C
         | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 16
     """
-
-    def __repr__(self) -> str:
-        return (
-            f"TrustRegionSVI(max_kl={self.max_kl}, max_site_kl={self.max_site_kl}, divergence={self.divergence!r}, "
-            f"last={self.last})"
-        )
 
     def __init__(
         self,

@@ -61,10 +61,6 @@ class FakeProgram:
         own = cost[drawn].reshape(lead)
         return own + self.later * self._noise(own)
 
-    def remaining(self) -> Tensor:
-        """The same as :meth:`independent`, because no cost is known at every value."""
-        return self.independent()
-
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)
 

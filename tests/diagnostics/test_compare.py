@@ -14,7 +14,7 @@ from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from steps import CHAIN, assert_equal, settled, state_of, trained
 
 import pyro_bpq
-from pyro_bpq import AllAction, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import (
     Comparison,
     Row,
@@ -22,7 +22,6 @@ from pyro_bpq.diagnostics import (
     diagnose,
     gradient_moments,
     plot_comparison,
-    plot_run,
 )
 from pyro_bpq.diagnostics.compare import AveragedGraphELBO, candidates, written
 from pyro_bpq.diagnostics.comparison import recommend
@@ -342,22 +341,3 @@ def test_each_estimator_that_ran_has_a_bar() -> None:
     assert [text.get_text().strip() for text in axes.texts] == ["biased", "misses costs"]
     with pytest.raises(OptionError, match=r"print\(comparison\) says why"):
         plot_comparison(Comparison(ROWS[-1:], None, "", ""))
-
-
-def test_a_run_is_plotted_with_a_line_per_site() -> None:
-    pytest.importorskip("matplotlib")
-    CHAIN.params()
-    elbo, losses, infos = TraceBackpropQ_ELBO(2, estimator=AllAction(exact=False)), [], []
-    for _ in range(8):
-        losses.append(elbo.loss_and_grads(*CHAIN.programs))
-        infos.append(elbo.info)
-    figure = plot_run(losses, infos)
-    loss, explained, weights = figure.axes
-    # Steps are too few to be averaged.
-    assert list(loss.lines[0].get_ydata()) == losses
-    assert [line.get_label() for line in explained.lines] == [*infos[0]]
-    drawn = weights.lines[[*infos[0]].index("b")].get_ydata()
-    assert list(drawn) == pytest.approx([float(info["b"]["scales"][1:3].max()) for info in infos])
-    figure.canvas.draw()
-    with pytest.raises(OptionError, match="8 losses and 7 reports"):
-        plot_run(losses, infos[1:])
