@@ -187,34 +187,22 @@ class ScoreFunction(WithBaseline):
 
 
 @dataclass(frozen=True)
-class PyroBaseline(Estimator):
+class PyroBaseline(WithBaseline):
     r"""Score function with a baseline ``b`` from a network or a tensor of the user, ``infer={"baseline": {...}}``.
 
         g_X = (C_X - b - r) ∇ log q(x),    loss of the baseline: (C_X - b - r)²
 
     The user's optimiser trains the baseline, as in ``TraceGraph_ELBO``: the baseline's loss is part of the surrogate.
-    The running mean ``r``, with ``decay`` as the weight of the past, is subtracted only if ``decay`` is given.
+    ``r`` is a further baseline, a :class:`RunningBaseline` or none.
     """
 
-    decay: float | None = None
+    baseline: Baseline | None = None
 
-    is_unbiased: ClassVar[bool] = True
     needs = frozenset({"baseline", "table"})
-
-    def __post_init__(self) -> None:
-        if self.decay is not None:
-            RunningBaseline(self.decay)
-
-    def statistics(self) -> Statistics:
-        """The running mean, if any."""
-        return {} if self.decay is None else RunningBaseline(self.decay).statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``, and the loss of the baseline."""
-        cost = context.cost
-        statistics: Mapping[str, Tensor] = {}
-        if self.decay is not None:
-            cost, statistics = RunningBaseline(self.decay)(cost, context.statistics, context.count)
+        cost, statistics = self.centred(context.cost, context)
         residual = cost - context.signals["baseline"]
         return SiteTerm(residual.detach() * context.score + residual.square(), statistics)
 

@@ -129,25 +129,16 @@ class Planner:
 
     def order_estimators(self, traced: TracedRun | PlainRun, num_particles: int) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
-        found: dict[str, Estimator] = {}
         if isinstance(traced, PlainRun):
-            for name, site in traced.sites.items():
-                facts = SiteFacts(site_info(site, (), num_particles), SiteOptions(), self.estimator, self.max_support)
-                found[name] = facts.score_function if facts.info.has_rsample else self.choice(facts).estimator
-            return found if all(own.needs_costs_alone for own in found.values()) else None
-        for name, record in traced.run.sites.items():
-            options = traced.options[name]
-            if options.critic:
-                return None
-            if record.score is None:
-                continue
-            facts = self._facts(traced, name)
-            estimator = self.choice(facts).estimator
-            estimator = facts.score_function if estimator.is_pathwise else estimator
-            if not estimator.needs_costs_alone:
-                return None
-            found[name] = estimator
-        return found
+            sites = {n: site_info(site, (), num_particles) for n, site in traced.sites.items()}
+            facts = {n: SiteFacts(i, SiteOptions(), self.estimator, self.max_support) for n, i in sites.items()}
+        elif any(options.critic for options in traced.options.values()):
+            return None
+        else:
+            facts = {n: self._facts(traced, n) for n, r in traced.run.sites.items() if r.score is not None}
+        chosen = {name: self.choice(site).estimator for name, site in facts.items()}
+        found = {n: facts[n].score_function if own.is_pathwise else own for n, own in chosen.items()}
+        return found if all(own.needs_costs_alone for own in found.values()) else None
 
     def fits_order(self, traced: TracedRun) -> bool:
         """Whether program order serves a run well: rows of plates, choices at sites and dear costs need the graph."""

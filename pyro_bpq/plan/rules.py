@@ -66,9 +66,8 @@ def plain_score(num_particles: int) -> Estimator:
 
 def with_baseline(options: BaselineOptions) -> Estimator:
     """The score function with the baseline that Pyro's options of a site ask for."""
-    if options.is_predicted:
-        return PyroBaseline(options.decay)
-    return ScoreFunction(RunningBaseline(options.decay) if options.decay is not None else None)
+    mean = None if options.decay is None else RunningBaseline(options.decay)
+    return PyroBaseline(mean) if options.is_predicted else ScoreFunction(mean)
 
 
 @dataclass(frozen=True)

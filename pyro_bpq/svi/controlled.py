@@ -154,7 +154,7 @@ class ProximalSVI(_ControlledSVI):
             done += 1
         end = objective.value(nearby, None, self.penalty).detach().mean()
         improvement = start / self.elbo.num_particles - float(end)
-        self.last = _report(loss, nearby.kl, done, improvement, stopped and done < self.epochs)
+        self.last = ControlledStep(loss, _numbers(nearby.kl), done, improvement, stopped and done < self.epochs)
         return loss
 
 
@@ -309,16 +309,15 @@ class TrustRegionSVI(_ControlledSVI):
                     and all(value <= self.max_site_kl for value in sites)
                 )
                 if is_accepted:
-                    self.last = _report(loss, kl, 1, improvement, False)
+                    self.last = ControlledStep(loss, _numbers(kl), 1, improvement)
                     return
         finally:
             if not is_accepted:
                 _assign(own, start, torch.zeros_like(full))
 
 
-def _report(loss: float, kl: Mapping[str, Tensor], epochs: int, improvement: float, stopped: bool) -> ControlledStep:
-    numbers = {name: float(value.detach()) for name, value in kl.items()}
-    return ControlledStep(loss, numbers, epochs, improvement, stopped)
+def _numbers(kl: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value.detach()) for name, value in kl.items()}
 
 
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
