@@ -24,6 +24,8 @@ _EXACT, _LATER, _LATER_EXACT = 0, 3, 4
 _NOT_LEARNED = _EXACT, _LATER_EXACT
 # One of the last two is zero.
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
+# Of a gradient or a control variate; `None` if it is absent.
+Part = Tensor | None
 
 
 class Adaptive(Estimator):
@@ -76,20 +78,12 @@ class ScaledTerms:
     score: Tensor  # `s`, `(..., D, K)`
     cost: Tensor  # `r`, centred by the other particles or by earlier steps, `(...)`
     # `r_0` to `r_4`, centred like `r`; `None` for a control variate that is absent
-    residuals: tuple[Tensor | None, ...]
-    offsets: tuple[Tensor | None, ...]  # `m_0` to `m_4`, `(..., D, K)`; `None` stands for zero
+    residuals: tuple[Part, ...]
+    offsets: tuple[Part, ...]  # `m_0` to `m_4`, `(..., D, K)`; `None` stands for zero
     means: Tensor  # Means of cost, exact costs and level in this step, `(G, 3)`
 
     @classmethod
-    def of(
-        cls,
-        context: SiteContext,
-        score: Tensor,
-        level: Tensor | None,
-        own: Tensor | None,
-        critic: Tensor | None,
-        exact: Tensor | None,
-    ) -> ScaledTerms:
+    def of(cls, context: SiteContext, score: Tensor, level: Part, own: Part, critic: Part, exact: Part) -> ScaledTerms:
         """Centres the residuals.
 
         ``level`` and ``own`` are the expectation and the residual of the critic; ``critic`` is ``m_2``, ``exact``

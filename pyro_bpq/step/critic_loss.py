@@ -14,7 +14,7 @@ from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.values import Info, Learning
 
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
@@ -26,7 +26,7 @@ def critic_loss(
     learning: Learning,
     chosen: Container[str] | None = None,
     writes: list[Write] | None = None,
-    info: dict[str, dict[str, Any]] | None = None,
+    info: Info | None = None,
 ) -> Tensor | None:
     """Regression loss of the ``chosen`` Q-nodes' critics (``None``: of all); ``None`` if none learns.
 
@@ -66,7 +66,7 @@ def _regress(
     bank: CriticBank,
     learning: Learning,
     writes: list[Write],
-    info: dict[str, dict[str, Any]],
+    info: Info,
     chosen: Container[str] | None,
 ) -> Tensor | None:
     """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""

@@ -37,11 +37,25 @@ def lambda_returns(
     check_discount(layout.network, gamma)
     is_like = len(plates) == 1 and 2 < len(layout.network.nodes) <= MOST_SOLVED
     if is_like and (gamma == 1.0 or not layout.network.skips_levels):
-        return _solve(layout, costs[0], groups, values, ahead, lam, gamma)
+        # Costs are in single precision at least, as a solve needs.
+        stacked = costs[0].to(common_type(costs[0], *values.values(), *ahead.values()))
+        size = (len(layout.rule_order), *stacked.shape[1:])
+        learned, mean, weight = stacked.new_zeros(size), stacked.new_zeros(size), stacked.new_ones(size[0])
+        where = {}
+        for g, value in values.items():
+            places = [layout.rule_order[node.name] for node in groups[g].nodes]
+            where[g] = rows = groups[g].constant("order", places, stacked.device, torch.long)
+            learned[rows], mean[rows] = value.to(stacked), ahead[g].to(stacked)
+            weight = weight.index_fill(0, rows, lam)
+        key = (stacked.dtype, stacked.device)
+        if key not in layout.rules:
+            layout.rules[key] = network_rules(layout.network, layout.rule_order, stacked)
+        returns = solve_rules(layout.rules[key], stacked, mean, learned, weight, gamma)
+        return {g: returns[rows] for g, rows in where.items()}
     q, roots, expected = by_name(layout, costs, groups, values, ahead, gamma)
-    returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
+    found = lambda_return(layout.network, q, roots, lam, gamma, expected)
     return {
-        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
+        g: torch.stack([found[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
         for g, value in values.items()
     }
 
@@ -71,32 +85,3 @@ def costs_by_name(layout: Layout, costs: Sequence[Tensor]) -> dict[str, Tensor]:
     """The costs ``(M, plates)`` by name, from the stacked costs of each class."""
     pairs = zip(layout.cost_classes, costs, strict=True)
     return {name: cost for cls, stacked in pairs for name, cost in zip(cls.names, stacked.unbind(0), strict=True)}
-
-
-def _solve(
-    layout: Layout,
-    costs: Tensor,
-    groups: Mapping[int, QGroup],
-    values: Mapping[int, Tensor],
-    ahead: Mapping[int, Tensor],
-    lam: float | Tensor,
-    gamma: float,
-) -> dict[int, Tensor]:
-    order = layout.rule_order
-    # Costs are in single precision at least, as a solve needs.
-    costs = costs.to(common_type(costs, *values.values(), *ahead.values()))
-    size = (len(order), *costs.shape[1:])
-    learned, mean = costs.new_zeros(size), costs.new_zeros(size)
-    weight = costs.new_ones(len(order))
-    where = {}
-    for g, value in values.items():
-        places = [order[node.name] for node in groups[g].nodes]
-        rows = groups[g].constant("order", places, costs.device, torch.long)
-        learned[rows], mean[rows] = value.to(costs), ahead[g].to(costs)
-        where[g], weight = rows, weight.index_fill(0, rows, lam)
-    assert layout.network is not None
-    key = (costs.dtype, costs.device)
-    if key not in layout.rules:
-        layout.rules[key] = network_rules(layout.network, order, costs)
-    returns = solve_rules(layout.rules[key], costs, mean, learned, weight, gamma)
-    return {g: returns[rows] for g, rows in where.items()}

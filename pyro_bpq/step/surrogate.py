@@ -25,7 +25,7 @@ from pyro_bpq.step.estimate import add_time, estimate, may_learn
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Learning, Step
+from pyro_bpq.step.values import Info, Learning, Step
 
 
 def step(
@@ -39,7 +39,7 @@ def step(
     """
     build = is_learning and may_learn(loss, learning, _told(signals))
     writes: list[Write] = []
-    info: dict[str, dict[str, Any]] = {}
+    info: Info = {}
     swept: dict[str, dict[str, Tensor]] = {}
     if build and learning.sweep is not None:
         for one in signals:
@@ -52,7 +52,7 @@ def step(
     terms = []
     for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
-        term = estimate(cls, cls.spec.estimator.at(learning.num_steps), context, bank, build, writes, info)
+        term = estimate(cls, context, bank, learning.num_steps, build, writes, info)
         terms.append((context.names, term))
         if build:
             add_time(info, context.names, start)
