@@ -73,9 +73,8 @@ class Layout:
         self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
         self._sums: dict[tuple[Any, ...], Sums | None] = {}
         self._split: dict[int, bool] = {}
-        # What steps work out once, and keep here: the network's rules as matrices, and the waves of a backward sweep.
+        # What steps work out once, and keep here: the network's rules as matrices.
         self.rules: dict[tuple[torch.dtype, torch.device], Any] = {}
-        self.waves: list[Any] = []
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import UnsupportedProgramError, check_option
+from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, site_mean, unit_scale
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut
@@ -143,7 +143,7 @@ class Hindsight(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its expected coefficient."""
-        held = _of_sites(context)
+        held: HeldCosts = context.signals["hindsight"]
         with torch.no_grad():
             later = context.cost
             for known in (held.settled, held.rest):
@@ -181,17 +181,6 @@ class Hindsight(Estimator):
             mean = context.statistics["moments"][:, 0].reshape(shape)
             level = level - scale * (crossed.unsqueeze(-1) - mean)
         return level, kept, {**new, **more, "moments": moments}
-
-
-def _of_sites(context: SiteContext) -> HeldCosts:
-    """The changes for the sites of a call."""
-    held: HeldCosts = context.signals["hindsight"]
-    if held.names != context.names or held.value.shape[:-1] != context.cost.shape:
-        raise UnsupportedProgramError(
-            f"Sites {', '.join(map(repr, context.names))}: Hindsight() cannot serve a program whose particles have "
-            "different sites; use AllAction() or ScoreFunction(RunningBaseline()) there."
-        )
-    return held
 
 
 class Means(NamedTuple):

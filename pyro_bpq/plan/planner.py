@@ -345,11 +345,22 @@ class Planner:
                 known.update(structure.immediate[name])
             if critic is None:
                 charged[name] = charged_costs(structure, name, estimators[name], extra.costs(name))
-            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
-            # The parameters move with the value, so that a critic that reads the value could not tell the two apart.
-            shows_rows = reads_value(critic) and spec.context > 0
-            has_params = (facts.is_dynamic or bool(spec.plates)) and not shows_rows
-            specs[name] = replace(spec, has_params=has_params, by_component=bool(charged.get(name)))
+            plates, options = traced.plates[name], traced.options[name]
+            context = 0 if options.context is None else options.context.shape[-1]
+            specs[name] = SiteSpec(
+                plates,
+                None if estimators[name].is_pathwise else info.components,
+                tuple(traced.run.sites[name].fn.event_shape),
+                estimators[name],
+                critic,
+                frozenset(kinds[name]),
+                # The parameters move with the value: a critic that reads the value could not tell the two apart.
+                has_params=(facts.is_dynamic or bool(plates)) and not (reads_value(critic) and context > 0),
+                context=context,
+                share=options.share,
+                has_moments=isinstance(critic, JointCritic),
+                by_component=bool(charged.get(name)),
+            )
         network = None
         if any(spec.critic is not None for spec in specs.values()):
             if facts.is_dynamic:
@@ -369,22 +380,6 @@ class Planner:
             is_steered=facts.is_dynamic,
             charged=charged,
             crossings=crossings(graph, crossable(structure)) if crosses else None,
-        )
-
-    def _spec(
-        self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[Known]
-    ) -> SiteSpec:
-        options = traced.options[name]
-        return SiteSpec(
-            plates=traced.plates[name],
-            components=None if estimator.is_pathwise else traced.infos[name].components,
-            event_shape=tuple(traced.run.sites[name].fn.event_shape),
-            estimator=estimator,
-            critic=critic,
-            has_moments=isinstance(critic, JointCritic),
-            tabled=kinds,
-            context=0 if options.context is None else options.context.shape[-1],
-            share=options.share,
         )
 
     def _given_critics(self, traced: TracedRun, estimators: Mapping[str, Estimator]) -> dict[str, Critic | None]:

@@ -49,6 +49,12 @@ class ControlledStep:
         return sum(self.kl.values(), 0.0)
 
 
+def shown(svi: SVI) -> str:
+    """A call with the options that are given by name."""
+    options = [o.name for o in inspect.signature(type(svi)).parameters.values() if o.kind is o.KEYWORD_ONLY]
+    return f"{type(svi).__name__}({', '.join(f'{name}={getattr(svi, name)!r}' for name in options)})"
+
+
 class _ControlledSVI(SVI):
     """Base of both classes: takes a rollout and keeps its signals."""
 
@@ -62,9 +68,7 @@ class _ControlledSVI(SVI):
         self.last: ControlledStep | None = None
 
     def __repr__(self) -> str:
-        options = inspect.signature(type(self)).parameters.values()
-        shown = [f"{o.name}={getattr(self, o.name)!r}" for o in options if o.kind is o.KEYWORD_ONLY]
-        return f"{type(self).__name__}({', '.join(shown)}, last={self.last})"
+        return f"{shown(self)[:-1]}, last={self.last})"
 
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
         """Loss, local objective, and parameters, whose ``.grad`` holds the gradient of a plain step."""
