@@ -98,7 +98,7 @@ class Layout:
             nodes = self.groups[column].nodes
             return relations.counted_nodes(nodes), range(len(nodes))
         if kind in (Relation.LATER_OWN, Relation.LATER_MODEL):
-            part = (Relation.LATER_OWN, Relation.LATER_MODEL).index(kind)
+            part = int(kind is Relation.LATER_MODEL)
             return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
         if kind is Relation.CROSSED:
             assert self.crossings is not None
@@ -109,13 +109,8 @@ class Layout:
             return sets, [*own, *(size + i for i in own)]
         if kind is Relation.LATER:
             return relations.later, self._positions[column]
-        by_cost = {
-            Relation.DOWNSTREAM: relations.downstream,
-            Relation.CROSSING: relations.crossing,
-            Relation.TABLED: relations.tabled,
-        }
-        sets = by_cost[kind]
-        return sets, [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
+        costs = [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
+        return getattr(relations, kind.value), costs
 
     @cached_property
     def crossed(self) -> tuple[CrossedCosts, ...]:

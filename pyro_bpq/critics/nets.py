@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -69,44 +69,25 @@ class Critic(Protocol):
 class MLPCritic:
     r"""A multilayer perceptron per site; its last layer starts at zero.
 
-        Q(all, x) = V(all) + Σ_d A_d(all or context)[x_d]
-
-    The difference between the costs of two values often depends only on a few features that the user knows,
-    ``infer={"bpq": {"context": ...}}``. Every other input of ``A`` lets it fit more noise of the costs.
+        Q(all, x) = V(all) + Σ_d A_d(all)[x_d]
 
     Args:
         hidden: Sizes of the hidden layers.
-        context: Sizes of the hidden layers of ``A``, if it is a net of its own that sees the site's ``context`` alone;
-            empty for a linear map. ``None`` for one net that sees all inputs.
 
     Raises:
         OptionError: If a layer size is not a positive integer.
     """
 
     hidden: tuple[int, ...] = (32,)
-    context: tuple[int, ...] | None = None
 
     uses_cells: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_hidden(self)
-        if self.context is not None:
-            check_hidden(self, name="context")
-
-    def __repr__(self) -> str:
-        context = "" if self.context is None else f", context={self.context}"
-        return f"MLPCritic(hidden={self.hidden}{context})"
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the perceptrons; raises an OptionError if ``A`` needs a context that the sites do not offer."""
-        if self.context is None:
-            return Perceptron(shape, self.hidden, generator)
-        if not shape.context or not shape.components:
-            raise OptionError(
-                f'{self} needs finite sites that offer features, infer={{"bpq": {{"context": tensor}}}}; write '
-                "MLPCritic() instead."
-            )
-        return _Split(shape, self.hidden, self.context, generator)
+        """Builds the perceptrons."""
+        return Perceptron(shape, self.hidden, generator)
 
 
 @dataclass(frozen=True)
@@ -148,14 +129,14 @@ class TabularCritic:
         return _Table(shape, self.dueling)
 
 
-def check_hidden(owner: Any, least: int = 0, name: str = "hidden") -> None:
-    """Turns a number in a field into a tuple, and checks that it holds at least ``least`` layer sizes."""
-    if isinstance(getattr(owner, name), int):
-        object.__setattr__(owner, name, (getattr(owner, name),))
-    sizes = getattr(owner, name)
+def check_hidden(owner: Any, least: int = 0) -> None:
+    """Turns a number in the field ``hidden`` into a tuple, and checks that it holds at least ``least`` layer sizes."""
+    if isinstance(owner.hidden, int):
+        object.__setattr__(owner, "hidden", (owner.hidden,))
+    sizes = owner.hidden
     # A list has no hash, which a critic needs.
     is_valid = isinstance(sizes, tuple) and len(sizes) >= least and all(isinstance(h, int) and h > 0 for h in sizes)
-    check_option(owner, name, is_valid, "a tuple of positive layer sizes, e.g. (32,)")
+    check_option(owner, "hidden", is_valid, "a tuple of positive layer sizes, e.g. (32,)")
 
 
 def layers(sites: int, sizes: Sequence[int], generator: torch.Generator) -> tuple[nn.ParameterList, nn.ParameterList]:
@@ -207,21 +188,3 @@ class _Table(nn.Module):
     def forward(self, context: Tensor, cells: Tensor) -> Tensor:
         found = self.table.gather(1, cells.unsqueeze(-1).expand(-1, -1, self.table.shape[-1]))
         return found if self.has_level else torch.cat((torch.zeros_like(found[..., :1]), found), -1)
-
-
-class _Split(nn.Module):
-    """``V`` from all inputs, ``A`` from the user's features."""
-
-    def __init__(
-        self, shape: CriticShape, hidden: Sequence[int], context: Sequence[int], generator: torch.Generator
-    ) -> None:
-        super().__init__()
-        self.features = shape.context
-        own = replace(shape, features=shape.context)
-        self.level = Perceptron(shape, hidden, generator, 1)
-        self.advantage = Perceptron(own, context, generator, shape.components * shape.cardinality)
-
-    def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
-        # The user's features stand last.
-        own = context[..., context.shape[-1] - self.features :]
-        return torch.cat((self.level(context, cells), self.advantage(own, cells)), -1)

@@ -273,12 +273,8 @@ def _local(context: SiteContext) -> tuple[Tensor, Tensor, Tensor]:
 
 def _without_critic(context: SiteContext) -> UnsupportedSiteError:
     sites = ", ".join(map(repr, context.names))
-    if context.log_probs is None:
-        wanted, other = "critic=ValueCritic()", "ScoreFunction()"
-    else:
-        wanted = 'critic=MLPCritic() (a site of many components needs it in infer={"bpq": {"critic": ...}})'
-        other = "AllAction()"
+    wanted, other = ("Value", "ScoreFunction") if context.log_probs is None else ("MLP", "AllAction")
     return UnsupportedSiteError(
-        f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write {wanted} and "
-        f"train first, or use {other}."
+        f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write "
+        f'infer={{"bpq": {{"critic": {wanted}Critic()}}}} there and train first, or use {other}().'
     )

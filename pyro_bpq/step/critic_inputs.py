@@ -100,19 +100,15 @@ def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
             mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
             parts.append(mixed.expand(*lead, -1))
     if batch.cls.spec.share is not None:
-
-        def features() -> list[tuple[float, float]]:
-            return [index_features(node.site) for node in group.nodes]
-
-        index = group.constant("index", features, batch.like.device, batch.like.dtype)
+        index = group.constant(
+            "index", lambda: [index_features(node.site) for node in group.nodes], batch.like.device, batch.like.dtype
+        )
         parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
     if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
         parts.append(group.pick(batch.parameters))
     if batch.cls.spec.context:
         parts.append(group.pick(batch.context).to(batch.like.dtype))
-    rows = 1
-    for size in batch.batch_shape:
-        rows *= size
+    rows = math.prod(batch.batch_shape)
     if not parts:
         return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)

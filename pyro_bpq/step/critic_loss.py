@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _regress(
         if not any(learns):
             continue
         start = time.perf_counter()
-        rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
+        rows = replace(parts[0][0], unit=torch.cat([part[0].unit for part in parts], 1))
         value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
         mask = None if all(learns) else value.new_tensor(learns)
         loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)

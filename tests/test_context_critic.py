@@ -1,26 +1,26 @@
-"""``MLPCritic(context=...)``: what its two parts see, and that estimators stay unbiased with it."""
+"""``examples/critics/context.py``: what the two parts of the critic see, and that estimators stay unbiased."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from models import real
 from pyro.infer import SVI
 from pyro.optim import Adam
+from test_examples import load
 
-from pyro_bpq import ExpectedCost, MLPCritic, cost
+from pyro_bpq import ExpectedCost, MLPCritic
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.errors import OptionError
 from pyro_bpq.testing import exact_gradient, expected_gradient
 
+ContextCritic, policy = load("context").ContextCritic, load("context").policy
 SHAPE = CriticShape(2, 5, 1, 3, context=2)
 
 
-def moved(critic: MLPCritic) -> torch.nn.Module:
+def moved(critic: Any) -> torch.nn.Module:
     module = critic.build(SHAPE, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in module.parameters():
@@ -28,8 +28,8 @@ def moved(critic: MLPCritic) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("critic", [MLPCritic(context=()), MLPCritic((8, 4), (4,)), MLPCritic((), ())])
-def test_advantages_see_the_last_features_only(critic: MLPCritic) -> None:
+@pytest.mark.parametrize("critic", [ContextCritic(), ContextCritic((8, 4), (4,)), ContextCritic((), ())])
+def test_advantages_see_the_last_features_only(critic: Any) -> None:
     assert not critic.build(SHAPE, torch.Generator())(torch.ones(2, 4, 5), None).any()
     module, context = moved(critic), torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
     before = module(context, None)
@@ -46,34 +46,24 @@ def test_advantages_see_the_last_features_only(critic: MLPCritic) -> None:
 @pytest.mark.parametrize("shape", [CriticShape(2, 5, 1, 3), CriticShape(2, 5, 0, 0, context=2)])
 def test_context_and_finite_values_are_needed(shape: CriticShape) -> None:
     with pytest.raises(OptionError, match="context"):
-        MLPCritic(context=()).build(shape, torch.Generator())
+        ContextCritic().build(shape, torch.Generator())
 
 
-@pytest.mark.parametrize("options", [{"hidden": 32.0}, {"context": (0,)}])
+@pytest.mark.parametrize("options", [{"hidden": 32.0}, {"hidden": (0,)}])
 def test_bad_layers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         MLPCritic(**options)
 
 
-def program() -> None:
-    def site(name: str, logits: torch.Tensor, *features: float) -> torch.Tensor:
-        infer = {"bpq": {"context": real(*features)}}
-        return pyro.sample(name, dist.Categorical(logits=logits), infer=infer)
-
-    x = site("x", pyro.param("qx", lambda: real(0.2, -0.4, 0.1)), 1.0, -0.5)
-    y = site("y", pyro.param("qy", lambda: real(0.5, 0.0, -0.3, 0.8, -1.0, 0.3).reshape(3, 2))[x], 0.3, 2.0)
-    cost("f", lambda a, b: float(a.item() == 2 * b.item()) - 0.7 * float(b.item()), x, y)
-
-
 def test_it_keeps_estimators_unbiased() -> None:
-    objective = ExpectedCost(critic=MLPCritic((8,), (4,)))
+    objective = ExpectedCost(critic=ContextCritic((8,), (4,)))
     pyro.clear_param_store()
-    svi = SVI(None, program, Adam({"lr": 0.02}), objective)
+    svi = SVI(None, policy, Adam({"lr": 0.02}), objective)
     for _ in range(30):
         svi.step()
     objective.eval()
     assert any(bool(w.any()) for name, w in objective.critics.weights().items() if "advantage" in name)
     pyro.clear_param_store()
-    truth = exact_gradient(None, program, only_costs=True)
-    found = expected_gradient(objective, None, program)
+    truth = exact_gradient(None, policy, only_costs=True)
+    found = expected_gradient(objective, None, policy)
     assert all(float((found[name] - g).abs().max()) < 1e-10 for name, g in truth.items())
