@@ -265,10 +265,8 @@ class Layout:
         """Number of context features of the critics of a group."""
         cls = self.classes[group.c]
         total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
-        if cls.spec.has_params and cls.spec.components is not None:
-            total += cls.width
-        elif cls.spec.has_params and cls.spec.has_moments:
-            total += 2 * cls.width
+        if cls.spec.has_params:
+            total += cls.width * (2 * cls.spec.has_moments if cls.spec.components is None else 1)
         return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
 
     def cells(self, group: QGroup) -> int:

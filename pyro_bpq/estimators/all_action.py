@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
-from pyro_bpq.estimators.requirements import alternative
+from pyro_bpq.estimators.requirements import alternative, needs_finite
 from pyro_bpq.estimators.scales import Adaptive, ScaledTerms
 
 
@@ -55,6 +55,7 @@ class AllAction(Adaptive):
 
     needs = frozenset({"table"})
     by_component = True
+    unsupported = needs_finite
 
     def __post_init__(self) -> None:
         check_option(self, "exact", self.exact in (True, False, "auto"), 'True, False or "auto"')
@@ -64,12 +65,6 @@ class AllAction(Adaptive):
     def exact_costs(self) -> bool | str:
         """The option ``exact``."""
         return self.exact
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components."""
-        if site.components is not None:
-            return None
-        return f"AllAction() needs a finite support, which {site.distribution} lacks; use {alternative(site)}"
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its coefficient in the gradient."""

@@ -87,14 +87,9 @@ class Planner:
     is_elbo: bool = False
 
     @property
-    def asks_for_critics(self) -> bool:
-        """Whether the user has written something about critics."""
-        return bool(self.asks)
-
-    @property
     def orders(self) -> bool:
         """Whether steps of programs that values steer go in program order without being asked to."""
-        return self.is_elbo and self.estimator is None and not self.asks_for_critics
+        return self.is_elbo and self.estimator is None and not self.asks
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it."""
@@ -286,7 +281,7 @@ class Planner:
             # A critic would learn costs that read more than the site and its ancestors.
             seen = {name, *graph.ancestors(name)}
             learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
-            asks = self.asks_for_critics or traced.options[name].critic is not None
+            asks = self.asks or traced.options[name].critic is not None
             if learns and not asks and is_complete(structure, name, extra.costs(name)):
                 critics[name] = None
         return critics
