@@ -61,9 +61,7 @@ def in_order(traced: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) 
 
 def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
     """Reads a run in program order, with one estimator for all of its sites that have a score."""
-    if isinstance(run, PlainRun):
-        return in_order(run, dict.fromkeys(run.sites, estimator))
-    scored = (name for name, record in run.run.sites.items() if record.score is not None)
+    scored = run.sites if isinstance(run, PlainRun) else [n for n, s in run.run.sites.items() if s.score is not None]
     return in_order(run, dict.fromkeys(scored, estimator))
 
 

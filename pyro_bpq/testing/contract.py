@@ -29,9 +29,7 @@ _LATER = 0.1
 _POWER = 0.005
 _NAMES = MappingProxyType({"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"})
 # Signals that a problem has, or that none of its estimators gets.
-_STAND_INS = frozenset(
-    {"program", "hindsight", "advantage", "q_value", "q_slope", "moved_value", "baseline", "crossed"}
-)
+_STAND_INS = frozenset("program hindsight advantage q_value q_slope moved_value baseline crossed".split())
 
 
 class FakeProgram:
