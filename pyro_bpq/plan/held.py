@@ -184,20 +184,23 @@ def _site(structure: Structure, name: str, estimator: Hindsight) -> HeldSite:
     assert components is not None
     reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
     costs = tuple(cost for cost in reading if _is_known(structure, name, cost))
-    below = graph.descendant_bits[graph.index[name]]
     own = cost_of_guide(name) in costs, cost_of_model(name) in costs and has_like_prior(traced, name)
     return HeldSite(
         components,
         number=min(components.size, estimator.draws),
         costs=costs,
-        # They read no site downstream.
-        immediate=tuple(c for c in costs if not graph.cost_bits[graph.cost_index[c]] & below),
+        immediate=tuple(cost for cost in costs if _is_immediate(graph, name, cost)),
         rest=tuple(cost for cost in reading if cost not in costs),
         children=tuple(graph.children(name)),
         is_own_known=own,
         curvature=estimator.curvature,
         is_drawn=components.size > estimator.draws,
     )
+
+
+def _is_immediate(graph: StochasticComputationGraph, name: str, cost: str) -> bool:
+    """Whether a cost reads no site downstream."""
+    return not graph.cost_bits[graph.cost_index[cost]] & graph.descendant_bits[graph.index[name]]
 
 
 def _is_known(structure: Structure, name: str, cost: str) -> bool:

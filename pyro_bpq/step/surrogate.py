@@ -94,8 +94,7 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
 
 def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:
     """The input of the estimator of a class of sites, with what it asks for itself."""
-    context = signals.context(c, gamma)
-    return replace(context, signals=_asked_for(signals, c), ranks=ranks)
+    return replace(signals.context(c, gamma), signals=_asked_for(signals, c), ranks=ranks)
 
 
 def _asked_for(signals: Signals, c: int) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from pyro_bpq.estimators import (
     QControlVariate,
     RunningBaseline,
     ScoreFunction,
-    relax,
     relaxation,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
@@ -109,22 +108,20 @@ def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
 
 
 @dataclass(frozen=True)
+class CostAlone(REBAR):
+    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
+        cost, path = super().variate(context, params)
+        return cost, torch.zeros_like(path)
+
+
+@dataclass(frozen=True)
 class FlippedPath(REBAR):
     """The pathwise part of the control variate with the wrong sign."""
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        right, original = super().__call__(context), relax.relaxed_cost
-
-        def without_path(*args: Any) -> tuple[Tensor, Tensor]:
-            cost, path = original(*args)
-            return cost, torch.zeros_like(path)
-
         fresh = replace(context.program, seed=context.program.seed)  # type: ignore[type-var,union-attr]
-        relax.relaxed_cost = without_path
-        try:
-            return _mixed(right, super().__call__(replace(context, signals={"program": fresh})), 2.0)
-        finally:
-            relax.relaxed_cost = original
+        without = CostAlone(self.temperature, self.scale, self.decay)(replace(context, signals={"program": fresh}))
+        return _mixed(super().__call__(context), without, 2.0)
 
 
 @dataclass(frozen=True)
