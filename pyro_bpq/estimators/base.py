@@ -61,9 +61,6 @@ class SiteProgram(Protocol):
     def independent(self) -> Tensor:
         """Costs-to-go in nats of one run that draws every site afresh, in the shape of ``SiteContext.cost``."""
 
-    def remaining(self) -> Tensor:
-        """Costs-to-go of the :meth:`independent` run minus the costs known at every value of the site."""
-
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
 
@@ -193,10 +190,8 @@ class Estimator:
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
         attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
         corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
-        takes_baseline: Whether Pyro's baseline options of a site may replace this estimator.
         replaces_costs: Whether Q-functions replace costs in it. They are then discounted as targets are.
         takes_discount: Whether it serves with a discount below 1.
-        relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
 
     is_unbiased: ClassVar[bool] = False
@@ -204,10 +199,8 @@ class Estimator:
     uses_critic: ClassVar[bool] = False
     attaches: ClassVar[bool] = False
     corrects: ClassVar[bool] = False
-    takes_baseline: ClassVar[bool] = False
     replaces_costs: ClassVar[bool] = False
     takes_discount: ClassVar[bool] = True
-    relies_on_slopes: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -217,6 +210,9 @@ class Estimator:
             cls.needs = inherited | {"table"}  # type: ignore[method-assign]
         if "by_component" not in vars(cls):
             cls.by_component = False  # type: ignore[method-assign, assignment]
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -258,11 +254,6 @@ class Estimator:
     def return_weight(self) -> float | None:
         """Weight of the return against the critics if the cost-to-go is a lambda-return, else ``None``."""
         return None
-
-    @property
-    def has_baseline(self) -> bool:
-        """Whether the user chose a baseline for it."""
-        return False
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Reason why the site cannot be served, and what to write instead; ``None`` if it can be served."""

@@ -43,7 +43,6 @@ class DebiasedStraightThrough(Estimator):
     mixture: float = 0.2
 
     is_unbiased: ClassVar[bool] = True
-    relies_on_slopes: ClassVar[bool] = True
     needs = frozenset({"program", "slope", "table"})
     unsupported = needs_float_value
 

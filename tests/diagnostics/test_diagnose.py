@@ -170,17 +170,6 @@ def test_hidden_rsample_is_found(make: Callable[[Tensor], Any], kind: str | None
 # Others.
 
 
-@pytest.mark.parametrize("infer", [{"baseline": {"use_decaying_avg_baseline": True}}, {}])
-def test_baseline_options_of_pyros_are_found(infer: dict[str, Any]) -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))), infer=infer)
-        pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0), infer=infer)
-
-    found = of_kind(look(coin_model, guide), "baseline options")
-    assert (found is not None) == bool(infer)
-    assert found is None or (found.sites == ("z",) and "Remove them" in found.advice)
-
-
 def test_a_loss_that_is_no_number_is_an_error_and_comes_first() -> None:
     def model() -> None:
         pyro.sample("z", dist.Bernoulli(0.5))

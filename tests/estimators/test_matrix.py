@@ -138,7 +138,6 @@ EXACT: list[tuple[int, Any]] = [
     (1, SecondRun()),
     (2, CrossedLeaveOneOut()),
     (2, Hindsight()),
-    (1, AllAction(second_run=True)),
 ]
 # Those with noise of their own.
 NOISY: list[Any] = [
@@ -146,7 +145,6 @@ NOISY: list[Any] = [
     DisARM(),
     REBAR(),
     RELAX(),
-    RELAX(uses_cost=True),
     RELAXQ(),
     QControlVariate(),
 ]

@@ -17,14 +17,12 @@ from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import (
     QRELAX,
-    ConstantBaseline,
     CriticBaseline,
     QAdvantage,
     QAllAction,
     QControlVariate,
     QRelaxation,
     QScoreFunction,
-    ScoreFunction,
 )
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.features import Components
@@ -87,15 +85,6 @@ def test_sites_without_a_critic_say_so(estimator: Any) -> None:
     # Where the immediate costs are all there is, nothing is missing.
     whole = replace(made, learned=None, level=None, exact_cost=made.cost)
     assert bool(estimator(with_statistics(estimator, whole)).surrogate.any())
-
-
-def test_constant_baseline_is_subtracted() -> None:
-    made, logits = context()
-    (found,) = torch.autograd.grad(
-        ScoreFunction(ConstantBaseline(1.5))(made).surrogate.sum(), logits, retain_graph=True
-    )
-    (plain,) = torch.autograd.grad(((made.cost - 1.5) * made.score).sum(), logits)
-    torch.testing.assert_close(found, plain)
 
 
 def test_control_variate_with_many_samples_is_the_all_action_sum() -> None:

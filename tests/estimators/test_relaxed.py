@@ -18,9 +18,7 @@ from pyro_bpq.estimators import (
     RELAX,
     RELAXQ,
     Annealed,
-    ConstantBaseline,
     CriticBaseline,
-    LearnedTemperature,
     NetworkVariate,
     OptimalScale,
     QControlVariate,
@@ -83,15 +81,12 @@ def gradients(name: str, estimator: Any, state: dict[str, Tensor], particles: in
 ESTIMATORS = [
     REBAR(),
     REBAR(temperature=Annealed(), scale=0.7),
-    REBAR(temperature=LearnedTemperature()),
     RELAX(),
-    RELAX(uses_cost=True),
     RELAXQ(),
     RELAXQ(temperature=Annealed(1.0, 0.2, 0.99), scale=0.8),
     CriticBaseline(),
     QControlVariate(num_samples=2),
     QControlVariate(num_samples=1, scale=0.6),
-    ScoreFunction(ConstantBaseline(2.5)),
 ]
 
 
@@ -184,7 +179,7 @@ def test_pair_of_categories_has_the_law_of_gumbel_noise() -> None:
 
 
 def test_relax_runs_nothing_and_rebar_twice() -> None:
-    for estimator, calls in ((RELAX(), 0), (REBAR(), 2), (RELAX(uses_cost=True), 2)):
+    for estimator, calls in ((RELAX(), 0), (REBAR(), 2)):
         made, _ = PROBLEMS["bernoulli"].context(5, 0)
         estimator(with_initial(estimator, made, 3))
         assert len(made.program.calls) == calls
@@ -222,5 +217,5 @@ def test_options_out_of_range_raise(make: Any) -> None:
 def test_unsupported_sites_name_another_estimator() -> None:
     categorical = SiteInfo("z", "Categorical", False, Components("categorical", (), 3), 1)
     assert "OneHotCategorical" in (REBAR().unsupported(categorical) or "")
-    assert RELAX().unsupported(categorical) is None and RELAX(uses_cost=True).unsupported(categorical) is not None
+    assert RELAX().unsupported(categorical) is None
     assert "Pathwise()" in (RELAX().unsupported(SiteInfo("z", "Normal", True, None, 1)) or "")

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tables import TabularProgram
 from tabular import FORMS, MODES, graph_of, largest, random_program, site_total
 from torch import Tensor
 
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.targets.lambda_return import lambda_return
-from pyro_bpq.testing import TabularProgram
 
 SEEDS = range(200)
 ATOL = 1e-10

@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from algorithm1 import backpropq_algorithm1
 from models import BY_NAME
 from steps import assert_equal, repeat, trained
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from pyro_bpq.critics.learner import BackwardSweep
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import QRELAX, Estimator, QAdvantage, QAllAction, QPathwise, QScoreFunction
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.targets.algorithm1 import backpropq_algorithm1
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
 
 Values = dict[str, Tensor]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tables import TabularProgram
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.targets.advantages import advantages
 from pyro_bpq.targets.lambda_return import lambda_return
-from pyro_bpq.testing import TabularProgram
 
 build = BackpropQNetwork.build
 

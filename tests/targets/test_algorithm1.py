@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
+from algorithm1 import backpropq_algorithm1
 from tabular import graph_of
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.targets.algorithm1 import backpropq_algorithm1
 
 GRAPH = graph_of({"x": [], "y": ["x"], "z": ["y"]}, {"f": ["z"], "g": ["x", "y"]})
 SIZES = {"x": 2, "y": 3, "z": 2}
