@@ -19,14 +19,23 @@ Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """Facts about a site that decide whether an estimator can serve it."""
+    """Facts about a site that decide whether an estimator can serve it.
 
-    name: str  # Name of the site
-    distribution: str  # Name of its distribution's class
-    has_rsample: bool  # Whether the distribution is reparameterised
-    components: Components | None  # Its finite components, or `None`
-    num_particles: int  # Number of particles
-    plates: tuple[str, ...] = ()  # Names of its plates
+    Args:
+        name: Name of the site.
+        distribution: Name of its distribution's class.
+        has_rsample: Whether the distribution is reparameterised.
+        components: Its finite components, or ``None``.
+        num_particles: Number of particles.
+        plates: Names of its plates.
+    """
+
+    name: str
+    distribution: str
+    has_rsample: bool
+    components: Components | None
+    num_particles: int
+    plates: tuple[str, ...] = ()
 
 
 class SiteProgram(Protocol):
@@ -314,20 +323,43 @@ def unit_scale(product: Tensor, square: Tensor) -> Tensor:
 
 
 def site_mean(value: Tensor) -> Tensor:
-    """Mean over everything but the site axis."""
+    """Mean over everything but the site axis.
+
+    Args:
+        value: ``(G, ...)``.
+
+    Returns:
+        ``(G,)``.
+    """
     # A single number is its own mean.
     return value.flatten() if value.numel() == len(value) else value.flatten(1).mean(1)
 
 
 def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
-    """Sum over event dimensions: from ``(G, M, plates, event)`` to ``(G, M, plates)``."""
+    """Sum over event dimensions.
+
+    Args:
+        tensor: ``(G, M, plates, event)``.
+        batch_ndim: Number of dimensions that stay.
+
+    Returns:
+        ``(G, M, plates)``.
+    """
     return tensor.sum(tuple(range(batch_ndim, tensor.dim()))) if tensor.dim() > batch_ndim else tensor
 
 
 def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
-    """Costs-to-go ``(G, M, plates)`` of every plate row if only that row takes the other ``value``.
+    """Costs-to-go of every plate row if only that row takes another value, in nats.
 
-    If a cost reads several rows, each row takes a run of its own. ``batch_ndim`` counts the dimensions of the result.
+    If a cost reads several rows, each row takes a run of its own.
+
+    Args:
+        program: Further runs of the program, ``context.program``.
+        value: The other values, ``(G, M, plates, event)``.
+        batch_ndim: Number of dimensions of the result.
+
+    Returns:
+        Costs ``(G, M, plates)``, detached.
     """
     plates = value.shape[2:batch_ndim]
     if not program.rows_meet or plates.numel() == 1:

@@ -45,7 +45,14 @@ class Baseline(Protocol):
 
 
 def leave_one_out(cost: Tensor) -> Tensor:
-    """Subtracts the mean over the other particles, in dimension 1 of ``cost``."""
+    """Subtracts the mean over the other particles.
+
+    Args:
+        cost: Costs-to-go ``(G, M, plates)``, in nats, of two particles or more.
+
+    Returns:
+        Costs of the same shape, less their baselines.
+    """
     particles = cost.shape[1]
     return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
 
