@@ -265,7 +265,7 @@ BUDGETS = {
     "targets/": 172,
     "testing/": 872,
     "tracing/": 3388,
-    "tests": 23453,
+    "tests": 23473,
     "benchmarks": 3131,
     "words of docs": 17471,
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import FakeProgram, wrong_sign
+from problems import FakeProgram, wrong_sign
 from torch import Tensor
 
 import pyro_bpq.estimators as package

@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import FakeProgram, learned_statistics, next_step, worst_z, wrong_sign
+from problems import FakeProgram, learned_statistics, next_step, worst_z, wrong_sign
 from steps import repeat
 from torch import Tensor
 

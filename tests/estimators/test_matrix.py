@@ -12,7 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import wrong_sign
+from problems import wrong_sign
 from steps import trained
 from torch import Tensor
 

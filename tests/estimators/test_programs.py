@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case
-from programs import wrong_sign
+from problems import wrong_sign
 from steps import bias, trained
 from torch import Tensor
 

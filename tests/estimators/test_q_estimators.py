@@ -9,7 +9,7 @@ import pyro
 import pytest
 import torch
 from models import BY_NAME
-from programs import FakeProgram
+from problems import FakeProgram
 from steps import trained
 from test_contract import context, with_statistics
 

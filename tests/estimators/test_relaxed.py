@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import real
-from programs import Problem, learned_statistics, next_step, total_variance, width_of, with_initial, worst_z, wrong_sign
+from problems import Problem, learned_statistics, next_step, total_variance, width_of, with_initial, worst_z, wrong_sign
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError

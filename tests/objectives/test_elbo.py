@@ -198,7 +198,7 @@ def test_two_backward_passes_need_retain_graph() -> None:
         ({"lam": float("nan")}, "[0, 1]"),
         ({"gamma": 0.0}, "(0, 1]"),
         ({"learner": 0.1}, "CriticLearner(lr="),
-        ({"structure": "statik"}, "'static'"),
+        ({"structure": "statik"}, "'dynamic'"),
         ({"num_particles": 0}, "num_particles"),
     ],
 )

@@ -196,7 +196,11 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
     # Two of them put rows of the plate together, by a matrix product and by a mean; of the branching one it is not known.
     meets = model in (matrix_model, wrong_dimension_model, branching_model)
-    with pytest.warns(BPQWarning, match="Rows of the plate|drawn in the plate 'rows', leave torch") if meets else contextlib.nullcontext():
+    with (
+        pytest.warns(BPQWarning, match="Rows of the plate|drawn in the plate 'rows', leave torch")
+        if meets
+        else contextlib.nullcontext()
+    ):
         repeat(8, elbo.loss_and_grads, model, guide)
     elbo.eval()
     assert_unbiased(elbo, model, guide)
