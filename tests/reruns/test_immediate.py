@@ -194,7 +194,7 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
-    # Two of them put rows of the plate together, by a matrix product and by a mean; of the branching one it is not known.
+    # Two of them put rows together, by a matrix product and by a mean; of the one that branches it is not known.
     meets = model in (matrix_model, wrong_dimension_model, branching_model)
     with (
         pytest.warns(BPQWarning, match="Rows of the plate|drawn in the plate 'rows', leave torch")
