@@ -71,6 +71,33 @@ def _show_equations_as_they_stand(app, what, name, obj, options, lines):
             lines[i:i] = ["::", ""]
 
 
+# Where the built pages have what the pages of the repository link to.
+_BUILT = {
+    "../tutorials": "tutorials/index.md",
+    "../gallery": "gallery.md",
+    "../benchmarks": "benchmarks.md",
+    "../CHANGELOG.md": "changelog.md",
+}
+_PAGES = {
+    "Start": "getting_started tutorials/index gallery from_tracegraph",
+    "Use": "recipes choosing diagnostics compiled enumeration expected_costs",
+    "Understand": "default concepts plates dynamic_structure results glossary paper",
+    "Look up": "estimators api extending benchmarks changelog",
+}
+
+
+def _link_to_built_pages(app, docname, source):
+    """Pages are plain Markdown that reads well in the repository; the first one gets its table of contents here."""
+    text = re.sub(r"\]\(\.\./tutorials/(\w+\.ipynb)\)", r"](tutorials/\1)", source[0])
+    for link, built in _BUILT.items():
+        text = text.replace(f"]({link})", f"]({built})")
+    if docname == "index":
+        for caption, pages in _PAGES.items():
+            text += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages.split(), "```", ""])
+    source[0] = text
+
+
 def setup(app):
+    app.connect("source-read", _link_to_built_pages)
     # Ahead of napoleon, which moves the sections.
     app.connect("autodoc-process-docstring", _show_equations_as_they_stand, priority=100)

@@ -53,7 +53,7 @@ def write_gallery() -> None:
         told,
         "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows]),
         "Bold is the best bound. Where Pyro's `Trace_ELBO` wins, its steps are so cheap that many noisy ones beat few "
-        "good ones: the programs are small. {func}`~pyro_bpq.diagnostics.compare_estimators` says which it is for you.",
+        "good ones: the programs are small. `compare_estimators` of `pyro_bpq.diagnostics` says which it is for you.",
     ]
     for path, title in titles.items():
         text = ast.get_docstring(ast.parse(path.read_text())) or ""

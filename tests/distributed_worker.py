@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ from pyro_bpq import (
     RunningBaseline,
     ScoreFunction,
     TraceBackpropQ_ELBO,
-    compile_report,
     paper_settings,
 )
 from pyro_bpq.critics.learner import SlowTracking
-from pyro_bpq.errors import BPQWarning
 
 PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 10
 
@@ -163,39 +160,6 @@ def train_randomly(name: str, rank: int, broadcast: bool) -> dict[str, Any]:
     return state_of(fit)
 
 
-def train_apart(rank: int) -> dict[str, Any]:
-    """Critics of each process's own."""
-    fit = make({"learner": CriticLearner(ranks=None)})
-    torch.manual_seed(rank)
-    for step in range(3 + rank):
-        fit(batch(step)[0][rank::PROCESSES]).backward()
-    return state_of(fit)
-
-
-def replay_stored_costs(rank: int) -> dict[str, Any]:
-    """An update from stored rollouts whose costs are not called again: gradients of this process, and those applied."""
-    fit = make({"learner": CriticLearner(replay=Replay(capacity=5, costs="stored", updates_per_step=0))})
-    torch.manual_seed(rank)
-    for step in range(3):
-        fit(batch(step)[0][rank::PROCESSES]).backward()
-    fit(batch(3)[0][rank::PROCESSES])
-    trainer, applied = fit.elbo.trainer, dict[str, Tensor]()
-    mark = trainer.replayer.snapshot()
-    own = trainer.replayer.gradients(fit.elbo)
-    trainer.replayer.restore(mark)
-    step_of = trainer.optimizer.step
-
-    def note(critics: Any, gradients: dict[str, Tensor]) -> None:
-        applied.update(gradients)
-        step_of(critics, gradients)
-
-    trainer.optimizer.step = note
-    updates = fit.elbo.replay()
-    plans = [stored.plan for stored in fit.elbo.replay_buffer.draw(5, torch.Generator())]
-    assert updates == 1 and plans and all(plans)
-    return {"own": own, "applied": applied, "critics": trainer.critics.weights()}
-
-
 def train_compiled(rank: int) -> dict[str, Any]:
     """Parameters after eager and after recorded steps, and the number of recorded ones."""
     found = {}
@@ -211,16 +175,6 @@ def train_compiled(rank: int) -> dict[str, Any]:
         found[name] = {key: parameter.detach().clone() for key, parameter in fit.named_parameters()}
     found["steps"] = sum(entry.steps for entry in fit.elbo.compiled.entries)
     return found
-
-
-def refused(rank: int) -> str:
-    """What is said of compiled steps where processes train the critics together."""
-    fit = make({"compile": "eager"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BPQWarning)
-        for step in range(6):
-            fit(batch(step)[0][rank::PROCESSES])
-    return compile_report(fit.elbo)
 
 
 def collide(rank: int) -> str:
@@ -259,10 +213,7 @@ def main() -> None:
         "exact": {name: train(name, rank) for name in exact},
         "random": {name: train_randomly(name, rank, False) for name in random},
         "broadcast": train_randomly("default", rank, True),
-        "apart": train_apart(rank),
-        "stored": replay_stored_costs(rank),
         "compiled": train_compiled(rank),
-        "refused": refused(rank),
         "collide": collide(rank),
         "skip": skip(rank),
     }

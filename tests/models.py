@@ -563,11 +563,7 @@ CASES = [
         tracegraph_is_unbiased=False,
     ),
     Case(
-        "mask_scale",
-        mask_scale_model,
-        mask_scale_guide,
-        {"pz": (), "mean": (), "pw": (), "qz": (3,), "qw": (2,)},
-        16,
+        "mask_scale", mask_scale_model, mask_scale_guide, {"pz": (), "mean": (), "pw": (), "qz": (3,), "qw": (2,)}, 16
     ),
     Case("obs_mask", obs_mask_model, obs_mask_guide, {"pz": (), "mean": (), "qz": (3,)}, 8),
     Case(
@@ -620,24 +616,14 @@ CASES = [
         tracegraph_is_unbiased=False,
     ),
     Case("shared_parameters", shared_model, shared_guide, {"both": (2,), "q": ()}, 4),
-    Case(
-        "reordered_guide",
-        chain_model,
-        reordered_guide,
-        {**CHAIN, "qa": (3,), "qb": (3,), "qc": ()},
-        12,
-    ),
+    Case("reordered_guide", chain_model, reordered_guide, {**CHAIN, "qa": (3,), "qb": (3,), "qc": ()}, 12),
     Case(
         "constrained",
         constrained_model,
         constrained_guide,
         {"pk": (3,), "mean": (3,), "noise": (), "qk": (3,)},
         3,
-        constraints=(
-            ("pk", constraints.simplex),
-            ("noise", constraints.positive),
-            ("qk", constraints.simplex),
-        ),
+        constraints=(("pk", constraints.simplex), ("noise", constraints.positive), ("qk", constraints.simplex)),
     ),
 ]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
@@ -17,6 +19,7 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import exact_gradient, expected_gradient
@@ -24,7 +27,39 @@ from pyro_bpq.testing.choices import ChoiceMessenger, ChoiceNoise, walk
 
 CHAIN = BY_NAME["chain"]
 Objective = TypeVar("Objective", bound=Any)
+
+
+def repeat(number: int, call: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """What a call gives, so many times."""
+    return [call(*args, **options) for _ in range(number)]
+
+
+@contextlib.contextmanager
+def filtered(action: Any, category: type[Warning] = Warning) -> Iterator[None]:
+    """Ignores warnings of a kind, or makes errors of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(action, category)
+        yield
+
+
 SETTLED: dict[str, TraceBackpropQ_ELBO] = {}
+
+
+def text_of(model: Any, guide: Any, kind: type[Exception], **options: Any) -> str:
+    """What an error of a step says."""
+    with pytest.raises(BPQError) as caught:
+        TraceBackpropQ_ELBO(**options).loss_and_grads(model, guide)
+    assert isinstance(caught.value, kind)
+    return str(caught.value)
+
+
+def warnings_of(model: Any, guide: Any, steps: int = 1, category: Any = BPQWarning, **options: Any) -> list[str]:
+    """What some steps warn of."""
+    elbo = TraceBackpropQ_ELBO(**options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        repeat(steps, elbo.loss_and_grads, model, guide)
+    return [str(warning.message) for warning in found if issubclass(warning.category, category)]
 
 
 def trained(
@@ -40,12 +75,10 @@ def trained(
     params()
     pyro.set_rng_seed(0)
     if not lr:
-        for _ in range(steps):
-            objective.loss_and_grads(model, guide, *args)
+        repeat(steps, objective.loss_and_grads, model, guide, *args)
         return objective
     svi = SVI(model, guide, Adam({"lr": lr}), objective)
-    for _ in range(steps):
-        svi.step(*args)
+    repeat(steps, svi.step, *args)
     params()
     return objective
 

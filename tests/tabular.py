@@ -9,11 +9,11 @@ from typing import get_args
 
 import pyro
 import torch
+from tables import TabularProgram
 from torch import Tensor
 
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.testing import TabularProgram
 
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 FORMS = ("ancestor", "history")

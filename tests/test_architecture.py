@@ -247,7 +247,27 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "top": 0,
+    "pyro_bpq": 17656,
+    "modules": 163,
+    "top": 104,
+    "batching/": 539,
+    "compiled/": 1615,
+    "critics/": 710,
+    "diagnostics/": 770,
+    "estimators/": 1426,
+    "graph/": 765,
+    "objectives/": 2332,
+    "plan/": 1109,
+    "reruns/": 1664,
+    "rollout/": 459,
+    "step/": 1419,
+    "svi/": 312,
+    "targets/": 172,
+    "testing/": 872,
+    "tracing/": 3388,
+    "tests": 23473,
+    "benchmarks": 3131,
+    "words of docs": 17471,
 }
 
 

@@ -16,7 +16,7 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
+from pyro_bpq import LinearCritic, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
 from pyro_bpq.estimators import DisARM
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -78,27 +78,3 @@ def test_default_device() -> None:
     with torch.device("cuda"):
         test_state_follows_the_program("cuda", torch.float64, TraceBackpropQ_ELBO)
         test_state_follows_the_program("cuda", torch.float64, OBJECTIVES["disarm"])
-
-
-@pytest.mark.parametrize("options", [{}, {"num_particles": 1}, {"estimator": AllAction()}], ids=str)
-@pytest.mark.parametrize("width", [3, 40])
-def test_parameters_of_half_precision(width: int, options: dict[str, Any]) -> None:
-    """bfloat16, whose statistics have the default type."""
-    torch.manual_seed(0)
-    up, down = (torch.nn.Linear(*shape, dtype=torch.bfloat16) for shape in ((6, width), (width, 6)))
-    data = torch.bernoulli(torch.full((20, 6), 0.3)).bfloat16()
-
-    def model() -> None:
-        pyro.module("down", down)
-        with pyro.plate("rows", 20):
-            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(width)).to_event(1))
-            pyro.sample("x", dist.Bernoulli(logits=down(z)).to_event(1), obs=data)
-
-    def guide() -> None:
-        pyro.module("up", up)
-        with pyro.plate("rows", 20):
-            pyro.sample("z", dist.Bernoulli(logits=up(data)).to_event(1))
-
-    svi = SVI(model, guide, Adam({"lr": 1e-2}), TraceBackpropQ_ELBO(**options))
-    losses = [svi.step() for _ in range(30)]
-    assert sum(losses[-10:]) < sum(losses[:10])

@@ -12,8 +12,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import CASES, Case, each_case
-from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO, config_enumerate
+from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import SGD
+from steps import filtered, repeat
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -29,14 +30,7 @@ from pyro_bpq import (
     config_bpq,
 )
 from pyro_bpq.critics.nets import CriticShape
-from pyro_bpq.errors import (
-    BPQError,
-    CriticShapeError,
-    OptionError,
-    PlateError,
-    SiteNotFoundError,
-    UnsupportedSiteError,
-)
+from pyro_bpq.errors import BPQError, CriticShapeError, OptionError, PlateError, SiteNotFoundError, UnsupportedSiteError
 
 
 def coin_model() -> None:
@@ -83,7 +77,6 @@ def test_estimator_that_a_site_cannot_use_raises(estimator: Any, fn: Any, words:
             "z", dist.Poisson(1.3) if "Poisson" in words else coin() if "Bernoulli" in words else dist.Normal(0, 1)
         )
 
-    pyro.clear_param_store()
     error = raised(TraceBackpropQ_ELBO(), model, guide_with(fn, estimator=estimator))
     assert isinstance(error, UnsupportedSiteError | NotImplementedError) and isinstance(error, ValueError)
     for word in [*words, "plates: none", "infer="]:
@@ -99,7 +92,6 @@ def test_estimator_error_names_the_plates() -> None:
         with pyro.plate("rows", 3):
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
-    pyro.clear_param_store()
     assert "plates: rows" in str(raised(TraceBackpropQ_ELBO(estimator=Pathwise()), model, guide))
 
 
@@ -114,18 +106,10 @@ def test_estimator_error_names_the_plates() -> None:
     ],
 )
 def test_unknown_site_option_raises(options: dict[str, Any], words: list[str]) -> None:
-    pyro.clear_param_store()
     error = raised(TraceBackpropQ_ELBO(), coin_model, guide_with(coin, **options))
     assert isinstance(error, OptionError) and isinstance(error, ValueError)
     for word in words:
         assert word in str(error)
-
-
-def test_options_that_are_no_dictionary_raise() -> None:
-    def guide() -> None:
-        pyro.sample("z", coin(), infer={"bpq": AllAction()})
-
-    assert "must be a dictionary" in str(raised(TraceBackpropQ_ELBO(), coin_model, guide))
 
 
 def test_config_bpq_raises_at_once() -> None:
@@ -138,7 +122,6 @@ def test_latent_of_the_model_that_the_guide_lacks_raises() -> None:
         coin_model()
         pyro.sample("w", dist.Bernoulli(0.4))
 
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO()
     with (
         pytest.warns(UserWarning, match="Found vars in model but not guide"),
@@ -219,7 +202,6 @@ def test_table_for_sites_in_other_plates_raises() -> None:
         w = pyro.sample("w", dist.Bernoulli(logits=z.sum() - 1))
         pyro.sample("v", dist.Bernoulli(logits=w))
 
-    pyro.clear_param_store()
     error = raised(TraceBackpropQ_ELBO(critic=TabularCritic()), model, guide)
     assert "'w'" in str(error) and "plates" in str(error) and "MLPCritic()" in str(error)
 
@@ -239,39 +221,6 @@ def test_wrong_plates_raise() -> None:
         TraceBackpropQ_ELBO().loss_and_grads(model, guide)
     assert str(ours.value).startswith(str(theirs.value)) and isinstance(ours.value, type(theirs.value))
     assert isinstance(ours.value, PlateError) and "is in the plates []" in str(ours.value)
-
-
-def test_shape_that_does_not_fit_its_plate_raises() -> None:
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(0.4))
-
-    def batched() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(torch.ones(2) / 2))
-
-    pyro.clear_param_store()
-    error = raised(TraceBackpropQ_ELBO(), model, batched)
-    assert isinstance(error, PlateError) and isinstance(error, ValueError)
-    assert "site z" in str(error) and "rows" in str(error) and "3 vs 2" in str(error)
-
-
-def test_context_of_the_wrong_shape_raises() -> None:
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.Bernoulli(0.4))
-            w = pyro.sample("w", dist.Bernoulli(0.4))
-            pyro.sample("x", dist.Normal(z + w, 1.0), obs=torch.tensor([0.7, 0.1, 0.2]))
-
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            options = {"context": torch.ones(2, 4)}
-            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))), infer={"bpq": options})
-            pyro.sample("w", dist.Bernoulli(logits=z))
-
-    pyro.clear_param_store()
-    error = raised(TraceBackpropQ_ELBO(), model, guide)
-    assert isinstance(error, PlateError) and "'z'" in str(error) and "rows" in str(error) and "(3,)" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -303,11 +252,9 @@ def test_bad_values_of_options_raise(make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_particles": 2}], ids=["one", "two"])
 def test_clean_models_warn_of_nothing(case: Case, options: dict[str, Any]) -> None:
     case.params()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         svi = SVI(case.model, case.guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(**options))
-        for _ in range(15):
-            svi.step(*case.args)
+        repeat(15, svi.step, *case.args)
         svi.evaluate_loss(*case.args)
 
 
@@ -319,10 +266,6 @@ def messages(elbo: Any, model: Any, guide: Any) -> list[str]:
     return sorted({str(w.message) for w in caught})
 
 
-def enumerated() -> tuple[Any, Any]:
-    return coin_model, config_enumerate(guide_with(coin))
-
-
 def extra_guide_site() -> tuple[Any, Any]:
     def guide() -> None:
         guide_with(coin)()
@@ -331,30 +274,11 @@ def extra_guide_site() -> tuple[Any, Any]:
     return coin_model, guide
 
 
-def other_plates() -> tuple[Any, Any]:
-    def model() -> None:
-        with pyro.plate("rows", 1):
-            z = pyro.sample("z", dist.Bernoulli(0.4).expand([1]))
-        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(0.7))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    return model, guide
-
-
 def test_a_site_of_the_guide_alone_warns_as_in_pyro() -> None:
     model, guide = extra_guide_site()
     pyro.clear_param_store()
     theirs = messages(TraceGraph_ELBO(), model, guide)
     assert theirs and messages(TraceBackpropQ_ELBO(), model, guide) == theirs
-
-
-def test_marks_of_enumeration_say_what_to_write_here() -> None:
-    pyro.clear_param_store()
-    # Pyro's text, which it repeats at every step, sends to an ELBO of Pyro's own.
-    (text,) = messages(TraceBackpropQ_ELBO(), *enumerated())
-    assert 'enumeration="exact"' in text
 
 
 def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> None:
@@ -365,19 +289,12 @@ def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> No
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
 
-    pyro.clear_param_store()
     with pyro.validation_enabled(False):
         with pytest.raises(PlateError, match=r"'z' has the batch shape \(3,\), and in dimension -1 no plate"):
             TraceBackpropQ_ELBO().loss_and_grads(model, guide)
         # Where no shape has to fit, the program runs as it does under Pyro's own ELBOs.
         plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None).loss_and_grads(model, guide)
     assert plain > 0.0
-
-
-@pytest.mark.parametrize("number", ["2", 2.0, True, 0, -1])
-def test_numbers_of_particles_are_positive_integers(number: Any) -> None:
-    with pytest.raises(OptionError, match=f"num_particles={number!r}"):
-        TraceBackpropQ_ELBO(num_particles=number)
 
 
 def test_the_class_in_place_of_an_elbo_is_told() -> None:

@@ -30,7 +30,7 @@ def rows(text: str) -> list[Row]:
     for table in re.findall(r"(?m)^\| paper \| object \| test \|.*\n\| ---.*\n((?:\|.*\n)+)", text):
         for line in table.splitlines():
             cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            objects = tuple(re.findall(r"\{obj\}`([\w.]+)`", cells[1]))
+            objects = tuple(re.findall(r"`([\w.]+)`", cells[1]))
             found.append(Row(cells[0].strip(), objects, tuple(re.findall(r"`([\w/.:]+)`", cells[2])), cells[3]))
     return found
 
@@ -77,9 +77,7 @@ def numbered(word: str, text: str) -> set[int]:
 
 
 def test_rows_are_read() -> None:
-    text = (
-        "| paper | object | test | x |\n| --- | --- | --- | --- |\n| Eq. 1 | {obj}`a.b` | `t.py::c` | It is so. |\n\n"
-    )
+    text = "| paper | object | test | x |\n| --- | --- | --- | --- |\n| Eq. 1 | `a.b` | `t.py::c` | It is so. |\n\n"
     assert rows(text) == [Row("Eq. 1", ("a.b",), ("t.py::c",), "It is so.")]
     assert numbered("Eq.", "Eq. 1, 5, and 7 to 9; Fig. 3") == {1, 5, 7, 8, 9}
     assert not is_test("tests/test_paper_page.py::test_none") and not is_test("tests/none.py::test_rows_are_read")

@@ -163,10 +163,10 @@ def test_nonsense_critics_are_harmless(name: str, reduction: Any) -> None:
 
 @pytest.mark.parametrize("name", ["chain", "diamond", "global_local", "component_chain", "dynamic_sites"])
 def test_small_programs_as_large_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # No matrices, sums along runs of rows, rules in blocks.
+    # No matrices, sums along runs of rows, a backward pass along the rules.
     for limit in ("DENSE", "FULL", "FEW"):
         monkeypatch.setattr(sums, limit, 0)
-    monkeypatch.setattr("pyro_bpq.targets.lambda_return.BLOCK", 2)
+    monkeypatch.setattr("pyro_bpq.step.returns.MOST_SOLVED", 2)
     case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(1)
     train(elbo, case, 30)
     assert error(elbo, case) < ATOL

@@ -32,7 +32,7 @@ def validate_network(network: BackpropQNetwork) -> None:
     sites: dict[str, str] = {}
     for node in network.nodes:
         if node.name in sources:
-            raise GraphError(f"Two Q-nodes or costs are called {node.name!r}; give each a name of its own.")
+            raise GraphError(f"two are called {node.name!r}")
         _check_immediate(network, node)
         _check_rule(node, sources)
         _check_children(graph, node, sites)
@@ -53,10 +53,7 @@ def _check_immediate(network: BackpropQNetwork, node: QNode) -> None:
     for cost in node.immediate:
         reads = frozenset(network.graph.cost(cost).parents)
         if cost not in node.sources or node.site not in reads or not reads <= known:
-            raise GraphError(
-                f"Cost {cost!r} is not immediate at Q-node {node.name!r}: an immediate cost is one of its "
-                f"sources, reads {node.site!r} and otherwise only {sorted(known)}."
-            )
+            raise GraphError(f"{cost!r} is not immediate at {node.name!r}, which knows {sorted(known)}")
 
 
 def _check_rule(node: QNode, sources: dict[str, frozenset[str]]) -> None:
@@ -64,22 +61,16 @@ def _check_rule(node: QNode, sources: dict[str, frozenset[str]]) -> None:
     for average in node.rule:
         unknown = [child for child in average.children if child not in sources]
         if unknown:
-            raise GraphError(f"The rule of Q-node {node.name!r} reads {unknown}, which do not precede it.")
+            raise GraphError(f"the rule of {node.name!r} reads {unknown}, which do not precede it")
         counted += _common_sources(node, average, sources)
     if sorted(counted) != sorted(node.remote):
-        raise GraphError(
-            f"The rule of Q-node {node.name!r} counts {sorted(counted)}, but its remote sources, each to be "
-            f"counted once, are {sorted(node.remote)}."
-        )
+        raise GraphError(f"of {node.name!r} {sorted(node.remote)} are to be counted once, not {sorted(counted)}")
 
 
 def _common_sources(node: QNode, average: Average, sources: dict[str, frozenset[str]]) -> frozenset[str]:
     carried = {sources[child] for child in average.children}
     if len(carried) != 1 or len(set(average.children)) < len(average.children):
-        raise GraphError(
-            f"Q-node {node.name!r} averages {average.children}, which are not different Q-nodes with equal "
-            "sources; sum different costs, average equivalent children."
-        )
+        raise GraphError(f"{node.name!r} averages {average.children}, which have no equal sources")
     return carried.pop()
 
 
@@ -88,25 +79,17 @@ def _check_children(graph: StochasticComputationGraph, node: QNode, sites: dict[
     for average in node.rule:
         strangers = [c for c in average.children if c in sites and sites[c] not in children]
         if strangers:
-            raise GraphError(
-                f"The rule of Q-node {node.name!r} reads {strangers}, but the children of {node.site!r} in "
-                f"the graph are {sorted(children)}."
-            )
+            raise GraphError(f"{strangers} are not among the children of {node.site!r}, {sorted(children)}")
 
 
 def _check_scope(network: BackpropQNetwork, node: QNode) -> None:
     scope = network.graph.frontier(_known(network, node.site), node.remote)
     if frozenset(node.scope) != scope:
-        raise GraphError(
-            f"Q-node {node.name!r} has the scope {node.scope}; the frontier for {node.remote} is {sorted(scope)}."
-        )
+        raise GraphError(f"the scope of {node.name!r} is {node.scope}, the frontier {sorted(scope)}")
 
 
 def _check_sources(network: BackpropQNetwork, site: str) -> None:
     found = [cost for node in network.q_nodes(site) for cost in node.sources]
     missing = set(network.graph.downstream_costs(site)) - set(found)
     if missing or len(set(found)) < len(found):
-        raise GraphError(
-            f"The Q-nodes of site {site!r} have the sources {sorted(found)}; each cost downstream of it, "
-            f"{list(network.graph.downstream_costs(site))}, should occur once."
-        )
+        raise GraphError(f"the Q-nodes of {site!r} have the sources {sorted(found)}, and lack {sorted(missing)}")

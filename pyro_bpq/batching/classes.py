@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,14 @@ from pyro_bpq.rollout.sums import Sums, subset_sums
 class Relation(Enum):
     """A relation of a class of sites to a class of costs, sites or Q-nodes."""
 
-    DOWNSTREAM = auto()  # costs downstream of a site, row by row of the plates
-    CROSSING = auto()  # costs downstream of a site that one row of its plates may affect in other rows
-    TABLED = auto()  # immediate costs that are known at every value of a site
-    CROSSED = auto()  # costs downstream given another particle's past: under the own law, and at the own value
-    LATER = auto()  # later sites whose whole control variate counts for a site
-    LATER_OWN = auto()  # later sites whose control variate counts in the part of their own log-probabilities
-    LATER_MODEL = auto()  # later sites whose control variate counts in the part of the model's costs
-    LATER_LEARNED = auto()  # Q-nodes of later sites whose part of the control variate counts
+    DOWNSTREAM = "downstream"  # costs downstream of a site, row by row of the plates
+    CROSSING = "crossing"  # costs downstream of a site that one row of its plates may affect in other rows
+    TABLED = "tabled"  # immediate costs that are known at every value of a site
+    CROSSED = "crossed"  # costs downstream given another particle's past: under the own law, and at the own value
+    LATER = "later"  # later sites whose whole control variate counts for a site
+    LATER_OWN = "later own"  # later sites whose control variate counts in the part of their own log-probabilities
+    LATER_MODEL = "later model"  # later sites whose control variate counts in the part of the model's costs
+    LATER_LEARNED = "later learned"  # Q-nodes of later sites whose part of the control variate counts
 
 
 class Known(str, Enum):

@@ -73,9 +73,8 @@ class Layout:
         self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
         self._sums: dict[tuple[Any, ...], Sums | None] = {}
         self._split: dict[int, bool] = {}
-        # What steps work out once, and keep here: the network's rules as matrices, and the waves of a backward sweep.
+        # What steps work out once, and keep here: the network's rules as matrices.
         self.rules: dict[tuple[torch.dtype, torch.device], Any] = {}
-        self.waves: list[Any] = []
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
@@ -99,7 +98,7 @@ class Layout:
             nodes = self.groups[column].nodes
             return relations.counted_nodes(nodes), range(len(nodes))
         if kind in (Relation.LATER_OWN, Relation.LATER_MODEL):
-            part = (Relation.LATER_OWN, Relation.LATER_MODEL).index(kind)
+            part = int(kind is Relation.LATER_MODEL)
             return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
         if kind is Relation.CROSSED:
             assert self.crossings is not None
@@ -110,13 +109,8 @@ class Layout:
             return sets, [*own, *(size + i for i in own)]
         if kind is Relation.LATER:
             return relations.later, self._positions[column]
-        by_cost = {
-            Relation.DOWNSTREAM: relations.downstream,
-            Relation.CROSSING: relations.crossing,
-            Relation.TABLED: relations.tabled,
-        }
-        sets = by_cost[kind]
-        return sets, [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
+        costs = [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
+        return getattr(relations, kind.value), costs
 
     @cached_property
     def crossed(self) -> tuple[CrossedCosts, ...]:
@@ -271,10 +265,8 @@ class Layout:
         """Number of context features of the critics of a group."""
         cls = self.classes[group.c]
         total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
-        if cls.spec.has_params and cls.spec.components is not None:
-            total += cls.width
-        elif cls.spec.has_params and cls.spec.has_moments:
-            total += 2 * cls.width
+        if cls.spec.has_params:
+            total += cls.width * (2 * cls.spec.has_moments if cls.spec.components is None else 1)
         return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
 
     def cells(self, group: QGroup) -> int:

@@ -208,17 +208,30 @@ class SiteBatch:
         """The cost ``log q`` at every value: :attr:`log_probs` times scale and mask, detached."""
         return self.weighted(self.log_probs.detach())
 
-    def weighted(self, table: Tensor) -> Tensor:
-        """A table ``(G, M, plates, D, K)`` times the scale and the mask of the sites."""
-        return self._weighted(table, self.scale, lambda site: site.mask)
-
     @cached_property
     def own_p(self) -> Tensor:
         """The cost ``-log p`` of the model at every value of the site, ``(G, M, plates, D, K)``, detached."""
         split = self.components
         stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
-        scale = self._scales(lambda site: site.prior_scale)
-        return -self._weighted(split.log_probs(stacked), scale, lambda site: site.prior_mask)
+        return -self.weighted(split.log_probs(stacked), is_prior=True)
+
+    def weighted(self, table: Tensor, is_prior: bool = False) -> Tensor:
+        """A table ``(G, M, plates, D, K)`` times the scale and the mask of the sites, or of the model's sites."""
+
+        def mask(site: SiteRecord) -> Any:
+            return site.prior_mask if is_prior else site.mask
+
+        scale = self._scales(lambda site: site.prior_scale) if is_prior else self.scale
+        table = table * scale[..., None, None]
+        if all(mask(run.sites[name]) is None for run in self.rollout.runs for name in self.cls.names):
+            return table
+        return table * self.stack(lambda site: _mask(mask(site), table), 0)[..., None, None]
+
+    def weights_of_bits(self, is_prior: bool) -> Tensor:
+        """Scale times mask in the model (``is_prior``) or the guide, broadcastable to ``(G, M, plates, 1)``."""
+        return self.weighted(self.like.new_ones(len(self.cls.names), *(1,) * len(self.batch_shape), 1, 1), is_prior)[
+            ..., 0
+        ]
 
     def sampled(self, table: Tensor) -> Tensor:
         """The entries of a table ``(..., D, K)`` at the sampled values, ``(..., D)``."""
@@ -238,20 +251,6 @@ class SiteBatch:
         if numbers == numbers[:1] * len(numbers):
             return like.new_full((len(numbers), *lead), numbers[0])
         return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
-
-    def weights_of_bits(self, is_prior: bool) -> Tensor:
-        """Scale times mask in the model (``is_prior``) or the guide, broadcastable to ``(G, M, plates, 1)``."""
-        if is_prior:
-            scale = self._scales(lambda site: site.prior_scale)
-            return self._weighted(torch.ones_like(scale)[..., None, None], scale, lambda site: site.prior_mask)[..., 0]
-        return self.weighted(torch.ones_like(self.scale)[..., None, None])[..., 0]
-
-    def _weighted(self, table: Tensor, scale: Tensor, mask: Callable[[SiteRecord], Any]) -> Tensor:
-        table = table * scale[..., None, None]
-        if all(mask(run.sites[name]) is None for run in self.rollout.runs for name in self.cls.names):
-            return table
-        masks = self.stack(lambda site: _mask(mask(site), table), 0)
-        return table * masks[..., None, None]
 
 
 def _score(site: SiteRecord) -> Tensor:

@@ -28,8 +28,10 @@ _LEAST_BYTES = 4
 # Attribute of the modules of critics.
 _MARK = "is_of_critic"
 
-# (block, tensor, rows or None for all rows, new value): a change that is applied after the step.
-Write = tuple[str, str, "Tensor | None", Tensor]
+# Rows of a block, or positions in an order; `None` for all of them, in order.
+Rows = Tensor | None
+# (block, tensor, rows, new value): a change that is applied after the step.
+Write = tuple[str, str, Rows, Tensor]
 
 
 class Block(nn.Module):
@@ -113,9 +115,8 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 class Selection:
     """Rows of a bank in a given order, possibly from several blocks."""
 
-    # For each block its name, the module, the rows, and the positions of these rows in the order; `None` stands for all
-    # rows or positions in order
-    parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
+    # For each block its name, the module, the rows, and the positions of these rows in the order
+    parts: tuple[tuple[str, Block, Rows, Rows], ...]
     repeats: bool = False  # Whether a row occurs more than once (a shared critic)
     # Index of each position among the concatenated rows of all blocks; `None` for one block
     order: Tensor | None = None
@@ -128,7 +129,7 @@ class Selection:
         found = parts[0] if self.order is None else torch.cat(parts)[self.order]
         return found if dtype is None or found.dtype is dtype else found.to(dtype)
 
-    def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
+    def gather(self, evaluate: Callable[[Block, Rows, Rows], Tensor]) -> Tensor:
         """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
         results = [evaluate(block, rows, at) for _, block, rows, at in self.parts]
         return results[0] if self.order is None else torch.cat(results)[self.order]

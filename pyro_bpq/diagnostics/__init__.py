@@ -6,22 +6,15 @@ run, ``render.py`` graphs and networks. None of them changes the ELBO or the par
 Read ``diagnose.py`` first, then ``compare.py``.
 """
 
-from pyro_bpq.diagnostics.compare import compare_estimators
-from pyro_bpq.diagnostics.comparison import Comparison, Row
-from pyro_bpq.diagnostics.diagnose import diagnose
-from pyro_bpq.diagnostics.findings import Diagnosis, Finding
-from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
-from pyro_bpq.diagnostics.plot import plot_comparison, plot_run
+from pyro_bpq.diagnostics.compare import compare_estimators as compare_estimators
+from pyro_bpq.diagnostics.comparison import Comparison as Comparison
+from pyro_bpq.diagnostics.comparison import Row as Row
+from pyro_bpq.diagnostics.diagnose import diagnose as diagnose
+from pyro_bpq.diagnostics.findings import Diagnosis as Diagnosis
+from pyro_bpq.diagnostics.findings import Finding as Finding
+from pyro_bpq.diagnostics.moments import GradientMoments as GradientMoments
+from pyro_bpq.diagnostics.moments import gradient_moments as gradient_moments
+from pyro_bpq.diagnostics.plot import plot_comparison as plot_comparison
+from pyro_bpq.diagnostics.plot import plot_run as plot_run
 
-__all__ = [
-    "Comparison",
-    "Diagnosis",
-    "Finding",
-    "GradientMoments",
-    "Row",
-    "compare_estimators",
-    "diagnose",
-    "gradient_moments",
-    "plot_comparison",
-    "plot_run",
-]
+__all__ = sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

@@ -46,7 +46,6 @@ def compare_estimators(
     num_warmup: int = 200,
     num_rounds: int = 20,
     num_outcomes: int = 2000,
-    reference: Any = None,
     seed: int = 0,
     progress: bool = True,
     **kwargs: Any,
@@ -58,7 +57,8 @@ def compare_estimators(
     Every estimator works on a copy. First, critics and running statistics learn for ``num_warmup`` steps with fixed
     parameters. Then moments are taken while nothing learns. Then whole steps, learning included, are timed, one of each
     estimator in turn. Moments are exact if a step has few joint outcomes, else sampled. The bias is measured against
-    the exact gradient if one particle has few states, else against a long run of ``reference``. A bias counts if it
+    the exact gradient if one particle has few states, else against a long run of
+    ``TraceBackpropQ_ELBO`` with two particles or more. A bias counts if it
     is beyond four standard errors (or beyond rounding, if both sides are exact).
 
     Args:
@@ -77,8 +77,6 @@ def compare_estimators(
             are not warmed up, because the user's optimiser trains their critics.
         num_rounds: Number of timed steps of each estimator.
         num_outcomes: Largest number of outcomes that are enumerated.
-        reference: An unbiased ELBO for the long run of ``4 * num_samples`` steps; default
-            ``TraceBackpropQ_ELBO`` with two particles or more.
         seed: Seed of the samples; global generators and ``.grad`` are restored.
         progress: Whether to show a bar.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
@@ -106,7 +104,7 @@ def compare_estimators(
     with untouched(None, seed), store.scope(store.get_state()), bar:
         makers = makers or candidates(num_particles, has_plate)
         bar.total = len(makers) + 1
-        truth = _truth(program, reference, num_particles, num_warmup, limits)
+        truth = _truth(program, num_particles, num_warmup, limits)
         for name, make in makers.items():
             bar.set_postfix_str(name)
             bar.update()
@@ -245,14 +243,14 @@ def _escapes(elbo: Any) -> bool:
     return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.recordings.escapes)
 
 
-def _truth(program: Program, elbo: Any, num_particles: int, num_warmup: int, limits: dict[str, Any]) -> Truth:
+def _truth(program: Program, num_particles: int, num_warmup: int, limits: dict[str, Any]) -> Truth:
     """The exact gradient, or the mean of a long run."""
     model, guide, args, kwargs = program
     try:
         gradient = exact_gradient(model, guide, *args, num_outcomes=limits["num_outcomes"], **kwargs)
         return Truth(gradient, 0.0, "the exact gradient")
     except BPQError:
-        elbo = TraceBackpropQ_ELBO(max(2, num_particles)) if elbo is None else copy.deepcopy(elbo)
+        elbo = TraceBackpropQ_ELBO(max(2, num_particles))
     _warm_up(elbo, program, num_warmup)
     number = 4 * limits["num_samples"]
     longer = {"num_samples": number, "num_outcomes": 0, "seed": limits["seed"] + 2}

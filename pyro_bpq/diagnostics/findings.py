@@ -255,20 +255,6 @@ def values_that_leave(look: Look) -> Said:
     )
 
 
-def baseline_options(look: Look) -> Said:
-    """Pyro's baseline options at sites whose estimator they decide."""
-    sites = [name for name in look.scored if look.infer(name).get("baseline")]
-    if not sites:
-        return None
-    return (
-        f"{listed(sites)}: the options infer={{'baseline': {{...}}}} are those of Pyro's TraceGraph_ELBO. They choose "
-        "the baseline in place of the default's own rules.",
-        "Remove them from the sample statement (pyro.sample(..., infer={'baseline': ...})), and see with "
-        "compare_estimators(model, guide, *args) whether it helps.",
-        sites,
-    )
-
-
 def one_particle(look: Look) -> Said:
     """Rows of data that another particle would give a baseline, where somebody has asked for one particle."""
     plates = look.runs[0].plates
@@ -293,17 +279,15 @@ CHECKS = (
     ("untrained", "hint", untrained),
     ("zero gradient", "hint", zero_gradient),
     ("values leave torch", "hint", values_that_leave),
-    ("baseline options", "hint", baseline_options),
     ("one particle", "hint", one_particle),
 )
-# There is nothing to look for where the loss is summed over all values.
-OF_DRAWS = frozenset(("baseline options", "one particle"))
 
 
 def findings(look: Look) -> Iterator[Finding]:
     """All findings, the most severe first."""
     for kind, severity, look_for in CHECKS:
-        said = None if look.plan.sums and kind in OF_DRAWS else look_for(look)
+        # A loss that is summed over all values needs no baseline.
+        said = None if look.plan.sums and look_for is one_particle else look_for(look)
         if said is not None:
             message, advice, sites = said
             yield Finding(kind, severity, message, advice, tuple(sites))

@@ -112,7 +112,11 @@ def gradient_moments(
             take_step(elbo, program, reader)
             return reader.read()
 
-        found = _enumerated(elbo, program, step, num_outcomes) or _sampled(step, num_samples)
+        found = _enumerated(elbo, program, step, num_outcomes)
+        if found is None:
+            found = _Running(is_exact=False)
+            for _ in range(num_samples):
+                found.add(1.0, step())
     mean, variance = reader.named(found.mean), reader.named(found.variance)
     reached = frozenset(name for name, leaf in reader.leaves.items() if id(leaf) in found.mean)
     return GradientMoments(mean, variance, found.count, found.is_exact, found.error, reached)
@@ -176,13 +180,6 @@ class _Running:
         if self.is_exact:
             return 0.0
         return float(pairs.std()) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
-
-
-def _sampled(step: Callable[[], Gradient], num_samples: int) -> _Running:
-    found = _Running(is_exact=False)
-    for _ in range(num_samples):
-        found.add(1.0, step())
-    return found
 
 
 def _enumerated(elbo: Any, program: Program, step: Callable[[], Gradient], num_outcomes: int) -> _Running | None:

@@ -39,7 +39,6 @@ from pyro_bpq.estimators.relax import REBAR as REBAR
 from pyro_bpq.estimators.relax import RELAX as RELAX
 from pyro_bpq.estimators.relax import RELAXQ as RELAXQ
 from pyro_bpq.estimators.relaxation import Annealed as Annealed
-from pyro_bpq.estimators.relaxation import LearnedTemperature as LearnedTemperature
 from pyro_bpq.estimators.reparameterise import Pathwise as Pathwise
 from pyro_bpq.estimators.requirements import needs_binary as needs_binary
 from pyro_bpq.estimators.requirements import needs_continuous as needs_continuous
@@ -47,7 +46,6 @@ from pyro_bpq.estimators.requirements import needs_finite as needs_finite
 from pyro_bpq.estimators.requirements import needs_float_value as needs_float_value
 from pyro_bpq.estimators.requirements import needs_particles as needs_particles
 from pyro_bpq.estimators.requirements import needs_single as needs_single
-from pyro_bpq.estimators.score_function import ConstantBaseline as ConstantBaseline
 from pyro_bpq.estimators.score_function import CrossedLeaveOneOut as CrossedLeaveOneOut
 from pyro_bpq.estimators.score_function import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.score_function import RunningBaseline as RunningBaseline

@@ -2,15 +2,15 @@ r"""Score functions with learned and exact control variates and adaptive scales,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
-from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.scales import EXACT, LEVEL, Adaptive, ScaledTerms
+from pyro_bpq.estimators.requirements import alternative, needs_finite
+from pyro_bpq.estimators.scales import Adaptive, ScaledTerms
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class AllAction(Adaptive):
         max_scale: Upper end of the scales.
         trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y; any number in ``[0, 1]``
             is unbiased.
-        second_run: Whether an independent run on the same data, as in :class:`SecondRun`, replaces the critic's
-            prediction of the level of the remaining costs.
 
     Raises:
         OptionError: If an option is out of range.
@@ -54,37 +52,22 @@ class AllAction(Adaptive):
     decay: float = 0.98
     max_scale: float = 1.2
     trace: float = 1.0
-    second_run: bool = False
+
+    needs = frozenset({"table"})
+    by_component = True
+    unsupported = needs_finite
 
     def __post_init__(self) -> None:
         check_option(self, "exact", self.exact in (True, False, "auto"), 'True, False or "auto"')
         super().__post_init__()
 
     @property
-    def by_component(self) -> bool:
-        """Whether components may get their own costs-to-go. A second run predicts only those of whole sites."""
-        return not self.second_run
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The table of log-probabilities, and the program if a second run is requested."""
-        return frozenset({"table", "program"} if self.second_run else {"table"})
-
-    @property
     def exact_costs(self) -> bool | str:
         """The option ``exact``."""
         return self.exact
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components."""
-        if site.components is not None:
-            return None
-        return f"AllAction() needs a finite support, which {site.distribution} lacks; use {alternative(site)}"
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its coefficient in the gradient."""
-        if self.second_run and "program" in context.signals:
-            context = replace(context, level=context.program.remaining())
         log_probs, _ = context.table
         with torch.no_grad():
             probs, score = context.score_table
@@ -94,8 +77,7 @@ class AllAction(Adaptive):
             for i, table in ((0, context.exact), (2, context.learned)):
                 if table is not None:
                     weights = weights + terms.scale(scales, i)[..., None, None] * probs * table
-            trusted = (EXACT, LEVEL) if self.second_run else (EXACT,)
-            statistics = terms.updated(context, scales, self, trusted)
+            statistics = terms.updated(context, scales, self)
         return SiteTerm(weights * log_probs, statistics)
 
 

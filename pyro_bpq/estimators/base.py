@@ -19,14 +19,23 @@ Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """Facts about a site that decide whether an estimator can serve it."""
+    """Facts about a site that decide whether an estimator can serve it.
 
-    name: str  # Name of the site
-    distribution: str  # Name of its distribution's class
-    has_rsample: bool  # Whether the distribution is reparameterised
-    components: Components | None  # Its finite components, or `None`
-    num_particles: int  # Number of particles
-    plates: tuple[str, ...] = ()  # Names of its plates
+    Args:
+        name: Name of the site.
+        distribution: Name of its distribution's class.
+        has_rsample: Whether the distribution is reparameterised.
+        components: Its finite components, or ``None``.
+        num_particles: Number of particles.
+        plates: Names of its plates.
+    """
+
+    name: str
+    distribution: str
+    has_rsample: bool
+    components: Components | None
+    num_particles: int
+    plates: tuple[str, ...] = ()
 
 
 class SiteProgram(Protocol):
@@ -60,9 +69,6 @@ class SiteProgram(Protocol):
 
     def independent(self) -> Tensor:
         """Costs-to-go in nats of one run that draws every site afresh, in the shape of ``SiteContext.cost``."""
-
-    def remaining(self) -> Tensor:
-        """Costs-to-go of the :meth:`independent` run minus the costs known at every value of the site."""
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
@@ -193,10 +199,8 @@ class Estimator:
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
         attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
         corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
-        takes_baseline: Whether Pyro's baseline options of a site may replace this estimator.
         replaces_costs: Whether Q-functions replace costs in it. They are then discounted as targets are.
         takes_discount: Whether it serves with a discount below 1.
-        relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
 
     is_unbiased: ClassVar[bool] = False
@@ -204,10 +208,8 @@ class Estimator:
     uses_critic: ClassVar[bool] = False
     attaches: ClassVar[bool] = False
     corrects: ClassVar[bool] = False
-    takes_baseline: ClassVar[bool] = False
     replaces_costs: ClassVar[bool] = False
     takes_discount: ClassVar[bool] = True
-    relies_on_slopes: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -217,6 +219,9 @@ class Estimator:
             cls.needs = inherited | {"table"}  # type: ignore[method-assign]
         if "by_component" not in vars(cls):
             cls.by_component = False  # type: ignore[method-assign, assignment]
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -258,11 +263,6 @@ class Estimator:
     def return_weight(self) -> float | None:
         """Weight of the return against the critics if the cost-to-go is a lambda-return, else ``None``."""
         return None
-
-    @property
-    def has_baseline(self) -> bool:
-        """Whether the user chose a baseline for it."""
-        return False
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Reason why the site cannot be served, and what to write instead; ``None`` if it can be served."""
@@ -323,20 +323,43 @@ def unit_scale(product: Tensor, square: Tensor) -> Tensor:
 
 
 def site_mean(value: Tensor) -> Tensor:
-    """Mean over everything but the site axis."""
+    """Mean over everything but the site axis.
+
+    Args:
+        value: ``(G, ...)``.
+
+    Returns:
+        ``(G,)``.
+    """
     # A single number is its own mean.
     return value.flatten() if value.numel() == len(value) else value.flatten(1).mean(1)
 
 
 def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
-    """Sum over event dimensions: from ``(G, M, plates, event)`` to ``(G, M, plates)``."""
+    """Sum over event dimensions.
+
+    Args:
+        tensor: ``(G, M, plates, event)``.
+        batch_ndim: Number of dimensions that stay.
+
+    Returns:
+        ``(G, M, plates)``.
+    """
     return tensor.sum(tuple(range(batch_ndim, tensor.dim()))) if tensor.dim() > batch_ndim else tensor
 
 
 def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
-    """Costs-to-go ``(G, M, plates)`` of every plate row if only that row takes the other ``value``.
+    """Costs-to-go of every plate row if only that row takes another value, in nats.
 
-    If a cost reads several rows, each row takes a run of its own. ``batch_ndim`` counts the dimensions of the result.
+    If a cost reads several rows, each row takes a run of its own.
+
+    Args:
+        program: Further runs of the program, ``context.program``.
+        value: The other values, ``(G, M, plates, event)``.
+        batch_ndim: Number of dimensions of the result.
+
+    Returns:
+        Costs ``(G, M, plates)``, detached.
     """
     plates = value.shape[2:batch_ndim]
     if not program.rows_meet or plates.numel() == 1:

@@ -43,7 +43,6 @@ class DebiasedStraightThrough(Estimator):
     mixture: float = 0.2
 
     is_unbiased: ClassVar[bool] = True
-    relies_on_slopes: ClassVar[bool] = True
     needs = frozenset({"program", "slope", "table"})
     unsupported = needs_float_value
 
@@ -94,7 +93,7 @@ class DebiasedStraightThrough(Estimator):
         by_error = weight * size
         even, followed = (tensor / tensor.sum((-1, -2), keepdim=True).clamp(min=1e-30) for tensor in (weight, by_error))
         is_known = by_error.sum((-1, -2), keepdim=True) > 0.0
-        return torch.where(is_known, torch.lerp(followed, even, self.mixture), even)
+        return torch.where(is_known, followed + self.mixture * (even - followed), even)
 
 
 # An entry is another value of a component: shape (..., D, K), or (..., D, 1) if a component has two values.

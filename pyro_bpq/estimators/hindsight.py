@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import UnsupportedProgramError, check_option
+from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, site_mean, unit_scale
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut
@@ -143,7 +143,7 @@ class Hindsight(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its expected coefficient."""
-        held = _of_sites(context)
+        held: HeldCosts = context.signals["hindsight"]
         with torch.no_grad():
             later = context.cost
             for known in (held.settled, held.rest):
@@ -183,17 +183,6 @@ class Hindsight(Estimator):
         return level, kept, {**new, **more, "moments": moments}
 
 
-def _of_sites(context: SiteContext) -> HeldCosts:
-    """The changes for the sites of a call."""
-    held: HeldCosts = context.signals["hindsight"]
-    if held.names != context.names or held.value.shape[:-1] != context.cost.shape:
-        raise UnsupportedProgramError(
-            f"Sites {', '.join(map(repr, context.names))}: Hindsight() cannot serve a program whose particles have "
-            "different sites; use AllAction() or ScoreFunction(RunningBaseline()) there."
-        )
-    return held
-
-
 class Means(NamedTuple):
     """The laws of the values, and changes of costs times probabilities.
 
@@ -214,7 +203,7 @@ class Means(NamedTuple):
 
 def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool = False) -> Means:
     """The laws of the values and the costs; impossible values cost nothing. Predictions are numbers."""
-    weights = (log_q + changes.law).sigmoid_() if has_bits else _softmax(log_q + changes.law)
+    weights = (log_q + changes.law).sigmoid_() if has_bits else (log_q + changes.law).softmax(-1)
     chance = log_q.sigmoid() if has_bits else log_q.exp()
 
     def weighted(weights: Tensor, cost: Tensor) -> Tensor:
@@ -222,14 +211,6 @@ def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool =
 
     later, immediate = changes.later, changes.immediate
     return Means(weights, chance, weighted(weights, later), weighted(weights, immediate), weighted(chance, immediate))
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension; two values take a fraction of the time of torch's."""
-    if logits.shape[-1] != 2:
-        return logits.softmax(-1)
-    first, second = logits.unbind(-1)
-    return torch.stack(((first - second).sigmoid(), (second - first).sigmoid()), -1)
 
 
 def _coefficients(means: Means, level: Tensor, kept: Tensor, has_bits: bool) -> Tensor:

@@ -7,7 +7,15 @@ from torch import Tensor
 
 
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform noise in the open interval (0, 1), of the shape, dtype and device of ``like``."""
+    """Uniform noise in the open interval (0, 1).
+
+    Args:
+        like: A tensor of the shape, dtype and device of the noise.
+        generator: Where it is drawn from.
+
+    Returns:
+        Noise like ``like``, detached.
+    """
     noise = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
     tiny = torch.finfo(like.dtype).eps
     return noise.clamp(tiny, 1.0 - tiny).to(like.device, like.dtype)
@@ -21,17 +29,42 @@ def signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def exponential(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Exponential noise of rate one, of the shape, dtype and device of ``like``."""
+    """Exponential noise of rate one.
+
+    Args:
+        like: A tensor of the shape, dtype and device of the noise.
+        generator: Where it is drawn from.
+
+    Returns:
+        Noise like ``like``, detached.
+    """
     return -uniform(like, generator).log()
 
 
 def gumbel(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise of the shape, dtype and device of ``like``."""
+    """Standard Gumbel noise.
+
+    Args:
+        like: A tensor of the shape, dtype and device of the noise.
+        generator: Where it is drawn from.
+
+    Returns:
+        Noise like ``like``, detached.
+    """
     return -exponential(like, generator).log()
 
 
 def uniform_given(p: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform noise ``u`` of the shape of ``p``, given that ``1[u < p]`` is ``value``."""
+    """Uniform noise ``u``, given that ``1[u < p]`` is a value.
+
+    Args:
+        p: Probabilities of ones.
+        value: Zeros and ones, of the shape of ``p``.
+        generator: Where the noise is drawn from.
+
+    Returns:
+        Noise of the shape of ``p``, with gradients through ``p``.
+    """
     noise = uniform(p, generator)
     return torch.where(value == 1, p * noise, p + (1.0 - p) * noise)
 

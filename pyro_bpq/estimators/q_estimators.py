@@ -14,9 +14,9 @@ from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
 from pyro_bpq.estimators.noise import uniform
-from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
 from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, centre, read_scale
 
@@ -172,7 +172,7 @@ class QAdvantage(_LocalCost):
 
 
 @dataclass(frozen=True)
-class QRelaxation(_LocalCost):
+class QRelaxation(Tempered, _LocalCost):
     r"""The learned Q as local cost, through a relaxation of the value. Biased, even with an exact critic.
 
         g = ∇ Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
@@ -182,32 +182,24 @@ class QRelaxation(_LocalCost):
     at temperature 0.5 and 0.167 at 1. :class:`QRELAX` corrects this bias, as the paper's RELAX with ``f = Q(b)`` does.
 
     Args:
-        temperature: A number or :class:`Annealed`.
+        temperature: A number, or a function of the number of steps taken, such as :class:`Annealed`.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
     """
 
-    temperature: float | Annealed = 0.5
+    temperature: Temperature = 0.5
 
     needs = frozenset({"program", "table"})
     unsupported = needs_finite
-
-    def __post_init__(self) -> None:
-        relaxation.check_temperature(self)
-
-    def statistics(self) -> Statistics:
-        """A dummy statistic if the temperature is annealed: steps are counted only if there are statistics."""
-        return {"steps": 0.0} if isinstance(self.temperature, Annealed) else {}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Q at the relaxed value, with its gradient."""
         (log_probs, index), (table, _, _) = context.table, _local(context)
         params = relaxation.parameters(log_probs)
         free, _ = relaxation.draw_pair(params, index, context.program.generator)
-        temperature = relaxation.temperature_of(self.temperature, context)
-        return SiteTerm(relaxation.relax(free, temperature, index) * table)
+        return SiteTerm(relaxation.relax(free, self.tau, index) * table)
 
 
 @dataclass(frozen=True)
@@ -281,12 +273,8 @@ def _local(context: SiteContext) -> tuple[Tensor, Tensor, Tensor]:
 
 def _without_critic(context: SiteContext) -> UnsupportedSiteError:
     sites = ", ".join(map(repr, context.names))
-    if context.log_probs is None:
-        wanted, other = "critic=ValueCritic()", "ScoreFunction()"
-    else:
-        wanted = 'critic=MLPCritic() (a site of many components needs it in infer={"bpq": {"critic": ...}})'
-        other = "AllAction()"
+    wanted, other = ("Value", "ScoreFunction") if context.log_probs is None else ("MLP", "AllAction")
     return UnsupportedSiteError(
-        f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write {wanted} and "
-        f"train first, or use {other}."
+        f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write "
+        f'infer={{"bpq": {{"critic": {wanted}Critic()}}}} there and train first, or use {other}().'
     )

@@ -8,20 +8,40 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, check_option
+from pyro_bpq.errors import check_option, is_real
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.q_estimators import local_cost, q_table
-from pyro_bpq.estimators.relaxation import Annealed, LearnedTemperature, fill
+from pyro_bpq.estimators.relaxation import Temperature, Tempered, fill
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
 from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
 
-# What serves other finite sites.
-RELAXES_ALL = "OneHotCategorical, RELAX() or "
+
+class Relaxed(Tempered, Scaled):
+    """Base of the estimators whose control variate is a function ``c`` of a relaxed value. Unbiased."""
+
+    needs = frozenset({"program", "table"})
+
+    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
+        """``c(z̃)``, and the derivative of ``c(z) - c(z̃)`` with respect to the parameters, detached."""
+        raise NotImplementedError
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Attaches the gradient to the parameters of the relaxation."""
+        log_probs, index = context.table
+        params = relaxation.parameters(log_probs)
+        leaf = params.detach()
+        value, path = self.variate(context, leaf)
+        score = relaxation.score(leaf, index)
+        centred, control = (fill(part, score) for part in centre(context.cost, value, context))
+        plain, variate = centred * score, control * score - path
+        gradient = plain - fill(read_scale(self.scale, context), plain) * variate
+        natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
+        return SiteTerm(gradient * params, self.updated(context, value, *natural))
 
 
 @dataclass(frozen=True)
-class REBAR(Scaled):
+class REBAR(Relaxed):
     r"""Score function whose control variate is the cost itself at a relaxed value. Unbiased.
 
         g = (C - a C(z̃) - b) ∇log q(x) + a ∇C(z) - a ∇C(z̃)
@@ -36,7 +56,7 @@ class REBAR(Scaled):
     these sites at an independent value of the site; the other two keep their values.
 
     Args:
-        temperature: A number, :class:`Annealed` or :class:`LearnedTemperature`.
+        temperature: A number, or a function of the number of steps taken, such as :class:`Annealed`.
         scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
@@ -44,90 +64,42 @@ class REBAR(Scaled):
         | Backprop-Q (Xu et al., 2018), Eq. 26
     """
 
-    temperature: float | Annealed | LearnedTemperature = 0.5
+    temperature: Temperature = 0.5
     scale: Scale = OptimalScale(max_scale=1.5)
     decay: float = 0.98
 
-    needs = frozenset({"program", "table"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.temperature, LearnedTemperature):
-            relaxation.check_temperature(self)
-
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
-        return needs_float_value(self, site, RELAXES_ALL)
+        return needs_float_value(self, site, "OneHotCategorical, RELAX() or ")
 
-    def statistics(self) -> Statistics:
-        """Running means, products for the scale, and the temperature."""
-        found = super().statistics()
-        if isinstance(self.temperature, LearnedTemperature):
-            return {**found, "log_temperature": 0.0, "moments": (0.0, 0.0)}
-        return found
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Attaches the gradient to the parameters of the relaxation."""
-        (log_probs, index), program = context.table, context.program
-        params = relaxation.parameters(log_probs)
-        free = params.detach()
-        temperature = relaxation.temperature_of(self.temperature, context)
-        held = program.held(relaxation.independent_value(free, index, program))
-        state = program.generator.get_state()
-        cost, path = relaxed_cost(free, index, temperature, program, held)
-        plain, variate = parts(context, free, cost, path)
-        a = fill(read_scale(self.scale, context), plain)
-        gradient = plain - a * variate
-        statistics = self.updated(context, cost, *(relaxation.natural(part, free, index) for part in (plain, variate)))
-        if isinstance(self.temperature, LearnedTemperature):
-            program.generator.set_state(state)
-            moved = temperature * (1.0 + self.temperature.delta)
-            plain, other = parts(context, free, *relaxed_cost(free, index, moved, program, held))
-            found = [relaxation.natural(part, free, index) for part in (gradient, plain - a * other)]
-            statistics |= self.temperature.updated(context, *found)
-        return SiteTerm(gradient * params, statistics)
-
-
-def parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient without the control variate, and the control variate to subtract from it."""
-    score = relaxation.score(params, context.table[1])
-    centred, variate = (fill(part, score) for part in centre(context.cost, cost, context))
-    return centred * score, variate * score - path
-
-
-def relaxed_cost(
-    params: Tensor, index: Tensor, temperature: Tensor, program: SiteProgram, held: SiteProgram
-) -> tuple[Tensor, Tensor]:
-    """Cost-to-go at ``z̃``, and the derivative of ``C(z) - C(z̃)`` with respect to the parameters.
-
-    The costs come from the program ``held``, in which sites downstream keep their values.
-    """
-    with torch.enable_grad():
-        leaf = params.detach().requires_grad_()
-        pair = relaxation.draw_pair(leaf, index, program.generator)
-        values = [relaxation.to_value(relaxation.relax(z, temperature, index), program) for z in pair]
-        _, slope = held.gradient(values[0])
-        cost, slope_given = held.gradient(values[1])
-        total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
-        (path,) = torch.autograd.grad(total, leaf)
-    # If no gradient flows through the cost, its slope is unknown. Without the slope it is no valid control variate.
-    return cost * (slope.any() | slope_given.any()), path
+    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
+        """The cost-to-go in the program in which sites downstream keep the values of a third run."""
+        program, index = context.program, context.table[1]
+        held = program.held(relaxation.independent_value(params, index, program))
+        with torch.enable_grad():
+            leaf = params.detach().requires_grad_()
+            pair = relaxation.draw_pair(leaf, index, program.generator)
+            values = [relaxation.to_value(relaxation.relax(z, self.tau, index), program) for z in pair]
+            _, slope = held.gradient(values[0])
+            cost, slope_given = held.gradient(values[1])
+            total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
+            (path,) = torch.autograd.grad(total, leaf)
+        # If no gradient flows through the cost, its slope is unknown. Without the slope it is no valid control variate.
+        return cost * (slope.any() | slope_given.any()), path
 
 
 @dataclass(frozen=True)
 class RELAX(Estimator):
     r"""Score function with a trained control variate of a relaxed value. Unbiased; any finite components.
 
-        g = (C - c(z̃) - b) ∇log q(x) + ∇c(z) - ∇c(z̃),   c(z) = c_φ(softmax(z/τ)) + η C(softmax(z/τ))
+        g = (C - c(z̃) - b) ∇log q(x) + ∇c(z) - ∇c(z̃),   c(z) = c_φ(softmax(z/τ))
 
-    ``z`` and ``z̃`` are as in :class:`REBAR`. The network ``c_φ``, ``τ`` and ``η`` learn along the gradient of
-    ``|g|²``; ``c_φ`` also sees the log-probabilities, detached. Without ``uses_cost`` there is no ``η`` term, no extra
-    run and no condition on the costs. With it, the conditions and the extra runs are those of :class:`REBAR`.
+    ``z`` and ``z̃`` are as in :class:`REBAR`. The network ``c_φ`` and ``τ`` learn along the gradient of ``|g|²``;
+    ``c_φ`` also sees the log-probabilities, detached. There is no extra run, and no condition on the costs.
 
     Args:
         variate: The network and its training options.
         temperature: Temperature ``τ`` of the first step.
-        uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
 
     Raises:
         OptionError: If an option is out of range.
@@ -139,51 +111,33 @@ class RELAX(Estimator):
 
     variate: NetworkVariate = NetworkVariate()
     temperature: float = 0.5
-    uses_cost: bool = False
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
+    unsupported = needs_finite
 
     def __post_init__(self) -> None:
         check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")
-        if isinstance(self.temperature, Annealed):
-            raise OptionError("RELAX learns its temperature: write the number that it starts from.")
-        relaxation.check_temperature(self)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components; with ``uses_cost`` values that can be relaxed."""
-        if not self.uses_cost:
-            return needs_finite(self, site)
-        refused = needs_float_value(self, site, RELAXES_ALL)
-        return refused and refused.replace("RELAX()", "RELAX(uses_cost=True)", 1)
+        is_valid = is_real(self.temperature) and self.temperature > 0.0
+        check_option(self, "temperature", is_valid, "the positive number that it starts from: RELAX learns it")
 
     def sized_statistics(self, width: int) -> Statistics:
-        """The network's weights, then ``log τ`` relative to its initial value, then ``η``."""
-        return self.variate.statistics(2 * width, (0.0, 0.0))
+        """The network's weights, then ``log τ`` relative to its initial value."""
+        return self.variate.statistics(2 * width, (0.0,))
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation, and takes a training step of the network."""
-        (log_probs, index), program, variate = context.table, context.program, self.variate
+        (log_probs, index), variate = context.table, self.variate
         params = relaxation.parameters(log_probs)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             weights = context.statistics["phi"].detach().requires_grad_()
-            temperature = self.temperature * context.per_site(weights[:, -2].exp()).unsqueeze(-1)
-            if self.uses_cost:
-                held = program.held(relaxation.independent_value(leaf, index, program))
-            state = program.generator.get_state()
-            pair = relaxation.draw_pair(leaf, index, program.generator)
+            temperature = self.temperature * fill(weights[:, -1].exp(), leaf)
+            pair = relaxation.draw_pair(leaf, index, context.program.generator)
             free, given = (
                 variate.evaluate(weights, _features(z, leaf.detach(), temperature, index), context) for z in pair
             )
             (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=True)
-            if self.uses_cost:
-                eta = context.per_site(weights[:, -1])
-                # The cost sees the same relaxed values as the network.
-                program.generator.set_state(state)
-                cost, cost_path = relaxed_cost(leaf, index, temperature.detach(), program, held)
-                given = given + eta * cost
-                path = path + fill(eta, path) * cost_path
             centred, control = centre(context.cost, given, context)
             score = relaxation.score(leaf.detach(), index)
             gradient = fill(centred - control, score) * score + path
@@ -203,7 +157,7 @@ def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> 
 
 
 @dataclass(frozen=True)
-class RELAXQ(Scaled):
+class RELAXQ(Relaxed):
     r"""RELAX with the critic, linear in the relaxed value, as the free-form control variate. Unbiased.
 
         g = (C - a c(z̃) - b) ∇log q(x) + a ∇c(z) - a ∇c(z̃),   c(z) = V + Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
@@ -211,7 +165,7 @@ class RELAXQ(Scaled):
     ``Q`` is the critic plus the immediate costs that are known at every value. No extra run.
 
     Args:
-        temperature: A number or :class:`Annealed`.
+        temperature: A number, or a function of the number of steps taken, such as :class:`Annealed`.
         scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
@@ -219,36 +173,22 @@ class RELAXQ(Scaled):
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
     """
 
-    temperature: float | Annealed = 0.5
+    temperature: Temperature = 0.5
     scale: Scale = OptimalScale()
     decay: float = 0.98
 
     uses_critic: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        relaxation.check_temperature(self)
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Attaches the gradient to the parameters of the relaxation."""
-        log_probs, index = context.table
-        params = relaxation.parameters(log_probs)
-        table = q_table(context)
-        temperature = relaxation.temperature_of(self.temperature, context)
+    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
+        """The critic's ``Q``."""
+        index, table = context.table[1], q_table(context)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             pair = relaxation.draw_pair(leaf, index, context.program.generator)
-            free, given = ((relaxation.relax(z, temperature, index) * table).sum((-1, -2)) for z in pair)
+            free, given = ((relaxation.relax(z, self.tau, index) * table).sum((-1, -2)) for z in pair)
             (path,) = torch.autograd.grad((free - given).sum(), leaf)
-        with torch.no_grad():
-            level = context.cost.new_zeros(()) if context.level is None else context.level
-            value = level + given.detach()
-            plain, variate = parts(context, leaf, value, path)
-            gradient = plain - fill(read_scale(self.scale, context), plain) * variate
-            natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
-            statistics = self.updated(context, value, *natural)
-        return SiteTerm(gradient * params, statistics)
+        level = context.cost.new_zeros(()) if context.level is None else context.level
+        return level + given.detach(), path
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-r"""Relaxed draws ``z`` of finite components given the sample ``b``, for REBAR and RELAX.
+r"""Relaxed draws ``z`` of finite components given the sample ``b``, for REBAR and RELAX, and temperatures.
 
 ``b`` is the index of the largest ``z_k = log π_k - log E_k``, with exponential ``E``. For a binary component it is the
 sign of ``z = α + logit(u)``. The pair ``(z, b)`` has the same law as when ``z`` is drawn first.
@@ -6,7 +6,9 @@ sign of ``z = α + logit(u)``. The pair ``(z, b)`` has the same law as when ``z`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +16,24 @@ from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
 from pyro_bpq.errors import OptionError, check_option
-from pyro_bpq.estimators.base import SiteContext, SiteProgram, site_mean
+from pyro_bpq.estimators.base import Estimator, SiteProgram
 from pyro_bpq.estimators.noise import uniform
+from pyro_bpq.rollout.schedule import at
+
+# A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
+Temperature = float | Tensor | Callable[[int], float]
+
+
+def temperature_at(temperature: Temperature, step: int) -> float | Tensor:
+    """The temperature at a step; a tensor while a step is recorded, if it is a function."""
+    return at(functools.partial(_checked, temperature) if callable(temperature) else temperature, step)
+
+
+def _checked(temperature: Callable[[int], float], step: int) -> float:
+    value = float(temperature(step))
+    if not value > 0.0:
+        raise OptionError(f"The temperature at step {step} is {value!r}: it must be positive. Change the function.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -39,65 +57,31 @@ class Annealed:
         if not (0.0 < self.end <= self.start and 0.0 < self.decay < 1.0):
             raise OptionError(f"{self!r}: write 0 < end <= start and a decay in (0, 1).")
 
+    def __call__(self, step: int) -> float:
+        """The temperature after ``step`` steps."""
+        return max(self.end, self.start * self.decay**step)
 
-@dataclass(frozen=True)
-class LearnedTemperature:
-    r"""A temperature that follows the slope of the gradient's second moment.
 
-        log τ ← log τ - lr (m(τ') - m(τ)) / (m(τ') + m(τ)) / δ,   m = running E|g|²,  τ' = (1 + δ) τ
+class Tempered(Estimator):
+    """Base of the estimators with a field ``temperature``."""
 
-    The noise is the same at both temperatures. It takes two more runs of guide and model.
-
-    Args:
-        start: Temperature of the first step.
-        lr: Step size.
-        delta: Relative difference ``δ`` of the two temperatures.
-        decay: Weight of the past in the running moments.
-
-    Raises:
-        OptionError: If an option is out of range.
-
-    References:
-        | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
-    """
-
-    start: float = 0.5
-    lr: float = 0.02
-    delta: float = 0.1
-    decay: float = 0.9
+    temperature: Temperature
 
     def __post_init__(self) -> None:
-        if not (self.start > 0.0 and self.lr >= 0.0 and self.delta > 0.0 and 0.0 <= self.decay < 1.0):
-            raise OptionError(f"{self!r}: write start > 0, lr >= 0, delta > 0 and a decay in [0, 1).")
+        given = self.temperature
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        is_valid = isinstance(given, Tensor) or callable(given) or (is_number and given > 0.0)
+        check_option(self, "temperature", is_valid, "a positive number or a function of the step")
+        super().__post_init__()
 
-    def updated(self, context: SiteContext, gradient: Tensor, moved: Tensor) -> dict[str, Tensor]:
-        """New running statistics, from the gradients at both temperatures."""
-        new = torch.stack([site_mean(part.square()) for part in (gradient, moved)], 1)
-        moments = context.running_mean("moments", new, self.decay)
-        tiny = torch.finfo(new.dtype).tiny
-        slope = (moments[:, 1] - moments[:, 0]) / moments.sum(1).clamp(min=tiny) / self.delta
-        log = context.statistics["log_temperature"] - self.lr * slope.clamp(-1.0, 1.0)
-        return {"moments": moments, "log_temperature": log.clamp(-3.0, 3.0)}
+    def at(self, step: int) -> Any:
+        """The estimator with the temperature of a step."""
+        return replace(self, temperature=temperature_at(self.temperature, step))  # type: ignore[type-var]
 
-
-def check_temperature(owner: Any) -> None:
-    """Raises an OptionError if the field ``temperature`` is neither a positive number nor :class:`Annealed`."""
-    given = owner.temperature
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    is_valid = isinstance(given, Annealed) or (is_number and given > 0.0)
-    check_option(owner, "temperature", is_valid, "a positive number or Annealed()")
-
-
-def temperature_of(temperature: float | Annealed | LearnedTemperature, context: SiteContext) -> Tensor:
-    """The temperature of each site, ``(G, 1, ...)`` with one dimension more than the cost."""
-    if isinstance(temperature, LearnedTemperature):
-        each = temperature.start * context.statistics["log_temperature"].exp()
-    elif isinstance(temperature, Annealed):
-        assert context.count is not None
-        each = (temperature.start * temperature.decay**context.count).clamp(min=temperature.end)
-    else:
-        each = context.cost.new_full((len(context.names),), float(temperature))
-    return context.per_site(each).unsqueeze(-1)
+    @property
+    def tau(self) -> float | Tensor:
+        """The temperature, a number once a step is chosen."""
+        return temperature_at(self.temperature, 0)
 
 
 def parameters(log_probs: Tensor) -> Tensor:
@@ -119,12 +103,12 @@ def natural(gradient: Tensor, params: Tensor, index: Tensor) -> Tensor:
     return gradient - params.detach().exp() * gradient.sum(-1, keepdim=True)
 
 
-def relax(z: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
+def relax(z: Tensor, temperature: float | Tensor, index: Tensor) -> Tensor:
     """Weights ``(..., D, K)`` of the values from relaxed draws; they are positive and sum to one."""
     if z.dim() == index.dim():
         weight = (z / temperature).sigmoid()
         return torch.stack((1.0 - weight, weight), -1)
-    return (z / temperature.unsqueeze(-1)).softmax(-1)
+    return (z / temperature).softmax(-1)
 
 
 def to_value(weights: Tensor, program: SiteProgram) -> Tensor:

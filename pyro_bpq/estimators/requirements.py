@@ -26,7 +26,15 @@ def is_continuous(site: SiteInfo) -> bool:
 
 
 def needs_finite(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without finite components."""
+    """Refuses sites without finite components.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
     if site.components is not None:
         return None
     other = alternative(site)
@@ -37,21 +45,46 @@ def needs_finite(owner: object, site: SiteInfo) -> str | None:
 
 
 def needs_continuous(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without a continuous distribution."""
+    """Refuses sites without a continuous distribution.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
     if is_continuous(site):
         return None
     return _refusal(owner, f"a continuous distribution, not a {site.distribution}", alternative(site))
 
 
 def needs_binary(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without binary components."""
+    """Refuses sites without binary components.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
     if site.components is not None and site.components.cardinality == 2:
         return None
     return _refusal(owner, f"binary components, which {site.distribution} lacks", alternative(site))
 
 
 def needs_float_value(owner: object, site: SiteInfo, others: str = "") -> str | None:
-    """Refuses sites whose value cannot move continuously; ``others`` are further estimators to recommend."""
+    """Refuses sites whose value cannot move continuously.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+        others: Further estimators to recommend, in words.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
     other = f"{others if site.components is not None else ''}{alternative(site)}"
@@ -59,7 +92,15 @@ def needs_float_value(owner: object, site: SiteInfo, others: str = "") -> str | 
 
 
 def needs_single(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without a single finite component."""
+    """Refuses sites without a single finite component.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
     if site.components is None or site.components.size == 1:
         return needs_finite(owner, site)
     return _refusal(owner, f"a single component, but the site has {site.components.size}", alternative(site))
@@ -70,7 +111,15 @@ def _refusal(owner: object, needed: str, other: str) -> str:
 
 
 def needs_particles(owner: object, site: SiteInfo) -> str | None:
-    """Asks for two particles."""
+    """Asks for two particles.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
     if site.num_particles > 1:
         return None
     return f"{type(owner).__name__}() needs at least two particles: write TraceBackpropQ_ELBO(num_particles=2, ...)"

@@ -19,11 +19,13 @@ PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 _SAMPLES = 1000
 # The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
 _ERRORS = 2.0
-# Indices of control variates: the exact costs (not learned), the critic's level, the later sites, their exact costs.
-EXACT, LEVEL, _LATER, _LATER_EXACT = 0, 1, 3, 4
-_NOT_LEARNED = EXACT, _LATER_EXACT
+# Indices of control variates: the exact costs, the later sites, their exact costs.
+_EXACT, _LATER, _LATER_EXACT = 0, 3, 4
+_NOT_LEARNED = _EXACT, _LATER_EXACT
 # One of the last two is zero.
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
+# Of a gradient or a control variate; `None` if it is absent.
+Part = Tensor | None
 
 
 class Adaptive(Estimator):
@@ -76,20 +78,12 @@ class ScaledTerms:
     score: Tensor  # `s`, `(..., D, K)`
     cost: Tensor  # `r`, centred by the other particles or by earlier steps, `(...)`
     # `r_0` to `r_4`, centred like `r`; `None` for a control variate that is absent
-    residuals: tuple[Tensor | None, ...]
-    offsets: tuple[Tensor | None, ...]  # `m_0` to `m_4`, `(..., D, K)`; `None` stands for zero
+    residuals: tuple[Part, ...]
+    offsets: tuple[Part, ...]  # `m_0` to `m_4`, `(..., D, K)`; `None` stands for zero
     means: Tensor  # Means of cost, exact costs and level in this step, `(G, 3)`
 
     @classmethod
-    def of(
-        cls,
-        context: SiteContext,
-        score: Tensor,
-        level: Tensor | None,
-        own: Tensor | None,
-        critic: Tensor | None,
-        exact: Tensor | None,
-    ) -> ScaledTerms:
+    def of(cls, context: SiteContext, score: Tensor, level: Part, own: Part, critic: Part, exact: Part) -> ScaledTerms:
         """Centres the residuals.
 
         ``level`` and ``own`` are the expectation and the residual of the critic; ``critic`` is ``m_2``, ``exact``
@@ -127,15 +121,13 @@ class ScaledTerms:
         """The ``i``-th scale, broadcastable to the costs."""
         return scales[:, i].reshape(-1, *(1,) * (self.cost.dim() - 1))
 
-    def updated(
-        self, context: SiteContext, scales: Tensor, options: Adaptive, trusted: tuple[int, ...] = _NOT_LEARNED
-    ) -> dict[str, Tensor]:
-        """New running statistics after a step with these scales; ``trusted`` control variates are not learned."""
+    def updated(self, context: SiteContext, scales: Tensor, options: Adaptive) -> dict[str, Tensor]:
+        """New running statistics after a step with these scales."""
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": context.running_mean("means", self.means, options.decay)}
         present = self.present
-        trusted = trusted if context.correction is not None else (*trusted, _LATER)
+        trusted = _NOT_LEARNED if context.correction is not None else (*_NOT_LEARNED, _LATER)
         if not present:
             return {} if context.num_particles > 1 else means
         moments, elements = context.joint(torch.cat(self.moments(scales), 1))

@@ -45,24 +45,16 @@ class Baseline(Protocol):
 
 
 def leave_one_out(cost: Tensor) -> Tensor:
-    """Subtracts the mean over the other particles, in dimension 1 of ``cost``."""
-    particles = cost.shape[1]
-    return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
-
-
-@dataclass(frozen=True)
-class ConstantBaseline(Baseline):
-    """A constant that the user supplies.
+    """Subtracts the mean over the other particles.
 
     Args:
-        value: The number, in nats. It is a cost, so its sign is opposite to that of Pyro's objective.
+        cost: Costs-to-go ``(G, M, plates)``, in nats, of two particles or more.
+
+    Returns:
+        Costs of the same shape, less their baselines.
     """
-
-    value: float = 0.0
-
-    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
-        """Subtracts the number."""
-        return cost - self.value, {}
+    particles = cost.shape[1]
+    return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
 
 
 @dataclass(frozen=True)
@@ -182,8 +174,8 @@ class ScoreFunction(WithBaseline):
     ``C_X`` is the cost-to-go of this run. Without a baseline this is the estimator of ``TraceGraph_ELBO``.
 
     Args:
-        baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut`, :class:`RunningBaseline` or
-            :class:`TrimmedBaseline`. For a baseline that depends on the data see :class:`CriticBaseline`.
+        baseline: ``None``, :class:`LeaveOneOut`, :class:`RunningBaseline` or :class:`TrimmedBaseline`. For a baseline
+            that depends on the data see :class:`CriticBaseline`.
 
     References:
         | Simple statistical gradient-following algorithms (Williams, 1992)
@@ -192,18 +184,8 @@ class ScoreFunction(WithBaseline):
 
     baseline: Baseline | None = None
 
-    takes_baseline: ClassVar[bool] = True
     needs = frozenset[str]()
-
-    @property
-    def by_component(self) -> bool:
-        """Whether the baseline also suits a single component; a constant that the user supplies does not."""
-        return not isinstance(self.baseline, ConstantBaseline)
-
-    @property
-    def has_baseline(self) -> bool:
-        """Whether the user chose a baseline."""
-        return self.baseline is not None
+    by_component = True
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
@@ -212,34 +194,22 @@ class ScoreFunction(WithBaseline):
 
 
 @dataclass(frozen=True)
-class PyroBaseline(Estimator):
+class PyroBaseline(WithBaseline):
     r"""Score function with a baseline ``b`` from a network or a tensor of the user, ``infer={"baseline": {...}}``.
 
         g_X = (C_X - b - r) ∇ log q(x),    loss of the baseline: (C_X - b - r)²
 
     The user's optimiser trains the baseline, as in ``TraceGraph_ELBO``: the baseline's loss is part of the surrogate.
-    The running mean ``r``, with ``decay`` as the weight of the past, is subtracted only if ``decay`` is given.
+    ``r`` is a further baseline, a :class:`RunningBaseline` or none.
     """
 
-    decay: float | None = None
+    baseline: Baseline | None = None
 
-    is_unbiased: ClassVar[bool] = True
     needs = frozenset({"baseline", "table"})
-
-    def __post_init__(self) -> None:
-        if self.decay is not None:
-            RunningBaseline(self.decay)
-
-    def statistics(self) -> Statistics:
-        """The running mean, if any."""
-        return {} if self.decay is None else RunningBaseline(self.decay).statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``, and the loss of the baseline."""
-        cost = context.cost
-        statistics: Mapping[str, Tensor] = {}
-        if self.decay is not None:
-            cost, statistics = RunningBaseline(self.decay)(cost, context.statistics, context.count)
+        cost, statistics = self.centred(context.cost, context)
         residual = cost - context.signals["baseline"]
         return SiteTerm(residual.detach() * context.score + residual.square(), statistics)
 
@@ -321,14 +291,10 @@ class CrossedLeaveOneOut(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"crossed"})
+    unsupported = LeaveOneOut.unsupported
 
     def __post_init__(self) -> None:
         check_decay(self)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs two particles."""
-        refused = needs_particles(self, site)
-        return refused and f"{refused} or ScoreFunction(baseline=RunningBaseline())"
 
     def statistics(self) -> Statistics:
         """Moments of the change, and those of leave-one-out."""

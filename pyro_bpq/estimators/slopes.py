@@ -57,10 +57,7 @@ class MuProp(WithBaseline):
 
 def mean_value(context: SiteContext) -> Tensor:
     """Mean of a Bernoulli or OneHotCategorical site, with gradient, in the shape of its value."""
-    return _to_value(context.table[0].exp(), context.program.value)
-
-
-def _to_value(table: Tensor, like: Tensor) -> Tensor:
-    """Reshapes a table ``(G, M, plates, D, K)`` to a value's shape; takes the last column for a Bernoulli."""
+    table, like = context.table[0].exp(), context.program.value
     table = table.expand(*like.shape[: table.dim() - 2], *table.shape[-2:])
+    # Of a Bernoulli the last column.
     return (table if table.numel() == like.numel() else table[..., 1]).reshape(like.shape)

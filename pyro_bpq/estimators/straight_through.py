@@ -2,35 +2,17 @@ r"""Straight-through estimators and other relaxed values. Biased."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, event_sum
 from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_given
+from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.rollout.schedule import at
-
-# A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
-Temperature = float | Tensor | Callable[[int], float]
-
-
-def temperature_at(temperature: Temperature, step: int) -> float | Tensor:
-    """The temperature at a step; a tensor while a step is recorded, if it is a function."""
-    return at(functools.partial(_checked, temperature) if callable(temperature) else temperature, step)
-
-
-def _checked(temperature: Callable[[int], float], step: int) -> float:
-    value = float(temperature(step))
-    if not value > 0.0:
-        raise OptionError(f"The temperature at step {step} is {value!r}: it must be positive. Change the function.")
-    return value
 
 
 class Attached(Estimator):
@@ -40,21 +22,6 @@ class Attached(Estimator):
     attaches: ClassVar[bool] = True
 
     unsupported = needs_float_value
-
-
-class Tempered(Estimator):
-    """Base of the estimators with a field ``temperature``."""
-
-    temperature: Temperature
-
-    def __post_init__(self) -> None:
-        given = self.temperature
-        is_valid = isinstance(given, Tensor) or callable(given) or given > 0.0
-        check_option(self, "temperature", is_valid, "a positive number or a function of the step")
-
-    def at(self, step: int) -> Any:
-        """The estimator with the temperature of a step."""
-        return replace(self, temperature=temperature_at(self.temperature, step))  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -106,7 +73,7 @@ class GumbelStraightThrough(Tempered, Attached):
             else:
                 perturbed = gumbel_given(logits.log_softmax(-1), hard.argmax(-1), generator)
         shifted = perturbed + (logits - logits.detach())
-        return _carrying(value, _probs(shifted / temperature_at(self.temperature, 0), is_binary))
+        return _carrying(value, _probs(shifted / self.tau, is_binary))
 
 
 @dataclass(frozen=True)
@@ -133,7 +100,7 @@ class ReinMax(Tempered, Attached):
         """The value, with the gradient of ``s``."""
         logits, is_binary = _logits(fn, value)
         with torch.no_grad():
-            half = 0.5 * (value.detach() + _probs(logits / temperature_at(self.temperature, 0), is_binary))
+            half = 0.5 * (value.detach() + _probs(logits / self.tau, is_binary))
         # A tensor whose derivative is that of a softmax where the softmax equals `half`.
         if is_binary:
             first = half * (1.0 - half) * logits
@@ -179,7 +146,7 @@ class Concrete(Tempered):
         else:
             logits = log_probs.reshape(program.value.shape)
             perturbed = logits + gumbel(logits, program.generator)
-        soft = _probs(perturbed / temperature_at(self.temperature, 0), is_binary)
+        soft = _probs(perturbed / self.tau, is_binary)
         _, slope = program.gradient(soft.detach())
         return SiteTerm(event_sum(slope * soft, context.cost.dim()))
 

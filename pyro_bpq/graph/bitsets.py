@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 _WORD_LENGTH = 60
 _WORD = (1 << _WORD_LENGTH) - 1
-_BLOCK = 1024
 
 # Up to this number of names a tuple is smaller.
 _FEW = 16
@@ -66,42 +64,10 @@ def closure(closures: Sequence[int], members: int) -> int:
 
 def transposed(rows: Sequence[int], width: int) -> list[int]:
     """Transposes a bit matrix: for each of ``width`` positions, the rows that have it, as bits."""
-    size = 8
-    while size < min(len(rows), width, _BLOCK):
-        size *= 2
-    columns, length = [0] * width, size // 8
-    for top in range(0, len(rows), size):
-        block = rows[top : top + size]
-        for left in range(0, width, size):
-            parts = [row >> left & (1 << size) - 1 for row in block]
-            if not any(parts):
-                continue
-            square = int.from_bytes(b"".join(part.to_bytes(length, "little") for part in parts), "little")
-            data = _transposed(square, size).to_bytes(size * length, "little")
-            for j in range(left, min(left + size, width)):
-                at = (j - left) * length
-                columns[j] |= int.from_bytes(data[at : at + length], "little") << top
-    return columns
-
-
-def _transposed(square: int, size: int) -> int:
-    """Transposes ``size × size`` bits, row by row in one int, by swapping blocks of halved size each time."""
-    step = size // 2
-    while step:
-        # Swap the two off-diagonal quarters of each block.
-        shift = step * (size - 1)
-        changed = (square ^ square >> shift) & _upper_right(step, size)
-        square ^= changed ^ changed << shift
-        step //= 2
-    return square
-
-
-@cache
-def _upper_right(step: int, size: int) -> int:
-    """The upper right ``step × step`` bits of all ``2 step × 2 step`` blocks."""
-    ones_of_row = sum(((1 << step) - 1) << at for at in range(step, size, 2 * step))
-    row = ones_of_row.to_bytes(size // 8, "little")
-    return int.from_bytes((row * step + bytes(len(row) * step)) * (size // (2 * step)), "little")
+    digits = [f"{row:0{width}b}" for row in reversed(rows)]
+    columns = [int("".join(column), 2) for column in zip(*digits, strict=True)]
+    # Digits begin with the highest bit; no digits stand for no rows.
+    return columns[::-1][:width] if digits else [0] * width
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -1,9 +1,4 @@
-r"""Plans a replay: the sites a stored rollout holds for a Q-node, and the sites drawn afresh.
-
-The target of ``Q_X`` reads Q-functions of children ``Y_k`` at values that the *current* guide would draw. In the
-paper's form a tuple holds ``X``, its ancestors ``A`` in the scope of ``Q_X``, the other parents ``B^k`` of ``Y_k`` and
-the rest ``A^k`` of the scope of ``Q_Yk``; the ``Y_k`` are drawn afresh. ``B^k`` comes from an older guide: the target
-is *stale*. Better, everything outside the scope of ``Q_X`` is drawn afresh, and only the scope is stored.
+r"""Plans which critics learn from a stored rollout whose costs are not evaluated again.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay
@@ -11,84 +6,10 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.scg import StochasticComputationGraph
-
-
-@dataclass(frozen=True)
-class ReplayChild:
-    """A child in the rule of a Q-node."""
-
-    name: str  # name of the Q-node, or of the cost if the child is a root
-    site: str | None  # the child's stochastic node, which is drawn afresh; `None` for a root
-    co_parents: tuple[str, ...]  # the parents of that stochastic node without `X`, `B^k`
-    # The sites that the child's Q-function and immediate costs read, without its own site and `X`, `A^k`
-    reads: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ReplayPlan:
-    """The sites to store for a Q-node and the sites to draw, both in program order."""
-
-    node: str
-    scope: tuple[str, ...]  # its scope, `X` and `A`: the sites to store if all others are redrawn
-    children: tuple[ReplayChild, ...]
-    # The sites that the target needs besides the scope. All their parents are in the scope or among them.
-    redrawn: tuple[str, ...]
-    stale_stored: tuple[str, ...]  # the sites that the paper's form stores
-    stale_redrawn: tuple[str, ...]  # the sites that the paper's form redraws: those of the children
-
-
-def replay_plan(network: BackpropQNetwork, name: str) -> ReplayPlan:
-    """Plans the replay of the Q-node ``name``; if it is not learned, the plan is empty except for the name.
-
-    Raises:
-        SiteNotFoundError: If there is no such Q-node.
-
-    References:
-        | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay
-    """
-    graph, node = network.graph, network.q_node(name)
-    children = tuple(_child(network, node.site, child) for child in network.children(name))
-    scope, drawn = set(node.scope), {child.site for child in children if child.site is not None}
-    read = drawn.union(*(child.reads for child in children))
-    given = read.union(*(child.co_parents for child in children)) | scope
-    return ReplayPlan(
-        node=name,
-        scope=tuple(node.scope),
-        children=children,
-        redrawn=_ordered(graph, _outside(graph, read, scope)),
-        stale_stored=_ordered(graph, given - drawn),
-        stale_redrawn=_ordered(graph, drawn),
-    )
-
-
-def _child(network: BackpropQNetwork, site: str, name: str) -> ReplayChild:
-    graph = network.graph
-    if name in graph.cost_index:
-        return ReplayChild(name, None, (), tuple(p for p in graph.parents(name) if p != site))
-    child = network.q_node(name)
-    reads = set(child.scope).union(*(graph.cost(cost).parents for cost in child.immediate)) - {child.site, site}
-    co_parents = tuple(p for p in graph.parents(child.site) if p != site)
-    return ReplayChild(name, child.site, co_parents, _ordered(graph, reads))
-
-
-def _outside(graph: StochasticComputationGraph, names: Iterable[str], scope: set[str]) -> set[str]:
-    """Members and ancestors of ``names`` outside ``scope``; the search stops at the scope."""
-    found: set[str] = set()
-    todo = set(names) - scope
-    while todo:
-        name = todo.pop()
-        found.add(name)
-        todo |= set(graph.parents(name)) - scope - found
-    return found
-
-
-def _ordered(graph: StochasticComputationGraph, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=graph.index.__getitem__))
 
 
 @dataclass(frozen=True)

@@ -271,18 +271,11 @@ class StochasticComputationGraph:
 
     def cost_names(self, bits: int) -> Sequence[str]:
         """Names of the costs whose positions are the bits of ``bits``."""
-        if bits and not bits & (bits - 1):
-            return self._single_costs[bits.bit_length() - 1]
         return named(self._cost_names, bits)
 
     @cached_property
     def _cost_names(self) -> tuple[str, ...]:
         return tuple(self.cost_index)
-
-    @cached_property
-    def _single_costs(self) -> list[tuple[str]]:
-        # A network may have a Q-node for every pair of a site and a cost. These share one tuple per cost.
-        return [(cost.name,) for cost in self.costs]
 
     def last_variable(self, cost: str) -> str | None:
         """The last sampled node that ``cost`` reads; in history form the cost is immediate there."""
@@ -292,12 +285,11 @@ class StochasticComputationGraph:
     @property
     def last_costs(self) -> dict[str, tuple[str, ...]]:
         """For each stochastic node the costs that read nothing sampled later: those immediate in history form."""
-        found: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        found: dict[str, tuple[str, ...]] = dict.fromkeys(self.index, ())
         for cost in self.costs:
-            last = self.last_variable(cost.name)
-            if last is not None:
-                found[last].append(cost.name)
-        return {name: tuple(costs) for name, costs in found.items()}
+            if (last := self.last_variable(cost.name)) is not None:
+                found[last] += (cost.name,)
+        return found
 
     def frontier(self, names: Iterable[str], costs: Iterable[str]) -> frozenset[str]:
         """The part of ``names`` from which one of ``costs`` is reachable through nodes outside ``names``.

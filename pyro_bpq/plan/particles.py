@@ -42,7 +42,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: W
         particles=particles,
         free=math.inf if work is None or particles > 1 else _shared_over_added(work),
     )
-    return next(rule.number(facts) for rule in PARTICLES if rule.holds(facts))
+    return next(rule.gives(facts) for rule in PARTICLES if rule.holds(facts))
 
 
 def _shared_over_added(work: Work) -> float:

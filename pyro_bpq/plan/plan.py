@@ -138,7 +138,7 @@ class Plan:
         """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
         held = frozenset() if self.held is None else self.held.sloped
-        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes or name in held)
+        return tuple(name for name, kind in kinds.items() if "slope" in kind.needs or name in held)
 
 
 def _number(name: str) -> str:

@@ -18,7 +18,7 @@ from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.estimators.score_function import SecondRun
+from pyro_bpq.estimators.score_function import ScoreFunction, SecondRun
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
@@ -86,14 +86,9 @@ class Planner:
     is_elbo: bool = False
 
     @property
-    def asks_for_critics(self) -> bool:
-        """Whether the user has written something about critics."""
-        return bool(self.asks)
-
-    @property
     def orders(self) -> bool:
         """Whether steps of programs that values steer go in program order without being asked to."""
-        return self.is_elbo and self.estimator is None and not self.asks_for_critics
+        return self.is_elbo and self.estimator is None and not self.asks
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it."""
@@ -108,8 +103,8 @@ class Planner:
         found, site, options = decide(BY_OPTIONS, facts), facts.info, facts.options
         assert found is not None
         chosen = found.estimator
-        if options.baseline is not None and chosen.takes_baseline:
-            if options.estimator is None or not chosen.has_baseline:
+        if options.baseline is not None and isinstance(chosen, ScoreFunction):
+            if options.estimator is None or chosen.baseline is None:
                 return Choice(with_baseline(options.baseline), "Pyro's baseline options of the site")
         reason = chosen.unsupported(site)
         if reason is not None:
@@ -128,25 +123,16 @@ class Planner:
 
     def order_estimators(self, traced: TracedRun | PlainRun, num_particles: int) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
-        found: dict[str, Estimator] = {}
         if isinstance(traced, PlainRun):
-            for name, site in traced.sites.items():
-                facts = SiteFacts(site_info(site, (), num_particles), SiteOptions(), self.estimator, self.max_support)
-                found[name] = facts.score_function if facts.info.has_rsample else self.choice(facts).estimator
-            return found if all(own.needs_costs_alone for own in found.values()) else None
-        for name, record in traced.run.sites.items():
-            options = traced.options[name]
-            if options.critic:
-                return None
-            if record.score is None:
-                continue
-            facts = self._facts(traced, name)
-            estimator = self.choice(facts).estimator
-            estimator = facts.score_function if estimator.is_pathwise else estimator
-            if not estimator.needs_costs_alone:
-                return None
-            found[name] = estimator
-        return found
+            sites = {n: site_info(site, (), num_particles) for n, site in traced.sites.items()}
+            facts = {n: SiteFacts(i, SiteOptions(), self.estimator, self.max_support) for n, i in sites.items()}
+        elif any(options.critic for options in traced.options.values()):
+            return None
+        else:
+            facts = {n: self._facts(traced, n) for n, r in traced.run.sites.items() if r.score is not None}
+        chosen = {name: self.choice(site).estimator for name, site in facts.items()}
+        found = {n: facts[n].score_function if own.is_pathwise else own for n, own in chosen.items()}
+        return found if all(own.needs_costs_alone for own in found.values()) else None
 
     def fits_order(self, traced: TracedRun) -> bool:
         """Whether program order serves a run well: rows of plates, choices at sites and dear costs need the graph."""
@@ -290,7 +276,7 @@ class Planner:
             # A critic would learn costs that read more than the site and its ancestors.
             seen = {name, *graph.ancestors(name)}
             learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
-            asks = self.asks_for_critics or traced.options[name].critic is not None
+            asks = self.asks or traced.options[name].critic is not None
             if learns and not asks and is_complete(structure, name, extra.costs(name)):
                 critics[name] = None
         return critics
@@ -349,11 +335,22 @@ class Planner:
                 known.update(structure.immediate[name])
             if critic is None:
                 charged[name] = charged_costs(structure, name, estimators[name], extra.costs(name))
-            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
-            # The parameters move with the value, so that a critic that reads the value could not tell the two apart.
-            shows_rows = reads_value(critic) and spec.context > 0
-            has_params = (facts.is_dynamic or bool(spec.plates)) and not shows_rows
-            specs[name] = replace(spec, has_params=has_params, by_component=bool(charged.get(name)))
+            plates, options = traced.plates[name], traced.options[name]
+            context = 0 if options.context is None else options.context.shape[-1]
+            specs[name] = SiteSpec(
+                plates,
+                None if estimators[name].is_pathwise else info.components,
+                tuple(traced.run.sites[name].fn.event_shape),
+                estimators[name],
+                critic,
+                frozenset(kinds[name]),
+                # The parameters move with the value: a critic that reads the value could not tell the two apart.
+                has_params=(facts.is_dynamic or bool(plates)) and not (reads_value(critic) and context > 0),
+                context=context,
+                share=options.share,
+                has_moments=isinstance(critic, JointCritic),
+                by_component=bool(charged.get(name)),
+            )
         network = None
         if any(spec.critic is not None for spec in specs.values()):
             if facts.is_dynamic:
@@ -373,22 +370,6 @@ class Planner:
             is_steered=facts.is_dynamic,
             charged=charged,
             crossings=crossings(graph, crossable(structure)) if crosses else None,
-        )
-
-    def _spec(
-        self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[Known]
-    ) -> SiteSpec:
-        options = traced.options[name]
-        return SiteSpec(
-            plates=traced.plates[name],
-            components=None if estimator.is_pathwise else traced.infos[name].components,
-            event_shape=tuple(traced.run.sites[name].fn.event_shape),
-            estimator=estimator,
-            critic=critic,
-            has_moments=isinstance(critic, JointCritic),
-            tabled=kinds,
-            context=0 if options.context is None else options.context.shape[-1],
-            share=options.share,
         )
 
     def _given_critics(self, traced: TracedRun, estimators: Mapping[str, Estimator]) -> dict[str, Critic | None]:

@@ -66,9 +66,8 @@ def plain_score(num_particles: int) -> Estimator:
 
 def with_baseline(options: BaselineOptions) -> Estimator:
     """The score function with the baseline that Pyro's options of a site ask for."""
-    if options.is_predicted:
-        return PyroBaseline(options.decay)
-    return ScoreFunction(RunningBaseline(options.decay) if options.decay is not None else None)
+    mean = None if options.decay is None else RunningBaseline(options.decay)
+    return PyroBaseline(mean) if options.is_predicted else ScoreFunction(mean)
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,13 @@ class Rule:
 
     Args:
         says: Why, as it is printed.
-        holds: Whether it applies to a site.
-        gives: The estimator of the site.
+        holds: Whether it applies to the facts of a site or a program.
+        gives: The estimator of the site, or the number of particles.
     """
 
     says: str
-    holds: Callable[[SiteFacts], bool]
-    gives: Callable[[SiteFacts], Estimator | None]
+    holds: Callable[[Any], bool]
+    gives: Callable[[Any], Any]
 
 
 BY_OPTIONS = (
@@ -261,15 +260,6 @@ class ProgramFacts:
         return min(MOST_PARTICLES, max(2, ELEMENTS * self.particles // max(self.elements, 1)))
 
 
-@dataclass(frozen=True)
-class ParticleRule:
-    """A line of the table of particles: why, whether it applies, and the number."""
-
-    says: str
-    holds: Callable[[ProgramFacts], bool]
-    number: Callable[[ProgramFacts], int]
-
-
 def _worthwhile(program: ProgramFacts) -> int:
     """As many as add at most half of the time of what they share, but not too few."""
     return min(program.affordable, max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
@@ -282,21 +272,19 @@ def _paired(program: ProgramFacts) -> int:
 
 
 PARTICLES = (
-    ParticleRule("no noise that particles average", lambda p: not (p.compared or p.noisy), lambda p: 1),
-    ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
+    Rule("no noise that particles average", lambda p: not (p.compared or p.noisy), lambda p: 1),
+    Rule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
-    ParticleRule("slopes serve all sites", lambda p: bool(p.compared) and p.compared <= p.sloped, lambda p: 2),
-    ParticleRule(
+    Rule("slopes serve all sites", lambda p: bool(p.compared) and p.compared <= p.sloped, lambda p: 2),
+    Rule(
         "hindsight serves all sites",
         lambda p: bool(p.compared) and p.compared <= p.held,
         lambda p: min(FEW_PARTICLES, p.affordable),
     ),
     # Log-probabilities of layers take little time beside the model's run.
-    ParticleRule(
-        "crossed costs serve all sites", lambda p: bool(p.compared) and p.compared <= p.crossed | p.held, _paired
-    ),
+    Rule("crossed costs serve all sites", lambda p: bool(p.compared) and p.compared <= p.crossed | p.held, _paired),
     # A step is mostly Python, which particles of one call share.
-    ParticleRule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
+    Rule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
 )
 
 

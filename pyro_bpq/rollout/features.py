@@ -196,7 +196,14 @@ def _is_masked(fn: Any) -> bool:
 
 
 def base_distribution(fn: Any) -> Any:
-    """The distribution under ``to_event``, ``mask`` and ``expand``."""
+    """The distribution under ``to_event``, ``mask`` and ``expand``.
+
+    Args:
+        fn: A distribution of torch or Pyro.
+
+    Returns:
+        The distribution without these wrappers.
+    """
     while _is_wrapper(fn.__class__):
         fn = fn.base_dist
     return fn

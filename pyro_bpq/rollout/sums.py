@@ -109,14 +109,8 @@ def weighted_sums(shape: tuple[int, int], entries: Iterable[tuple[int, int, floa
     rows: list[list[tuple[int, float]]] = [[] for _ in range(shape[0])]
     for i, j, weight in entries:
         rows[i].append((j, weight))
-    if shape[0] * shape[1] > DENSE:
-        columns = [[j for j, _ in row] for row in rows]
-        return _sparse(shape, columns, [weight for row in rows for _, weight in row], like)
-    dense = np.zeros(shape)
-    for i, row in enumerate(rows):
-        for j, weight in row:
-            dense[i, j] += weight
-    return Sums(shape, like.dtype, torch.as_tensor(dense).to(like.dtype).to(like.device))
+    found = _sparse(shape, [[j for j, _ in row] for row in rows], [weight for row in rows for _, weight in row], like)
+    return found if shape[0] * shape[1] > DENSE else replace(found, dense=found.to_dense())
 
 
 def _sparse(shape: tuple[int, int], rows: list[list[int]], weights: list[float] | None, like: Tensor) -> Sums:

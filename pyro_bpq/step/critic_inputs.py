@@ -78,12 +78,6 @@ def site_value(
     return SiteValue(powers, (leaf - centre) / scale, (mean - centre) / scale, spread / scale), leaf, writes
 
 
-def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
-    """Averages over the plates that the target is outside of."""
-    dims = [plate.dim - 1 for plate in source.plates if plate not in target.plates]
-    return value.mean(dims, keepdim=True) if dims else value
-
-
 def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     """Detached context features ``(Q, N, F)`` of the Q-nodes of a group."""
     batch, queries = batches[group.c], len(group.nodes)
@@ -91,7 +85,9 @@ def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     parts = []
     for k, plan in enumerate(group.contexts):
         source = batches[plan.source]
-        values = _pool(source.encoded, source, batch)
+        # Plates that the target is outside of are averaged over.
+        dims = [plate.dim - 1 for plate in source.plates if plate not in batch.plates]
+        values = source.encoded.mean(dims, keepdim=True) if dims else source.encoded
         padded = torch.cat((values, torch.zeros_like(values[:1])))
         window = group.constant(("window", k), plan.window, values.device, torch.long)
         parts += [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
@@ -100,19 +96,15 @@ def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
             mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
             parts.append(mixed.expand(*lead, -1))
     if batch.cls.spec.share is not None:
-
-        def features() -> list[tuple[float, float]]:
-            return [index_features(node.site) for node in group.nodes]
-
-        index = group.constant("index", features, batch.like.device, batch.like.dtype)
+        index = group.constant(
+            "index", lambda: [index_features(node.site) for node in group.nodes], batch.like.device, batch.like.dtype
+        )
         parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
     if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
         parts.append(group.pick(batch.parameters))
     if batch.cls.spec.context:
         parts.append(group.pick(batch.context).to(batch.like.dtype))
-    rows = 1
-    for size in batch.batch_shape:
-        rows *= size
+    rows = math.prod(batch.batch_shape)
     if not parts:
         return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.values import Info, Learning
 
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
@@ -26,7 +27,7 @@ def critic_loss(
     learning: Learning,
     chosen: Container[str] | None = None,
     writes: list[Write] | None = None,
-    info: dict[str, dict[str, Any]] | None = None,
+    info: Info | None = None,
 ) -> Tensor | None:
     """Regression loss of the ``chosen`` Q-nodes' critics (``None``: of all); ``None`` if none learns.
 
@@ -66,7 +67,7 @@ def _regress(
     bank: CriticBank,
     learning: Learning,
     writes: list[Write],
-    info: dict[str, dict[str, Any]],
+    info: Info,
     chosen: Container[str] | None,
 ) -> Tensor | None:
     """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
@@ -92,7 +93,7 @@ def _regress(
         if not any(learns):
             continue
         start = time.perf_counter()
-        rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
+        rows = replace(parts[0][0], unit=torch.cat([part[0].unit for part in parts], 1))
         value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
         mask = None if all(learns) else value.new_tensor(learns)
         loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)

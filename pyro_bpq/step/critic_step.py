@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.critics.bank import Block, CriticBank, Rows, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError
@@ -98,62 +98,42 @@ def evaluate_critics(
         selection = bank.select(kind, keys, None) if known else None
     if selection is None:
         return None
-    nodes = group.nodes
     context, writes = standardised(context_of(group, batches), selection)
     cells = cells_of(group, batches) if shape.cells else None
-    if isinstance(spec.critic, JointCritic):
-        site, leaf, moved = site_value(group, batch, selection)
-        packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
-        expected, table, unit, joint = _joint(group, batch, selection, packed, leaf)
-        return CriticBatch(group, kind, keys, selection, expected, table, unit, (*writes, *moved), joint)
-    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, None, slow))
-    if output.shape != (len(nodes), context.shape[1], shape.outputs):
+    is_joint = isinstance(spec.critic, JointCritic)
+    site, leaf, moved = site_value(group, batch, selection) if is_joint else (None, None, ())
+    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
+    expected = (len(group.nodes), context.shape[1], shape.outputs)
+    if not is_joint and output.shape != expected:
         raise CriticShapeError(
-            f"The critic {spec.critic} of sites {[n.site for n in nodes]} returned shape "
-            f"{tuple(output.shape)} instead of {(len(nodes), context.shape[1], shape.outputs)} "
-            "(sites, rows, 1 + components * cardinality)."
+            f"The critic {spec.critic} of sites {[n.site for n in group.nodes]} returned shape {tuple(output.shape)} "
+            f"instead of {expected} (sites, rows, 1 + components * cardinality)."
         )
-    level, advantage, unit = _dueling(group, batch, selection, output)
-    return CriticBatch(group, kind, keys, selection, level, advantage, unit, writes)
+    level, table, unit, joint = _in_nats(group, batch, selection, output, leaf)
+    return CriticBatch(group, kind, keys, selection, level, table, unit, (*writes, *moved), joint)
 
 
-def _joint(
-    group: QGroup, batch: SiteBatch, selection: Selection, packed: Tensor, leaf: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, JointValue]:
-    """Expectation, table, unit of the sites, and values of joint critics, in nats."""
-    unit, mean, spread, step = _units(group, batch, selection)
-    output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
-    level, value, centre, own, table = (
-        part.reshape(part.shape[0], *batch.batch_shape, *part.shape[2:]) for part in output
-    )
-    level, step = unit * (mean + spread * level), unit * step
+def _in_nats(
+    group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor, leaf: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, JointValue | None]:
+    """Level or expectation, table, unit of the sites, and values of joint critics."""
+    spec, unit, lead = batch.cls.spec, group.pick(batch.scale), (-1, *(1,) * len(batch.batch_shape))
+    names = ("mean", "spread_level", "spread_advantage")
+    # In units of the sites' scale.
+    mean, spread, step = (selection.read(name, batch.like.dtype).reshape(lead) for name in names)
+    output = output.reshape(-1, *batch.batch_shape, output.shape[-1])
+    level, step = unit * (mean + spread * output[..., 0]), unit * step
+    if not isinstance(spec.critic, JointCritic):
+        if spec.components is None:
+            return level, None, unit, None
+        advantage = output[..., 1:].reshape(*output.shape[:-1], *spec.parts)
+        return level, step[..., None, None] * advantage, unit, None
+    _, value, centre, own, table = JointOutput.unpacked(output, *spec.parts)
     expected = (level + step * centre).detach()
     value, own = level + step * value, step * own
     # A critic that reads the value does not know E[Q]. Q minus a residual of mean zero has the mean E[Q].
-    mean = value.detach() - own if reads_value(batch.cls.spec.critic) else expected
-    joint = JointValue(value, mean, own, leaf)
-    return expected, step[..., None, None] * table, unit, joint
-
-
-def _units(group: QGroup, batch: SiteBatch, selection: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale of the sites; mean, spread of the level and spread of the advantage of targets, in units of that scale."""
-    unit = group.pick(batch.scale)
-    lead = (-1, *(1,) * len(batch.batch_shape))
-    names = ("mean", "spread_level", "spread_advantage")
-    mean, spread, step = (selection.read(name, batch.like.dtype).reshape(lead) for name in names)
-    return unit, mean, spread, step
-
-
-def _dueling(
-    group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Level and advantage in nats, and unit of the sites."""
-    unit, mean, spread, step = _units(group, batch, selection)
-    level = unit * (mean + spread * output[..., 0].reshape(-1, *batch.batch_shape))
-    if batch.cls.spec.components is None:
-        return level, None, unit
-    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, *batch.cls.spec.parts)
-    return level, (unit * step)[..., None, None] * advantage, unit
+    known = value.detach() - own if reads_value(spec.critic) else expected
+    return expected, step[..., None, None] * table, unit, JointValue(value, known, own, leaf)
 
 
 def _kind(critic: Critic | None, shape: CriticShape) -> str:
@@ -187,13 +167,7 @@ def _builder(
 
 
 def _forward(
-    block: Block,
-    rows: Tensor | None,
-    at: Tensor | None,
-    context: Tensor,
-    cells: Tensor | None,
-    site: SiteValue | None = None,
-    slow: bool = False,
+    block: Block, rows: Rows, at: Rows, context: Tensor, cells: Tensor | None, site: SiteValue | None, slow: bool
 ) -> Tensor:
     critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
     assert critic is not None

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,52 +15,40 @@ from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import writes_of_ranks
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.values import Info, Learning
 
 
 def estimate(
-    cls: SiteClass,
-    present: Estimator,
-    context: SiteContext,
-    bank: CriticBank,
-    build: bool,
-    writes: list[Write],
-    info: dict[str, dict[str, Any]],
+    cls: SiteClass, context: SiteContext, bank: CriticBank, step: int, build: bool, writes: list[Write], info: Info
 ) -> Tensor:
-    """Calls an estimator with the running statistics of its sites; ``present`` is the estimator at this step."""
+    """Calls an estimator with the running statistics of its sites; for the others see :func:`term_of`."""
     estimator = cls.spec.estimator
     initial = initial_statistics(estimator, cls.width)
     selection, statistics = statistics_of(estimator, initial, context.names, context.cost, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
-    return term_of(estimator, present, context, selection, build, writes, info)
+    return term_of(estimator.at(step), context, selection, build, writes, info)
 
 
 def term_of(
-    estimator: Estimator,
-    present: Estimator,
-    context: SiteContext,
-    selection: Selection | None,
-    build: bool,
-    writes: list[Write],
-    info: dict[str, dict[str, Any]],
+    estimator: Estimator, context: SiteContext, rows: Selection | None, build: bool, writes: list[Write], info: Info
 ) -> Tensor:
-    """Calls ``present``, the estimator at this step; with ``build``, fills ``writes`` and ``info`` with results."""
+    """Calls an estimator; with ``build``, notes new statistics of its ``rows`` in the bank, and diagnostics."""
     try:
-        term = present(context)
+        term = estimator(context)
     except UnsupportedSiteError as error:
         raise error.at(*context.names) from error
     if not build:
         return term.surrogate
-    if selection is not None:
-        new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
+    if rows is not None:
+        new = [write for name, value in term.statistics.items() for write in rows.write(name, value)]
         writes += writes_of_ranks(context.ranks, new, context.cost[0].numel())
         count = context.count
         # Half precision cannot count far.
-        count = selection.read("count") if count is None or count.element_size() < 4 else count
-        writes += selection.write("count", count + 1)
+        count = rows.read("count") if count is None or count.element_size() < 4 else count
+        writes += rows.write("count", count + 1)
     shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
     for i, name in enumerate(context.names):
-        info[name] = {"estimator": estimator, **{k: v[i] for k, v in shown.items()}}
+        info[name] |= {k: v[i] for k, v in shown.items()}
     return term.surrogate
 
 
@@ -104,7 +91,7 @@ def may_learn(loss: Tensor, learning: Learning, told: Iterable[str] = ()) -> boo
     return learning.ranks.agree([f"step {learning.num_steps}", *told], torch.isfinite(loss.detach()))
 
 
-def add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
+def add_time(info: Info, names: Sequence[str], start: float) -> None:
     """Adds the time since ``start`` to the sites of a batched call, in equal shares."""
     ms = 1e3 * (time.perf_counter() - start) / len(names)
     for name in names:

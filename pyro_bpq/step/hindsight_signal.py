@@ -155,21 +155,18 @@ def _row(
 ) -> tuple[Changes, Changes]:
     """Changes of one site, and the true changes of drawn components."""
     has_bits = log_q.dim() == value.dim()
+    at = drawn if drawn is None or has_bits else drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])
     if found is None or name not in found:
         # No changes are known. With all weight on the drawn value the estimator is the plain score function.
-        kept = torch.full_like(log_q, -torch.inf)
-        kept = kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0)
-        none = torch.zeros_like(log_q)
-        plain = Changes(kept, none, none)
-        if drawn is None:
+        kept, none = torch.full_like(log_q, -torch.inf), torch.zeros_like(log_q)
+        plain = Changes(kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)
+        if at is None:
             return plain, plain
-        one = kept[: len(drawn)]
-        law = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
-        return plain, Changes(law, torch.zeros_like(law), torch.zeros_like(law))
-    if drawn is None:
+        return plain, Changes(*(part[: len(at)].gather(-1 if has_bits else -2, at) for part in plain))
+    if at is None:
         tables = Changes(*(table.expand_as(log_q) for table in found[name]))
         return tables, tables
-    exact = Changes(*(table.expand(_shape(drawn, log_q, has_bits)) for table in found[name]))
+    exact = Changes(*(table.expand(at.shape) for table in found[name]))
     return Changes(*(table.to(log_q) for table in predicted[name])), exact
 
 
@@ -211,11 +208,3 @@ def _relative(own: Tensor, probs: Tensor, value: Tensor) -> Tensor:
     most = torch.finfo(own.dtype).max / 4.0
     own = own.masked_fill(probs == 0, 0.0).clamp(-most, most)
     return own - own.gather(-1, value.unsqueeze(-1))
-
-
-def _shape(drawn: Tensor, log_q: Tensor, has_bits: bool) -> torch.Size:
-    return drawn.shape if has_bits else torch.Size((*drawn.shape, log_q.shape[-1]))
-
-
-def _at(drawn: Tensor, log_q: Tensor) -> Tensor:
-    return drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])

@@ -23,7 +23,7 @@ from pyro_bpq.critics.bank import CriticBank, Write
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
 from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.step.estimate import may_learn, statistics_of, term_of
-from pyro_bpq.step.values import Learning, Step
+from pyro_bpq.step.values import Info, Learning, Step
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
 
@@ -61,9 +61,7 @@ def in_order(traced: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) 
 
 def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
     """Reads a run in program order, with one estimator for all of its sites that have a score."""
-    if isinstance(run, PlainRun):
-        return in_order(run, dict.fromkeys(run.sites, estimator))
-    scored = (name for name, record in run.run.sites.items() if record.score is not None)
+    scored = run.sites if isinstance(run, PlainRun) else [n for n, s in run.run.sites.items() if s.score is not None]
     return in_order(run, dict.fromkeys(scored, estimator))
 
 
@@ -132,7 +130,7 @@ def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learn
     build = is_learning and may_learn(loss, learning)
     baselines = torch.tensor(recent.baselines(names), dtype=loss.dtype, device=loss.device)
     term = (loss - baselines) * run.scores
-    info: dict[str, dict[str, Any]] = {}
+    info: Info = {}
     if build:
         told, cost = zip(run.estimators.items(), baselines.unbind(), strict=True), loss.expand(1)
         info = {name: {"estimator": own, "baseline": b, "cost_to_go": cost} for (name, own), b in told}
@@ -157,14 +155,15 @@ def order_step(
     """
     build = is_learning and may_learn(loss, learning)
     writes: list[Write] = []
-    info: dict[str, dict[str, Any]] = {}
+    info: Info = {}
     terms = []
     for estimator, names, score, cost in _groups(runs):
         number = score.shape[1]
         initial = initial_statistics(estimator, 1)
         rows, statistics = statistics_of(estimator, initial, names, cost, bank, build)
         context = SiteContext(names, score, cost, number, statistics=statistics, count=statistics.get("count"))
-        terms.append((names, term_of(estimator, estimator.at(learning.num_steps), context, rows, build, writes, info)))
+        info |= {name: {"estimator": estimator} for name in names if build}
+        terms.append((names, term_of(estimator.at(learning.num_steps), context, rows, build, writes, info)))
     sums = [term.sum() for _, term in terms]
     return Step(loss, _total(sums), None, writes, info, tuple(terms), build, _total([r.differentiable for r in runs]))
 

@@ -2,8 +2,7 @@ r"""The regression of critics on their targets, in units of the targets' running
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +22,6 @@ class CriticRows:
     sites: tuple[str, ...]  # Site of each
     selection: Selection  # Their rows in the bank
     unit: Tensor  # Scale of the sites (subsampling), broadcastable to `(Q, M, plates)`; targets are divided by it
-
-    @staticmethod
-    def join(parts: Sequence[CriticRows]) -> CriticRows:
-        """The same critics in several particles."""
-        return replace(parts[0], unit=torch.cat([part.unit for part in parts], 1))
 
 
 def regression(

@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 OTHER_NEEDS = frozenset({"table", "slope"})
 
 
-def user_baseline(signals: Signals, c: int) -> Tensor:
-    """The user's own predictions of the cost-to-go, ``(G, M, plates)`` in nats, with their gradient."""
-    return signals.batches[c].baseline
-
-
 def moved_value(signals: Signals, c: int) -> Tensor:
     """The sampled values, ``(G, M, plates, D)``, with the gradient of their distributions' parameters."""
     batch = signals.batches[c]
@@ -130,7 +125,8 @@ SIGNALS: Mapping[str, Callable[[Signals, int], Any]] = MappingProxyType(
         "program": site_program.of_class,
         "crossed": crossed,
         "hindsight": hindsight_signal.of_class,
-        "baseline": user_baseline,
+        # The user's own predictions of the cost-to-go, with their gradient.
+        "baseline": lambda signals, c: signals.batches[c].baseline,
         "q_value": q_value,
         "q_slope": q_slope,
         "moved_value": moved_value,

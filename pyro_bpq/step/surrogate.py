@@ -25,7 +25,7 @@ from pyro_bpq.step.estimate import add_time, estimate, may_learn
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Learning, Step
+from pyro_bpq.step.values import Info, Learning, Step
 
 
 def step(
@@ -39,7 +39,7 @@ def step(
     """
     build = is_learning and may_learn(loss, learning, _told(signals))
     writes: list[Write] = []
-    info: dict[str, dict[str, Any]] = {}
+    info: Info = {}
     swept: dict[str, dict[str, Tensor]] = {}
     if build and learning.sweep is not None:
         for one in signals:
@@ -52,7 +52,7 @@ def step(
     terms = []
     for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
-        term = estimate(cls, cls.spec.estimator.at(learning.num_steps), context, bank, build, writes, info)
+        term = estimate(cls, context, bank, learning.num_steps, build, writes, info)
         terms.append((context.names, term))
         if build:
             add_time(info, context.names, start)
@@ -94,8 +94,7 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
 
 def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:
     """The input of the estimator of a class of sites, with what it asks for itself."""
-    context = signals.context(c, gamma)
-    return replace(context, signals=_asked_for(signals, c), ranks=ranks)
+    return replace(signals.context(c, gamma), signals=_asked_for(signals, c), ranks=ranks)
 
 
 def _asked_for(signals: Signals, c: int) -> dict[str, Any]:
@@ -110,39 +109,32 @@ def _asked_for(signals: Signals, c: int) -> dict[str, Any]:
     return {name: SIGNALS[name](signals, c) for name in sorted(estimator.needs & SIGNALS.keys())}
 
 
-def _tensors(context: SiteContext) -> dict[str, Tensor]:
-    return _only_tensors({item.name: getattr(context, item.name) for item in fields(context)})
+def _tensors(context: SiteContext) -> dict[tuple[str, str], Tensor]:
+    """All tensors of a context, by field and by name within the field."""
+    own: dict[tuple[str, str], Any] = {(item.name, ""): getattr(context, item.name) for item in fields(context)}
+    own |= {("signals", name): value for name, value in context.signals.items()}
+    own |= {} if context.moments is None else {("moments", n): v for n, v in context.moments._asdict().items()}
+    return {key: value for key, value in own.items() if isinstance(value, Tensor)}
 
 
-def _only_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+def _with_tensors(context: SiteContext, tensors: Mapping[tuple[str, str], Tensor], **others: Any) -> SiteContext:
+    """A context with other tensors."""
+    inner = {name: {n: v for (part, n), v in tensors.items() if part == name} for name in ("signals", "moments")}
+    own: dict[str, Any] = {name: value for (name, inside), value in tensors.items() if not inside}
+    own["signals"] = {**context.signals, **inner["signals"]}
+    own["moments"] = Standardised(**inner["moments"]) if inner["moments"] else None
+    return replace(context, **own, **others)
 
 
 def _row(context: SiteContext, i: int) -> SiteContext:
-    rows: dict[str, Any] = {name: value[i : i + 1] for name, value in _tensors(context).items()}
-    if context.moments is not None:
-        rows["moments"] = Standardised(*(part[i : i + 1] for part in context.moments))
-    own = {name: value[i : i + 1] for name, value in _only_tensors(context.signals).items()}
-    rows["signals"] = {**context.signals, **own}
-    return replace(context, names=(context.names[i],), **rows)
+    rows = {key: value[i : i + 1] for key, value in _tensors(context).items()}
+    return _with_tensors(context, rows, names=(context.names[i],))
 
 
 def _join(contexts: Sequence[SiteContext]) -> SiteContext:
     """One site of several particles; a tensor that some particles lack is zero there."""
-    if len(contexts) == 1:
-        return contexts[0]
-    joined: dict[str, Any] = dict(_joined([_tensors(context) for context in contexts]))
-    own = _joined([_only_tensors(context.signals) for context in contexts])
-    joined["signals"] = {**contexts[0].signals, **own}
-    if contexts[0].moments is not None:
-        moments = [context.moments for context in contexts if context.moments is not None]
-        joined["moments"] = Standardised(*(torch.cat(parts, 1) for parts in zip(*moments, strict=True)))
-    return replace(contexts[0], num_particles=sum(context.num_particles for context in contexts), **joined)
-
-
-def _joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    joined = {}
-    for name in dict.fromkeys(name for found in tensors for name in found):
-        like = next(found[name] for found in tensors if name in found)
-        joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
-    return joined
+    found, joined = [_tensors(context) for context in contexts], {}
+    for key in dict.fromkeys(key for own in found for key in own):
+        like = next(own[key] for own in found if key in own)
+        joined[key] = torch.cat([own.get(key, torch.zeros_like(like)) for own in found], 1)
+    return _with_tensors(contexts[0], joined, num_particles=sum(context.num_particles for context in contexts))

@@ -93,17 +93,16 @@ def _descend(
 
 
 def _waves(layout: Layout) -> tuple[Wave, ...]:
-    """The Q-nodes of a layout by their height above the costs; computed once."""
-    if layout.waves:
-        return tuple(layout.waves)
+    """The Q-nodes of a layout by their height above the costs."""
     network = layout.network
     assert network is not None
     height: dict[str, int] = {}
     for node in network.nodes:
         height[node.name] = 1 + max((height.get(child, 0) for child in network.children(node.name)), default=0)
     predicted = {node.name for group in layout.groups for node in group.nodes}
+    waves = []
     for level in sorted(set(height.values())):
         chosen = [(g, [k for k, n in enumerate(g.nodes) if height[n.name] == level]) for g in layout.groups]
         others = tuple(n for n in network.nodes if height[n.name] == level and n.name not in predicted)
-        layout.waves.append(Wave(tuple(group.take(places) for group, places in chosen if places), others))
-    return tuple(layout.waves)
+        waves.append(Wave(tuple(group.take(places) for group, places in chosen if places), others))
+    return tuple(waves)

@@ -11,6 +11,8 @@ from torch import Tensor
 from pyro_bpq.critics.bank import Write
 from pyro_bpq.rollout.distributed import Ranks
 
+# Estimator and detached diagnostics, by name of the site.
+Info = dict[str, dict[str, Any]]
 # Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.
 Seen = tuple[tuple[str, ...], float] | None
 
@@ -38,7 +40,7 @@ class Step:
     surrogate: Tensor  # Sum of the sites' surrogate terms over particles; only its gradient has meaning
     critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
     writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
-    info: dict[str, dict[str, Any]] = field(default_factory=dict)  # Estimator and detached diagnostics, by name of site
+    info: Info = field(default_factory=dict)
     # The summands of the surrogate: names of the sites, and what the estimator returned
     terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
     learns: bool = False  # Whether the step counts as a training step

@@ -11,7 +11,7 @@ from pyro.infer.util import zero_grads
 
 from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.svi.controlled import captured, descend
+from pyro_bpq.svi.controlled import captured, descend, shown
 
 
 class ActorCriticSVI(SVI):
@@ -78,10 +78,7 @@ class ActorCriticSVI(SVI):
         check_option(self, "entropy", is_real(entropy) and entropy >= 0.0, "a number of at least 0")
 
     def __repr__(self) -> str:
-        return (
-            f"ActorCriticSVI(rounds={self.rounds}, critic_updates={self.critic_updates}, warm_up={self.warm_up}, "
-            f"entropy={self.entropy}, unbiased_step={self.unbiased_step})"
-        )
+        return shown(self)
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes a rollout and its rounds.

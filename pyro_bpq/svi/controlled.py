@@ -2,6 +2,7 @@ r"""Drop-ins for ``pyro.infer.SVI`` that limit how far a step moves the guide.""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,12 @@ class ControlledStep:
         return sum(self.kl.values(), 0.0)
 
 
+def shown(svi: SVI) -> str:
+    """A call with the options that are given by name."""
+    options = [o.name for o in inspect.signature(type(svi)).parameters.values() if o.kind is o.KEYWORD_ONLY]
+    return f"{type(svi).__name__}({', '.join(f'{name}={getattr(svi, name)!r}' for name in options)})"
+
+
 class _ControlledSVI(SVI):
     """Base of both classes: takes a rollout and keeps its signals."""
 
@@ -59,6 +66,9 @@ class _ControlledSVI(SVI):
         warn_of_overrides(loss, ["loss_and_grads"], own)
         self.elbo = loss
         self.last: ControlledStep | None = None
+
+    def __repr__(self) -> str:
+        return f"{shown(self)[:-1]}, last={self.last})"
 
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
         """Loss, local objective, and parameters, whose ``.grad`` holds the gradient of a plain step."""
@@ -104,12 +114,6 @@ class ProximalSVI(_ControlledSVI):
         | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 17
     """
 
-    def __repr__(self) -> str:
-        return (
-            f"ProximalSVI(epochs={self.epochs}, clip={self.clip}, target_kl={self.target_kl}, penalty={self.penalty}, "
-            f"last={self.last})"
-        )
-
     def __init__(
         self,
         model: Callable[..., Any],
@@ -154,7 +158,7 @@ class ProximalSVI(_ControlledSVI):
             done += 1
         end = objective.value(nearby, None, self.penalty).detach().mean()
         improvement = start / self.elbo.num_particles - float(end)
-        self.last = _report(loss, nearby.kl, done, improvement, stopped and done < self.epochs)
+        self.last = ControlledStep(loss, _numbers(nearby.kl), done, improvement, stopped and done < self.epochs)
         return loss
 
 
@@ -203,12 +207,6 @@ class TrustRegionSVI(_ControlledSVI):
         | Trust region policy optimization (Schulman et al., 2015), Appendix C
         | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 16
     """
-
-    def __repr__(self) -> str:
-        return (
-            f"TrustRegionSVI(max_kl={self.max_kl}, max_site_kl={self.max_site_kl}, divergence={self.divergence!r}, "
-            f"last={self.last})"
-        )
 
     def __init__(
         self,
@@ -315,16 +313,15 @@ class TrustRegionSVI(_ControlledSVI):
                     and all(value <= self.max_site_kl for value in sites)
                 )
                 if is_accepted:
-                    self.last = _report(loss, kl, 1, improvement, False)
+                    self.last = ControlledStep(loss, _numbers(kl), 1, improvement)
                     return
         finally:
             if not is_accepted:
                 _assign(own, start, torch.zeros_like(full))
 
 
-def _report(loss: float, kl: Mapping[str, Tensor], epochs: int, improvement: float, stopped: bool) -> ControlledStep:
-    numbers = {name: float(value.detach()) for name, value in kl.items()}
-    return ControlledStep(loss, numbers, epochs, improvement, stopped)
+def _numbers(kl: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value.detach()) for name, value in kl.items()}
 
 
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:

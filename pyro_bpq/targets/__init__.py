@@ -1,4 +1,4 @@
-"""Critic targets: lambda-returns, the rules of a network, advantages, and the paper's Algorithm 1.
+"""Critic targets: lambda-returns, the rules of a network, and advantages.
 
 Imports ``graph`` and ``rollout``. Read ``lambda_return.py`` first.
 """

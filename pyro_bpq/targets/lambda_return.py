@@ -37,9 +37,6 @@ from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
 
-# Largest number of Q-nodes whose rules are one dense matrix.
-BLOCK = 256
-
 
 def lambda_return(
     network: BackpropQNetwork,
@@ -165,25 +162,12 @@ def lambda_return_solve(
 
 
 @dataclass(frozen=True)
-class RuleBlock:
-    """The rules of consecutive Q-nodes in program order, whose positions are ``where``."""
-
-    where: slice  # positions of the Q-nodes of the block
-    within: Tensor  # weights of the block's Q-nodes in each rule, `(b, b)`, strictly upper triangular
-    beyond: Sums | None  # weights of the Q-nodes after the block in each rule, `(b, Q - stop)`, or `None` for none
-
-
-@dataclass(frozen=True)
 class Rules:
-    """The rules of a network as matrices: averages over Q-nodes, ``(Q, costs)`` averages over costs, immediate costs.
+    """The rules of a network as matrices: averages over Q-nodes and over costs, and immediate costs."""
 
-    A rule reads a few children, but a triangular solve needs a square matrix. So the Q-nodes go in blocks, and memory
-    and time are linear in their number.
-    """
-
-    blocks: tuple[RuleBlock, ...]
-    root: Sums | None
-    immediate: Sums | None
+    within: Tensor  # Weights of Q-nodes in each rule, `(Q, Q)`, strictly upper triangular
+    root: Sums | None  # Weights of costs in each rule, `(Q, costs)`
+    immediate: Sums | None  # Immediate costs of each Q-node, `(Q, costs)`
 
 
 def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor) -> Rules:
@@ -195,49 +179,20 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
         i = order[node.name]
         immediate[i] = graph.cost_bits_of(node.immediate)
         for average in node.rule:
-            weight = 1.0 / len(average.children)
             for child in average.children:
-                if child in order:
-                    edges.append((i, order[child], weight))
-                else:
-                    roots.append((i, graph.cost_index[child], weight))
-    blocks = []
-    for start in range(0, size, BLOCK):
-        stop = min(start + BLOCK, size)
-        own = [edge for edge in edges if start <= edge[0] < stop]
-        within = like.new_zeros(stop - start, stop - start)
-        for i, j, weight in own:
-            if j < stop:
-                within[i - start, j - start] += weight
-        later = [(i - start, j - stop, weight) for i, j, weight in own if j >= stop]
-        beyond = weighted_sums((stop - start, size - stop), later, like) if later else None
-        blocks.append(RuleBlock(slice(start, stop), within, beyond))
+                at = order if child in order else graph.cost_index
+                (edges if child in order else roots).append((i, at[child], 1.0 / len(average.children)))
+    within = weighted_sums((size, size), edges, like).to_dense()
     root = weighted_sums((size, len(graph.costs)), roots, like) if roots else None
-    return Rules(tuple(blocks), root, subset_sums(immediate, range(len(graph.costs)), like))
+    return Rules(within, root, subset_sums(immediate, range(len(graph.costs)), like))
 
 
 def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:
-    r"""The lambda-returns ``(Q, ...)`` of Q-nodes with the same plates, in nats, block by block from the last one.
-
-        G_k = solve(1 - γ R_kk diag(λ_k),  γ (roots_k + R_k,later T_later) + ...),     T = ahead + λ (G - learned)
+    r"""The lambda-returns ``(Q, ...)`` of Q-nodes with the same plates, in nats.
 
     ``mean`` is ``E_Y[Q_Y]`` of each node without its immediate costs, zero if not learned; for the others see
     :func:`lambda_return_solve`. The discount is not 1 only if no edge passes levels by.
     """
-    ahead = mean
-    if rules.immediate is not None:
-        immediate = rules.immediate @ costs
-        ahead = mean + (immediate if gamma == 1.0 else gamma * immediate)
+    ahead = mean if rules.immediate is None else mean + gamma * (rules.immediate @ costs)
     roots = torch.zeros_like(mean) if rules.root is None else gamma * (rules.root @ costs)
-    if len(rules.blocks) == 1:
-        return lambda_return_solve(rules.blocks[0].within, roots, ahead, learned, lam, gamma)
-    weight = lam.reshape(-1, *(1,) * (learned.dim() - 1))
-    returns = torch.zeros_like(mean)
-    for block in reversed(rules.blocks):
-        here, later = block.where, slice(block.where.stop, None)
-        known = roots[here]
-        if block.beyond is not None:
-            backups = ahead[later] + weight[later] * (returns[later] - learned[later])
-            known = known + gamma * (block.beyond @ backups)
-        returns[here] = lambda_return_solve(block.within, known, ahead[here], learned[here], lam[here], gamma)
-    return returns
+    return lambda_return_solve(rules.within, roots, ahead, learned, lam, gamma)

@@ -30,6 +30,5 @@ from pyro_bpq.testing.expected import expected_gradient as expected_gradient
 from pyro_bpq.testing.expected import expected_moments as expected_moments
 from pyro_bpq.testing.expected import sample_gradients as sample_gradients
 from pyro_bpq.testing.expected import z_scores as z_scores
-from pyro_bpq.testing.tables import TabularProgram as TabularProgram
 
 __all__ = sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

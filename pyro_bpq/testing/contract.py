@@ -29,9 +29,7 @@ _LATER = 0.1
 _POWER = 0.005
 _NAMES = MappingProxyType({"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"})
 # Signals that a problem has, or that none of its estimators gets.
-_STAND_INS = frozenset(
-    {"program", "hindsight", "advantage", "q_value", "q_slope", "moved_value", "baseline", "crossed"}
-)
+_STAND_INS = frozenset("program hindsight advantage q_value q_slope moved_value baseline crossed".split())
 
 
 class FakeProgram:
@@ -60,10 +58,6 @@ class FakeProgram:
         drawn = torch.multinomial(probabilities, lead[1:].numel(), replacement=True, generator=self._source)
         own = cost[drawn].reshape(lead)
         return own + self.later * self._noise(own)
-
-    def remaining(self) -> Tensor:
-        """The same as :meth:`independent`, because no cost is known at every value."""
-        return self.independent()
 
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)

@@ -74,14 +74,33 @@ def expected_moments(
 
         mean = Σ_outcome P(outcome) · g(outcome),   variance = Σ_outcome P(outcome) · g(outcome)² - mean².
 
-    The ELBO's own step runs once per outcome, with its draws replaced; see
-    :func:`expected_gradient` for the arguments.
+    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
+    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
+    Two particles of a program with n states have n² outcomes.
+
+    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
+    the same for every outcome.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``.
+        model: Model.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
+        num_outcomes: Limit on the number of outcomes.
+        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
+        noise: Source of the noise that an estimator itself draws.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
-        Moments of each component, in the shapes of the parameters.
+        Moments of each component of the gradient of the loss (negative ELBO), detached, in the shapes of the
+        parameters. The ``.grad`` fields and the global generator are as before.
 
     Raises:
-        StructureChangedError: If the step is not deterministic given its draws.
+        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
+        UnsupportedSiteError: If a site has no finite support.
+        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
+        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
     """
     mean: dict[int, Tensor] = {}
     square: dict[int, Tensor] = {}
@@ -118,64 +137,20 @@ def expected_moments(
 
 
 def expected_gradient(
-    elbo: Any,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    parameters: Mapping[str, Tensor] | None = None,
-    num_outcomes: int = 200_000,
-    use_differentiable_loss: bool = False,
-    noise: ChoiceNoise | None = None,
-    **kwargs: Any,
+    elbo: Any, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
     r"""Computes the expectation of the gradient of one step, without sampling.
 
-        Σ_outcome P(outcome) · g(outcome).
-
-    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
-    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
-    Two particles of a program with n states have n² outcomes.
-
-    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
-    the same for every outcome.
-
-    Args:
-        elbo: An ELBO with ``loss_and_grads``.
-        model: Model.
-        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
-        *args: Arguments of both.
-        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
-        num_outcomes: Limit on the number of outcomes.
-        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
-        noise: Source of the noise that an estimator itself draws.
-        **kwargs: Keyword arguments of both; the names of the options above are taken.
+        Σ_outcome P(outcome) · g(outcome);   see :func:`expected_moments` for the arguments.
 
     Returns:
-        Expected gradient of the loss (negative ELBO) for each parameter, detached, in its shape. The
-        ``.grad`` fields and the global generator are as before.
-
-    Raises:
-        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
-        UnsupportedSiteError: If a site has no finite support.
-        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
-        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
+        Expected gradient of the loss (negative ELBO) for each parameter, detached, in its shape.
     """
-    options: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes, "noise": noise}
-    options["use_differentiable_loss"] = use_differentiable_loss
-    return expected_moments(elbo, model, guide, *args, **options, **kwargs).mean
+    return expected_moments(elbo, model, guide, *args, **kwargs).mean
 
 
 def assert_unbiased(
-    elbo: Any,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    atol: float = 1e-10,
-    parameters: Mapping[str, Tensor] | None = None,
-    num_outcomes: int = 200_000,
-    use_differentiable_loss: bool = False,
-    noise: ChoiceNoise | None = None,
-    **kwargs: Any,
+    elbo: Any, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, atol: float = 1e-10, **kwargs: Any
 ) -> None:
     r"""Asserts that the expected gradient of a step equals the exact gradient, for every parameter.
 
@@ -187,11 +162,7 @@ def assert_unbiased(
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         atol: Largest error of a component; the default is for float64.
-        parameters: As in :func:`expected_gradient`.
-        num_outcomes: As there.
-        use_differentiable_loss: As there.
-        noise: As there.
-        **kwargs: Keyword arguments of both.
+        **kwargs: Keyword arguments of both, and the options of :func:`expected_moments`.
 
     Raises:
         AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
@@ -206,11 +177,10 @@ def assert_unbiased(
                 f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
                 "write num_particles=1."
             )
-    limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
-    exact = exact_gradient(model, guide, *args, **limits, **kwargs)
+    of_step = ("use_differentiable_loss", "noise")
+    exact = exact_gradient(model, guide, *args, **{k: v for k, v in kwargs.items() if k not in of_step})
     _largest(exact, atol)
-    limits.update(use_differentiable_loss=use_differentiable_loss, noise=noise)
-    expected = expected_gradient(elbo, model, guide, *args, **limits, **kwargs)
+    expected = expected_gradient(elbo, model, guide, *args, **kwargs)
     report = _differences(exact, expected, atol)
     if report:
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))

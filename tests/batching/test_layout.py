@@ -18,7 +18,7 @@ from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
-from pyro_bpq.step.returns import rules_of
+from pyro_bpq.targets.lambda_return import network_rules
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
@@ -121,18 +121,6 @@ def test_classes_stack_equal_specs_in_program_order() -> None:
     assert found.place == {"a": (0, 0), "c": (0, 1), "b": (1, 0), "d": (2, 0)}
 
 
-def test_width_of_encoded_values() -> None:
-    graph = Graph.from_parents({"a": [], "b": [], "c": [], "d": []}, {"f": ["a", "b", "c", "d"]})
-    vector = SiteSpec((), None, (4,), Pathwise())
-    specs = {
-        "a": spec(),
-        "b": spec(components=DIE),
-        "c": spec(components=Components("bernoulli", (5,), 2)),
-        "d": vector,
-    }
-    assert [cls.width for cls in layout(graph, specs).classes] == [1, 3, 5, 4]
-
-
 def chain(length: int) -> Graph:
     nodes = {f"x{i}": [f"x{j}" for j in range(i)] for i in range(length)}
     return Graph.from_parents(nodes, {"f": list(nodes)})
@@ -193,32 +181,15 @@ def test_cells_count_the_joint_states_of_the_scope() -> None:
     assert found.cells(group_of(found, "x3")) == 0
 
 
-def test_matrices_have_the_dtype_that_is_asked_for() -> None:
-    found = layout(chain(3))
-    for dtype in (torch.float32, torch.float64):
-        array = found.matrix(Relation.DOWNSTREAM, 0, 0, torch.zeros((), dtype=dtype))
-        assert dense(array).dtype == dtype
-
-
 def test_rules_become_matrices() -> None:
     graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
     network = BackpropQNetwork.build(graph, "merged", immediate="learned")
     found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
-    rules = rules_of(found, torch.zeros((), dtype=torch.float64))
-    (block,) = rules.blocks
-    rule, root = block.within, dense(rules.root)
+    rules = network_rules(network, found.rule_order, torch.zeros((), dtype=torch.float64))
+    rule, root = rules.within, dense(rules.root)
     at = found.rule_order
     assert rule[at["x"]].tolist() == [
         {"y^f1": 1.0, "y^f2": 0.5, "z": 0.5}.get(name, 0.0) for name in sorted(at, key=at.__getitem__)
     ]
     assert root[at["y^f1"]].tolist() == [1.0, 0.0] and root[at["z"]].tolist() == [0.0, 1.0]
-    assert rules.immediate is None and block.beyond is None and torch.equal(rule, rule.triu(1))
-
-
-def test_large_graphs_are_laid_out_quickly() -> None:
-    graph = chain(400)
-    found = layout(graph)
-    array = found.matrix(Relation.DOWNSTREAM, 0, 0, torch.zeros(()))
-    assert dense(array).shape == (400, 1)
-    later = found.matrix(Relation.LATER, 0, 0, torch.zeros(()))
-    assert float(dense(later).sum()) == 400 * 399 / 2
+    assert rules.immediate is None and torch.equal(rule, rule.triu(1))

@@ -11,6 +11,7 @@ import torch
 from models import BY_NAME, CASES
 from pyro.infer import SVI
 from pyro.optim import ClippedAdam
+from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -65,8 +66,7 @@ def test_the_mean_gradient_is_exact_with_draws_of_its_own() -> None:
     case.params()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(compile=True)
-    for _ in range(20):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    repeat(20, elbo.loss_and_grads, case.model, case.guide, *case.args)
     assert elbo.compiled is not None and elbo.compiled.entries[0].steps > 5
     exact = {name: g for name, g in exact_gradient(case.model, case.guide, *case.args).items() if g.any()}
     drawn = sample_gradients(elbo, case.model, case.guide, *case.args, num_samples=4000)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import BY_NAME, CASES
 from pyro.optim import ClippedAdam
+from steps import repeat
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -55,8 +56,7 @@ def recorded(model: Any, guide: Any, *args: Any, **options: Any) -> tuple[fx.Gra
 
     pyro.set_rng_seed(0)
     svi = CompiledSVI(model, guide, ClippedAdam({"lr": 0.01}), TraceBackpropQ_ELBO(**options), compile=backend)
-    for _ in range(9):
-        svi.step(*args)
+    repeat(9, svi.step, *args)
     return kept[0], kept[1]
 
 
@@ -145,26 +145,6 @@ def test_stacks_that_were_joined_once_keep_their_dimension(terms: int, reduces: 
     inputs = [torch.rand(terms, 8), torch.rand(8)]
     found = check(make_fx(body)(*inputs), inputs)
     assert number_of(found, "sub") == 1
-
-
-def test_steps_of_hidden_particles_are_the_same() -> None:
-    """Each particle has costs of its own, whose stacks are alike. Here there are as many as particles."""
-    x = torch.randn(5, 6)
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.full((6,), 0.3)).to_event(1))
-        w = pyro.sample("w", dist.Normal(torch.zeros(6), 1.0).to_event(1))
-        for i in range(5):
-            # A vector times a matrix mixes particles where it sees them.
-            pyro.sample(f"y_{i}", dist.Normal((x @ (z * w))[i], 0.5), obs=torch.tensor(0.3))
-        pyro.factor("f", w.sum())
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(6))).to_event(1))
-        loc = pyro.param("loc", torch.zeros(6))
-        pyro.sample("w", dist.Normal(loc, pyro.param("scale", torch.zeros(6)).exp()).to_event(1))
-
-    check(*recorded(model, guide))
 
 
 def test_types_that_rows_would_change_are_left_alone() -> None:

@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import repeat, trained
 
 from pyro_bpq import Compile, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -70,17 +71,14 @@ def test_a_program_that_begins_to_branch_runs_eagerly_at_once() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    for _ in range(20):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(compile="eager"), model, guide, steps=20)
     (entry,) = elbo.compiled.entries
     recorded = entry.steps
     assert recorded > 10
     hidden.branches = True
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for _ in range(5):
-            elbo.loss_and_grads(model, guide)
+        repeat(5, elbo.loss_and_grads, model, guide)
     texts = [str(one.message) for one in found if one.category is BPQWarning]
     assert any("sampled values of z steer Python" in text for text in texts), texts
     # The attribute belongs to the call, which is of another kind now: its first step looks at the structure.
@@ -91,8 +89,7 @@ def test_a_program_that_begins_to_branch_runs_eagerly_at_once() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_goes_on_with_the_recording() -> None:
     elbo, programs = TraceBackpropQ_ELBO(compile="eager"), program("a", 2)
-    for _ in range(8):
-        elbo.loss_and_grads(*programs)
+    repeat(8, elbo.loss_and_grads, *programs)
     assert elbo.compiled.entries[0].steps > 1
     reader, writer = os.pipe()
     child = os.fork()

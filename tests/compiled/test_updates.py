@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam, ClippedAdam
+from steps import filtered, repeat
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -84,8 +84,7 @@ def test_plain_attributes_of_classes_are_a_part_of_the_call(monkeypatch: pytest.
         pyro.set_rng_seed(1)
         monkeypatch.setattr(Settings, "beta", 1.0)
         svi = make(model, guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(num_particles=2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", BPQWarning)
+        with filtered("error", BPQWarning):
             own = [svi.step(X) for _ in range(12)]
             monkeypatch.setattr(Settings, "beta", 0.5)
             losses.append([*own, *(svi.step(X) for _ in range(12))])
@@ -100,6 +99,5 @@ def test_new_arrays_in_each_call_run_eagerly_and_are_named() -> None:
         for row in data:
             svi.step(row)
     assert elbo.compiled is not None and not elbo.compiled.entries
-    for _ in range(12):
-        svi.step(row)
+    repeat(12, svi.step, row)
     assert elbo.compiled.entries

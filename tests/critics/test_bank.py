@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from steps import filtered
 from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import Block, CriticBank, Selection
@@ -183,16 +183,14 @@ def test_loaded_critics_of_another_kind_are_told() -> None:
     select(bank, "ab", kind="critic Linear(1, 2) 3 4", about="Linear(1, 2)")
     fresh.load_state_dict(bank.state_dict())
     same.load_state_dict(bank.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         # Another number of features, as where a program has grown, other sites, and running statistics.
         select(same, "ab", kind="critic Linear(1, 2) 3 5", about="Linear(1, 2)")
         select(same, "c", kind="critic Deep()", about="Deep()")
         select(same, "ab", kind="critic Linear(1, 2) 3 4", about="Linear(1, 2)")
     with pytest.warns(BPQWarning, match=r"critics of \['a'\] start anew as Deep\(\): .* has Linear\(1, 2\) there"):
         select(fresh, "a", kind="critic Deep() 3 4", about="Deep()")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         select(fresh, "b", kind="critic Deep() 3 4", about="Deep()")
 
 

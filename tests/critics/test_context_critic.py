@@ -11,6 +11,7 @@ import torch
 from models import real
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import repeat
 
 from pyro_bpq import ExpectedCost, MLPCritic, cost
 from pyro_bpq.critics.nets import CriticShape
@@ -69,8 +70,7 @@ def test_it_keeps_estimators_unbiased() -> None:
     objective = ExpectedCost(critic=MLPCritic((8,), (4,)))
     pyro.clear_param_store()
     svi = SVI(None, program, Adam({"lr": 0.02}), objective)
-    for _ in range(30):
-        svi.step()
+    repeat(30, svi.step)
     objective.eval()
     assert any(bool(w.any()) for name, w in objective.critics.weights().items() if "advantage" in name)
     pyro.clear_param_store()

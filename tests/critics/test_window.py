@@ -11,15 +11,7 @@ import pytest
 import torch
 from steps import trained
 
-from pyro_bpq import (
-    ExpectedCost,
-    MLPCritic,
-    TabularCritic,
-    TraceBackpropQ_ELBO,
-    ValueCritic,
-    config_bpq,
-    cost,
-)
+from pyro_bpq import ExpectedCost, MLPCritic, TabularCritic, TraceBackpropQ_ELBO, ValueCritic, config_bpq, cost
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import LAXQ, Estimator, QProp
@@ -106,10 +98,7 @@ def test_the_network_says_what_a_critic_reads(critic: Critic, window: int, text:
 
 @pytest.mark.parametrize(
     ("estimator", "critic", "text"),
-    [
-        (LAXQ(), ValueCritic(), "b's value as it is; a"),
-        (QProp(), None, "b's value by its first two powers; a"),
-    ],
+    [(LAXQ(), ValueCritic(), "b's value as it is; a"), (QProp(), None, "b's value by its first two powers; a")],
     ids=repr,
 )
 def test_the_network_says_how_a_continuous_value_is_read(estimator: Estimator, critic: Any, text: str) -> None:
@@ -119,7 +108,6 @@ def test_the_network_says_how_a_continuous_value_is_read(estimator: Estimator, c
         b = pyro.sample("b", dist.Normal(m + a, 1.0))
         cost("f", (3.0 * a.detach()).round() * b.detach().round())
 
-    pyro.clear_param_store()
     elbo = ExpectedCost() if critic is None else ExpectedCost(critic=critic)
     elbo.loss_and_grads(None, config_bpq(policy, estimator=estimator))
     assert printed(elbo, "b") == text
@@ -137,9 +125,7 @@ def test_context_and_distribution_are_named() -> None:
             a, b = (pyro.sample(name, dist.Bernoulli(torch.tensor(0.5))) for name in "ab")
             pyro.factor("f", a * b)
 
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(immediate="learned")
-    elbo.loss_and_grads(prior, rows)
+    elbo = trained(TraceBackpropQ_ELBO(immediate="learned"), prior, rows, steps=1)
     assert printed(elbo, "b") == "b's value; a; b's distribution; 2 features of context"
 
 

@@ -13,8 +13,7 @@ from models import BY_NAME
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from steps import CHAIN, assert_equal, settled, state_of, trained
 
-import pyro_bpq
-from pyro_bpq import AllAction, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import (
     Comparison,
     Row,
@@ -24,7 +23,7 @@ from pyro_bpq.diagnostics import (
     plot_comparison,
     plot_run,
 )
-from pyro_bpq.diagnostics.compare import AveragedGraphELBO, candidates, written
+from pyro_bpq.diagnostics.compare import AveragedGraphELBO
 from pyro_bpq.diagnostics.comparison import recommend
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import DisARM
@@ -50,14 +49,6 @@ class Admitted(Declared):
     is_unbiased: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class Noisy(ScoreFunction):
-    """Adds a constant to the cost: noise and no bias."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return SiteTerm((context.cost + 1.0) * context.score)
-
-
 # Moments.
 
 
@@ -71,19 +62,6 @@ def test_moments_are_those_of_the_step(name: str) -> None:
     for part in (0, 1):
         for key, value in truth[part].items():
             torch.testing.assert_close((found.mean, found.variance)[part][key], value, rtol=1e-9, atol=1e-10)
-
-
-def test_sampled_moments_agree_with_exact_ones() -> None:
-    elbo = settled(CHAIN, 20, num_particles=1)
-    exact = gradient_moments(elbo, CHAIN.model, CHAIN.guide)
-    sampled = gradient_moments(elbo, CHAIN.model, CHAIN.guide, num_outcomes=1, num_samples=200)
-    assert sampled.num_samples == 200 and not sampled.is_exact
-    assert abs(sampled.total_variance - exact.total_variance) < 4 * sampled.total_variance_error < exact.total_variance
-    for name, mean in exact.mean.items():
-        error = (sampled.variance[name] / sampled.num_samples).sqrt()
-        assert bool(((sampled.mean[name] - mean).abs() <= 5 * error + 1e-12).all())
-    again = gradient_moments(elbo, CHAIN.model, CHAIN.guide, num_outcomes=1, num_samples=200)
-    assert_equal(sampled.mean, again.mean)
 
 
 def test_nothing_changes() -> None:
@@ -104,17 +82,6 @@ def test_nothing_changes() -> None:
     assert torch.equal(rng, torch.get_rng_state())
     for name, p in pyro.get_param_store().items():
         assert torch.equal(p, parameters[name]) and torch.equal(p.unconstrained().grad, grads[name])
-
-
-def test_critics_in_the_param_store_stay_what_they_are() -> None:
-    elbo = trained(TraceBackpropQ_ELBO(learner=None), *CHAIN.programs, params=CHAIN.params, steps=3)
-    before = dict(pyro.get_param_store().named_parameters())
-    assert any(name.startswith("bpq_critics") for name in before)
-    options = {"num_warmup": 2, "num_rounds": 1, "progress": False}
-    found = compare_estimators(CHAIN.model, CHAIN.guide, estimators={"own": elbo}, **options)
-    assert found["own"].num_warmup == 0
-    after = dict(pyro.get_param_store().named_parameters())
-    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
 def test_moments_of_pyros_elbos_are_exact_too() -> None:
@@ -227,29 +194,6 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, m
     assert ("'default, no critic' is the same as 'default'" in text) == is_few
 
 
-@pytest.mark.parametrize("has_plate", [True, False])
-def test_what_a_comparison_tells_to_write_is_the_rival(has_plate: bool) -> None:
-    for maker in candidates(4, has_plate).values():
-        elbo, text = maker(), written(maker)
-        again = eval(text, vars(pyro_bpq) | vars(pyro.infer)) if text else elbo
-        assert type(again) is type(elbo) and again.num_particles == elbo.num_particles
-        assert again.vectorize_particles is elbo.vectorize_particles
-        assert not isinstance(elbo, TraceBackpropQ_ELBO) or repr(again) == repr(elbo)
-
-
-def test_particles_of_a_program_that_mixes_them_run_in_turn() -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.4)).to_event(1))
-        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.0))
-
-    found = compare_estimators(model, guide, **QUICK, num_samples=40)
-    assert "vectorize_particles" not in found["leave-one-out"].write
-    assert all(not row.is_biased for row in found), str(found)
-
-
 def test_averages_of_pyros_baselines_stand_still_while_they_are_measured() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
@@ -266,19 +210,6 @@ def test_averages_of_pyros_baselines_stand_still_while_they_are_measured() -> No
     elbo.train()
     elbo.loss_and_grads(model, guide)
     assert not torch.equal(pyro.param(average), before)
-
-
-def test_bias_is_found_by_sampling_too() -> None:
-    case = BY_NAME["fork"]
-    case.params()
-    found = compare_estimators(
-        *(case.model, case.guide),
-        estimators={"score": ScoreFunction(LeaveOneOut()), "wrong": Declared(weight=-1.0)},
-        **{**QUICK, "num_outcomes": 1, "num_samples": 60},
-    )
-    assert "a run of 240 steps" in found.reference
-    assert found["score"].variance_error > 0 and found["score"].bias_error > 0 and not found["score"].is_biased
-    assert found["wrong"].is_biased and found["wrong"].bias > 4 * found["wrong"].bias_error
 
 
 def test_recommendation_weighs_variance_and_time() -> None:

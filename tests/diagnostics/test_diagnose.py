@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,10 @@ from models import BY_NAME
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import ShapeAugmentedGamma
 from pyro.infer import Trace_ELBO
-from steps import CHAIN
-from torch import Tensor, nn
+from steps import CHAIN, filtered, repeat
+from torch import Tensor
 
-from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import Diagnosis, Finding, diagnose
 from pyro_bpq.errors import OptionError
 
@@ -30,10 +29,8 @@ def look(
     (params or pyro.clear_param_store)()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(**options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(steps):
-            elbo.loss_and_grads(model, guide, *args)
+    with filtered("ignore"):
+        repeat(steps, elbo.loss_and_grads, model, guide, *args)
         return diagnose(elbo, model, guide, *args, num_samples=samples, num_outcomes=1)
 
 
@@ -89,52 +86,6 @@ def test_zero_gradient_of_a_parameter_that_is_read_is_told_apart() -> None:
     assert "relu" in hint.advice and "no gradient" not in found.kinds()
     few = look(coin_model, coin_guide(lambda q: 0.3 + torch.relu(q - 5.0)), samples=4)
     assert "zero gradient" not in few.kinds()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(self.has_gradient):
-            hidden = self.unused(x)
-        found: Tensor = self.used(hidden)
-        return found
-
-    has_gradient = False
-
-
-@pytest.mark.parametrize("has_gradient", [False, True])
-def test_parameters_of_a_module_are_named(has_gradient: bool) -> None:
-    net = Net()
-    net.has_gradient = has_gradient
-
-    def guide() -> None:
-        pyro.module("net", net)
-        pyro.sample("z", dist.Bernoulli(logits=net(torch.ones(1))[0]))
-        pyro.sample("y", dist.Normal(0.0, 1.0))
-
-    found = of_kind(look(coin_model, guide), "no gradient")
-    if has_gradient:
-        assert found is None
-        return
-    assert found is not None and "net$$$unused.weight" in found.message and "net$$$used" not in found.message
-
-
-class GuideModule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.idle = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.3))
-
-    def forward(self) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=self.q))
-        pyro.sample("y", dist.Normal(0.0, 1.0))
-
-
-def test_idle_parameter_of_a_guide_module_is_named() -> None:
-    found = of_kind(look(coin_model, GuideModule()), "no gradient")
-    assert found is not None and "'guide.idle'" in found.message and "'guide.q'" not in found.message
 
 
 def test_parameters_of_the_model_are_left_alone() -> None:
@@ -216,30 +167,7 @@ def test_hidden_rsample_is_found(make: Callable[[Tensor], Any], kind: str | None
         assert f": {kind} can be" in found.message and "pathwise" in found.message
 
 
-def test_score_function_of_a_users_own_choice_hides_nothing() -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Normal(0.5, 1.0))
-        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
-
-    def guide() -> None:
-        infer = {"bpq": {"estimator": ScoreFunction()}}
-        pyro.sample("z", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0), infer=infer)
-
-    assert "rsample hidden" not in look(model, guide).kinds()
-
-
 # Others.
-
-
-@pytest.mark.parametrize("infer", [{"baseline": {"use_decaying_avg_baseline": True}}, {}])
-def test_baseline_options_of_pyros_are_found(infer: dict[str, Any]) -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))), infer=infer)
-        pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0), infer=infer)
-
-    found = of_kind(look(coin_model, guide), "baseline options")
-    assert (found is not None) == bool(infer)
-    assert found is None or (found.sites == ("z",) and "Remove them" in found.advice)
 
 
 def test_a_loss_that_is_no_number_is_an_error_and_comes_first() -> None:

@@ -11,24 +11,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from quadrature import NodeNormal, expected_gradient, grid
+from steps import repeat
 from torch import Tensor
 
-from pyro_bpq import (
-    CriticLearner,
-    ExpectedCost,
-    MomentCritic,
-    QProp,
-    Replay,
-    RunningBaseline,
-    ScoreFunction,
-    ValueCritic,
-    cost,
-)
+from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.rollout.runs import Program
-from pyro_bpq.svi.actor_critic import ActorCriticSVI
 
 PARAMS = {"a": (0.3, -0.4), "b": (-0.2, 0.1)}
 
@@ -186,19 +176,6 @@ def steps_policy(estimator: Any, rows: int = 20, **more: Any) -> Any:
     return policy
 
 
-@pytest.mark.parametrize("estimator", [QPathwise(), LAXQ(), QAdvantage()], ids=repr)
-def test_a_cost_without_slope_trains_a_normal_site(estimator: Any) -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    policy = steps_policy(estimator, critic=ValueCritic((16,)))
-    learner = CriticLearner(lr=1e-2, optimizer=torch.optim.Adam)
-    svi = pyro.infer.SVI(None, policy, pyro.optim.Adam({"lr": 0.05}), loss=ExpectedCost(learner=learner))
-    for _ in range(80):
-        svi.step()
-    # It starts at a distance of 1.5 from the best value.
-    assert abs(float(pyro.param("loc").detach()) - 1.0) < 0.75
-
-
 def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
     policy = smooth_program(QPathwise(), MomentCritic(()))
     elbo = trained(policy)
@@ -223,20 +200,6 @@ def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
     torch.testing.assert_close(total["s_a"], expected["s_a"] - 0.5, rtol=0.0, atol=1e-10)
 
 
-def test_actor_critic_takes_continuous_sites() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    policy = steps_policy(QPathwise())
-    replay = Replay(capacity=100, batch_size=2, updates_per_step=0, costs="stored")
-    loss = ExpectedCost(learner=CriticLearner(lr=1e-2, optimizer=torch.optim.Adam, replay=replay))
-    svi = ActorCriticSVI(None, policy, pyro.optim.Adam({"lr": 0.03}), loss, rounds=3, warm_up=3, entropy=0.05)
-    for _ in range(25):
-        svi.step()
-    assert float(pyro.param("loc").detach()) > 0.2
-    kinds = [block.kind for block in loss.critics.blocks.values()]
-    assert any("ValueCritic" in kind for kind in kinds)
-
-
 def test_context_takes_the_place_of_the_parameters() -> None:
     features = []
     for more in ({}, {"context": torch.zeros(20, 3)}):
@@ -248,12 +211,9 @@ def test_context_takes_the_place_of_the_parameters() -> None:
 
 
 def test_particles_that_know_the_row_leave_the_critic_its_differences() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
     elbo = ExpectedCost(num_particles=2, learner=CriticLearner(lr=1e-2, optimizer=torch.optim.Adam))
     policy = steps_policy(LAXQ())
-    for _ in range(80):
-        elbo.loss_and_grads(None, policy)
+    repeat(80, elbo.loss_and_grads, None, policy)
     assert float(elbo.info["x"]["explained"]) > 0.3
 
 

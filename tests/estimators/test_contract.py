@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import FakeProgram, wrong_sign
+from problems import FakeProgram, wrong_sign
 from torch import Tensor
 
 import pyro_bpq.estimators as package
@@ -22,7 +22,6 @@ from pyro_bpq.estimators import (
     AllAction,
     Annealed,
     Concrete,
-    ConstantBaseline,
     CriticBaseline,
     CrossedLeaveOneOut,
     DebiasedStraightThrough,
@@ -31,7 +30,6 @@ from pyro_bpq.estimators import (
     GumbelStraightThrough,
     Hindsight,
     LambdaReturn,
-    LearnedTemperature,
     LeaveOneOut,
     MuProp,
     NetworkVariate,
@@ -78,7 +76,6 @@ ESTIMATORS: list[Any] = [
     SecondRun(decay=0.5),
     CrossedLeaveOneOut(),
     CrossedLeaveOneOut(decay=0.5),
-    AllAction(second_run=True),
     Hindsight(),
     Hindsight(draws=1, curvature=False, crossed=True),
     GumbelStraightThrough(),
@@ -88,7 +85,6 @@ ESTIMATORS: list[Any] = [
     MuProp(mean_field=True),
     ReinMax(),
     StraightThrough(),
-    ScoreFunction(ConstantBaseline(1.5)),
     CriticBaseline(),
     CriticBaseline(scale=0.5),
     QControlVariate(),
@@ -99,9 +95,9 @@ ESTIMATORS: list[Any] = [
     QRelaxation(),
     QRelaxation(Annealed()),
     REBAR(),
-    REBAR(temperature=LearnedTemperature(), scale=1.0),
+    REBAR(temperature=Annealed(), scale=1.0),
     RELAX(),
-    RELAX(NetworkVariate((8, 8)), uses_cost=True),
+    RELAX(NetworkVariate((8, 8))),
     RELAXQ(),
     RELAXQ(temperature=Annealed(0.9)),
     LAX(),

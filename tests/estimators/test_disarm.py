@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Problem
+from problems import Problem
 
 from pyro_bpq.estimators import DisARM
 from pyro_bpq.estimators import disarm as module

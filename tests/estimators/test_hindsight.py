@@ -11,29 +11,23 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
+import steps
 import torch
-from models import BY_NAME, CASES
+from models import BY_NAME, CASES, real
 from pyro import poutine
-from pyro_bpq.reruns.row_runs import RowRuns
+from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough, score_function
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, score_function
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import held as plans
 from pyro_bpq.reruns import predicted_costs
 from pyro_bpq.step import hindsight_signal as module
-from pyro_bpq.testing import (
-    ChoiceNoise,
-    assert_unbiased,
-    exact_gradient,
-    expected_gradient,
-    expected_moments,
-    sample_gradients,
-)
+from pyro_bpq.testing import ChoiceNoise, assert_unbiased, exact_gradient, expected_gradient, expected_moments
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}
@@ -42,15 +36,21 @@ SERVED = [case for case in CASES if case.is_static and not case.has_reparameteri
 QUICK = ("chain", "diamond", "plate", "onehot", "mask_scale", "component_chain")
 
 
-def real(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def trained(program: Program, particles: int, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(particles, **{"estimator": Hindsight(), **options})
-    for _ in range(steps):
-        elbo.loss_and_grads(*program)
+    repeat(steps, elbo.loss_and_grads, *program)
     return elbo.eval()
+
+
+class Seen(Hindsight):
+    """Keeps what it is given, by the names of its sites."""
+
+    def __call__(self, context: Any) -> Any:
+        SEEN.append((context.names, context.signals["hindsight"]))
+        return super().__call__(context)
+
+
+SEEN: list[tuple[tuple[str, ...], Any]] = []
 
 
 # One component, all values.
@@ -69,8 +69,7 @@ def cases() -> Iterator[Any]:
 def test_expected_gradient_is_exact(case: Any, particles: int) -> None:
     case.params()
     elbo = TraceBackpropQ_ELBO(particles, estimator=Hindsight())
-    for _ in range(5):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    repeat(5, elbo.loss_and_grads, case.model, case.guide, *case.args)
     assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
 
 
@@ -151,22 +150,14 @@ def test_own_particle_in_the_baseline_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_weights_are_the_law_given_the_children() -> None:
-    pyro.clear_param_store()
-    program, seen = chain(), []
-
-    class Seen(Hindsight):
-        def __call__(self, context: Any) -> Any:
-            held = context.signals["hindsight"]
-            seen.append((context.names, held.log_q.detach(), held.value, held))
-            return super().__call__(context)
-
-    trained(program, 1, steps=1, estimator=Seen())
+    SEEN.clear()
+    trained(chain(), 1, steps=1, estimator=Seen())
     q = pyro.param("qbb").detach().log_softmax(-1)
-    values = {name: int(index[i]) for names, _, index, _ in seen for i, name in enumerate(names)}
-    (own, held) = next((log_q, held) for names, log_q, _, held in seen if names == ("a",))
+    values = {name: int(held.value[i]) for names, held in SEEN for i, name in enumerate(names)}
+    held = next(held for names, held in SEEN if names == ("a",))
     b = values["b"]
     expected = (pyro.param("qa").detach() * real(0.0, 1.0) + 1.3 * 0.0 + q[:, b]).softmax(-1)
-    torch.testing.assert_close((own + held.changes.law).softmax(-1).flatten(), expected)
+    torch.testing.assert_close((held.log_q.detach() + held.changes.law).softmax(-1).flatten(), expected)
 
 
 # Many components, some of which are drawn.
@@ -326,7 +317,6 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
         small = pyro.sample("small", dist.Bernoulli(logits=large[..., :3] - 0.5).to_event(1))
         pyro.sample("bit", dist.Bernoulli(logits=small.sum(-1) - 1.0))
 
-    pyro.clear_param_store()
     plan = trained((guide, guide), 2, steps=1).plan
     assert plan is not None and plan.held is not None
     found = {name: site.is_drawn for name, site in plan.held.sites.items()}
@@ -374,36 +364,21 @@ def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyP
     assert largest_error(elbo, program, noise) > 1e-6
 
 
-def test_a_correction_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = LAYERS["bits"]
-    pyro.clear_param_store()
-    elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
-    noise = with_choices(monkeypatch)
-    drawn = module._drawn
-    monkeypatch.setattr(module, "_drawn", lambda *arguments: (drawn(*arguments)[0], 0.9 * drawn(*arguments)[1]))
-    assert largest_error(elbo, program, noise) > 1e-6
+FAULTS = {
+    "correction": ("_drawn", lambda own: lambda *arguments: (own(*arguments)[0], 0.9 * own(*arguments)[1])),
+    "group": ("_of_group", lambda own: lambda *arguments: 0.9 * own(*arguments)),
+}
 
 
-def test_a_group_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = LAYERS["bits"]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_correction_or_group_that_counts_too_little_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, (name, wrong) = LAYERS["bits"], FAULTS[fault]
     pyro.clear_param_store()
     elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
     assert set(elbo.plan.held.group_of.values()) == {0, 1}
     noise = with_choices(monkeypatch)
-    of_group = module._of_group
-    monkeypatch.setattr(module, "_of_group", lambda *arguments: 0.9 * of_group(*arguments))
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     assert largest_error(elbo, program, noise) > 1e-6
-
-
-def test_the_sample_is_run_again_only_when_the_way_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, run = [], RowRuns.run
-    monkeypatch.setattr(RowRuns, "run", lambda *arguments: checked.append(len(steps)) or run(*arguments))
-    pyro.clear_param_store()
-    elbo, steps = TraceBackpropQ_ELBO(1, estimator=Hindsight(draws=1)), list[int]()
-    for step in range(10):
-        elbo.loss_and_grads(*LAYERS["bits"])
-        steps.append(step)
-    assert checked == [0, 1, 2, 4, 8]
 
 
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:
@@ -421,7 +396,6 @@ def test_components_are_drawn_as_often_as_their_shares_say() -> None:
 
 
 def test_immediate_costs_read_no_site_downstream() -> None:
-    pyro.clear_param_store()
     plan = trained(LAYERS["bits"], 1, steps=1).plan
     assert plan is not None and plan.held is not None
     found = {name: set(site.immediate) for name, site in plan.held.sites.items()}
@@ -431,7 +405,6 @@ def test_immediate_costs_read_no_site_downstream() -> None:
 
 
 def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
-    pyro.clear_param_store()
     plan = trained(LAYERS["bits"], 1, steps=1, estimator=Hindsight(draws=1)).plan
     assert plan is not None and plan.held is not None
     groups = [set(group.costs) for group in plan.held.groups]
@@ -510,18 +483,11 @@ def quadratic(read: str) -> Program:
 
 @pytest.mark.parametrize("read", ["plain", "shifted", "joined"])
 def test_costs_of_second_order_are_predicted_exactly(read: str) -> None:
-    pyro.clear_param_store()
-    program, seen = quadratic(read), []
-
-    class Seen(Hindsight):
-        def __call__(self, context: Any) -> Any:
-            seen.append(context.signals["hindsight"])
-            return super().__call__(context)
-
+    SEEN.clear()
     for curvature in (True, False):
-        trained(program, 1, steps=1, estimator=Seen(draws=2, curvature=curvature))
+        trained(quadratic(read), 1, steps=1, estimator=Seen(draws=2, curvature=curvature))
     errors = []
-    for held in seen:
+    for _, held in SEEN:
         errors.append(float((held.changes.immediate.gather(-1, held.drawn) - held.exact.immediate).abs().max()))
         assert float(held.exact.immediate.abs().max()) > 0.1
     assert errors[0] < 1e-10 < 1e-2 < errors[1]
@@ -539,16 +505,11 @@ def test_one_hot_costs_of_second_order_are_predicted_exactly() -> None:
         pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3))
 
     pyro.clear_param_store()
-    seen = []
-
-    class Seen(Hindsight):
-        def __call__(self, context: Any) -> Any:
-            seen.append(context.signals["hindsight"])
-            return super().__call__(context)
-
+    SEEN.clear()
     trained((model, guide), 1, steps=1, estimator=Seen(draws=1))
-    at = seen[0].drawn.unsqueeze(-1).expand(*seen[0].drawn.shape, 3)
-    torch.testing.assert_close(seen[0].changes.immediate.gather(-2, at), seen[0].exact.immediate, rtol=0.0, atol=1e-10)
+    ((_, held),) = SEEN
+    at = held.drawn.unsqueeze(-1).expand(*held.drawn.shape, 3)
+    torch.testing.assert_close(held.changes.immediate.gather(-2, at), held.exact.immediate, rtol=0.0, atol=1e-10)
 
 
 # Children with a density.
@@ -566,7 +527,6 @@ def test_reparameterised_child_is_exact() -> None:
         y = pyro.sample("y", dist.Normal(0.3 * z, 1.1))
         pyro.sample("x", dist.Normal(y + z, 0.8), obs=real(0.5)[0])
 
-    pyro.clear_param_store()
     elbo = trained((model, guide), 1)
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
     gradients = {}
@@ -608,40 +568,9 @@ def test_expected_cost_is_exact() -> None:
         cost("both", (a - 0.3) * (b - 1.2), exact=True)
         cost("first", lambda value: (value - 0.2) ** 2, a)
 
-    pyro.clear_param_store()
-    objective = ExpectedCost(estimator=Hindsight())
-    for _ in range(3):
-        objective.loss_and_grads(None, policy)
-    seen = _gradients(objective.eval(), policy)
-    for name, truth in _gradients(ExpectedCost(estimator=ScoreFunction()).eval(), policy).items():
-        torch.testing.assert_close(seen[name], truth, rtol=0.0, atol=1e-10)
-
-
-def _gradients(objective: Any, policy: Any) -> dict[str, Tensor]:
-    """Expected gradients over all values of both sites."""
-    total: dict[str, Tensor] = {}
-    for a in (0.0, 1.0):
-        for b in range(3):
-            with _Values({"a": torch.tensor(a).double(), "b": torch.tensor(b)}):
-                trace = poutine.trace(policy).get_trace()
-                trace.compute_log_prob(lambda name, site: not site["is_observed"])
-                chance = sum(trace.nodes[name]["log_prob"] for name in "ab").exp().detach()
-                for parameter in pyro.get_param_store()._params.values():
-                    parameter.grad = None
-                objective.loss_and_grads(None, policy)
-            for name, parameter in pyro.get_param_store()._params.items():
-                total[name] = total.get(name, 0.0) + chance * parameter.grad
-    return total
-
-
-class _Values(poutine.messenger.Messenger):
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and not msg["done"]:
-            msg["value"], msg["done"] = self.values[msg["name"]], True
+    objective = steps.trained(ExpectedCost(estimator=Hindsight()), None, policy, steps=3).eval()
+    truth = exact_gradient(None, policy, only_costs=True)
+    assert steps.bias(objective, None, policy, truth=truth) < 1e-10
 
 
 def test_variance_is_below_that_of_leave_one_out() -> None:
@@ -713,28 +642,6 @@ def test_bad_options_and_sites_are_refused() -> None:
         TraceBackpropQ_ELBO(estimator=Hindsight()).loss_and_grads(guide, guide)
 
 
-def test_child_without_a_known_law_gets_leave_one_out() -> None:
-    """A child whose value is relaxed: nothing is averaged, and the gradients are those of leave-one-out."""
-
-    def guide(inner: Any) -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.2)[0])), infer={"bpq": {"estimator": inner}})
-        logits = pyro.param("r", real(0.5)[0]) * (z + 1.0)
-        pyro.sample("y", dist.Bernoulli(logits=logits), infer={"bpq": {"estimator": StraightThrough()}})
-
-    def model(inner: Any) -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=real(0.1)[0]))
-        y = pyro.sample("y", dist.Bernoulli(logits=z - 0.4))
-        pyro.sample("x", dist.Normal(y + z, 0.7), obs=real(0.3)[0])
-
-    found = []
-    for inner in (Hindsight(), ScoreFunction(LeaveOneOut())):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(3)
-        elbo = TraceBackpropQ_ELBO(2).eval()
-        found.append(sample_gradients(elbo, model, guide, inner, num_samples=4)["q"])
-    torch.testing.assert_close(found[0], found[1])
-
-
 def test_program_with_noise_of_its_own_warns() -> None:
     """Other values cannot be told from other noise, so nothing is averaged."""
 
@@ -746,13 +653,11 @@ def test_program_with_noise_of_its_own_warns() -> None:
         z = pyro.sample("z", dist.Bernoulli(logits=real(0.1)[0]))
         pyro.sample("y", dist.Bernoulli(logits=z - 0.4))
 
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(2, estimator=Hindsight())
     with pytest.warns(BPQWarning, match=r"'z', 'y'.*leave-one-out there\. Write ScoreFunction"):
         elbo.loss_and_grads(model, guide)
 
 
 def test_plan_tells_what_is_known_with_other_sites_held() -> None:
-    pyro.clear_param_store()
     elbo = trained(chain(), 1, steps=1)
     assert re.search(r"a: Hindsight.*known with all other sites held: .*log q\(b\).* rows", str(elbo.plan), re.DOTALL)

@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import bias, trained
+from steps import bias, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -54,8 +54,7 @@ def stepped(elbo: TraceBackpropQ_ELBO, sites: int, steps: int, reads_all: bool =
     model, guide, params = chain(sites, reads_all)
     params()
     pyro.set_rng_seed(0)
-    for _ in range(steps):
-        elbo.loss_and_grads(model, guide)
+    repeat(steps, elbo.loss_and_grads, model, guide)
     return elbo
 
 

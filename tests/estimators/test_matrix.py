@@ -12,7 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import wrong_sign
+from problems import wrong_sign
 from steps import trained
 from torch import Tensor
 
@@ -138,7 +138,6 @@ EXACT: list[tuple[int, Any]] = [
     (1, SecondRun()),
     (2, CrossedLeaveOneOut()),
     (2, Hindsight()),
-    (1, AllAction(second_run=True)),
 ]
 # Those with noise of their own.
 NOISY: list[Any] = [
@@ -146,7 +145,6 @@ NOISY: list[Any] = [
     DisARM(),
     REBAR(),
     RELAX(),
-    RELAX(uses_cost=True),
     RELAXQ(),
     QControlVariate(),
 ]

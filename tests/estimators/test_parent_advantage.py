@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import BY_NAME, Case
 from quadrature import NodeNormal
-from steps import trained
+from steps import repeat, trained
 from test_continuous_q import largest_error, program
 
 from pyro_bpq import AllAction, CriticLearner, ExpectedCost, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
@@ -115,5 +115,4 @@ def test_refusals_say_what_to_write() -> None:
     case.params()
     with pytest.raises(UnsupportedProgramError, match="LambdaReturn"):
         elbo = TraceBackpropQ_ELBO(estimator=ParentAdvantage())
-        for _ in range(3):
-            elbo.loss_and_grads(case.model, case.guide)
+        repeat(3, elbo.loss_and_grads, case.model, case.guide)

@@ -9,7 +9,7 @@ import pyro
 import pytest
 import torch
 from models import BY_NAME
-from programs import FakeProgram
+from problems import FakeProgram
 from steps import trained
 from test_contract import context, with_statistics
 
@@ -17,14 +17,12 @@ from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import (
     QRELAX,
-    ConstantBaseline,
     CriticBaseline,
     QAdvantage,
     QAllAction,
     QControlVariate,
     QRelaxation,
     QScoreFunction,
-    ScoreFunction,
 )
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.features import Components
@@ -89,15 +87,6 @@ def test_sites_without_a_critic_say_so(estimator: Any) -> None:
     assert bool(estimator(with_statistics(estimator, whole)).surrogate.any())
 
 
-def test_constant_baseline_is_subtracted() -> None:
-    made, logits = context()
-    (found,) = torch.autograd.grad(
-        ScoreFunction(ConstantBaseline(1.5))(made).surrogate.sum(), logits, retain_graph=True
-    )
-    (plain,) = torch.autograd.grad(((made.cost - 1.5) * made.score).sum(), logits)
-    torch.testing.assert_close(found, plain)
-
-
 def test_control_variate_with_many_samples_is_the_all_action_sum() -> None:
     made, logits = context(particles=2)
     estimator = QControlVariate(num_samples=3000, scale=1.0)
@@ -116,37 +105,11 @@ def test_control_variate_with_many_samples_is_the_all_action_sum() -> None:
     assert float((found - right).abs().max()) < 0.15 < float((found - probs).abs().max())
 
 
-@pytest.mark.parametrize(("temperature", "expected_gradient_of_coin"), [(0.5, 0.215), (1.0, 0.167)])
-def test_the_relaxation_is_biased_with_an_exact_critic(temperature: float, expected_gradient_of_coin: float) -> None:
-    """A fair coin and ``Q(1) - Q(0) = 1``: the gradient to the logit is 0.25, which the sum over values has."""
-    rows = 100_000
-    logit = torch.zeros(rows, requires_grad=True)
-    log_probs = torch.stack((-torch.nn.functional.softplus(logit), torch.nn.functional.logsigmoid(logit)), -1)
-    index = torch.arange(rows) % 2
-    shape = (1, 1, rows)
-    value = index.to(logit).reshape(*shape, 1)
-    program = FakeProgram(lambda value: value[..., 0], value, Components("bernoulli", (1,), 2), seed=3)
-    made = SiteContext(
-        names=("z",),
-        score=log_probs.gather(-1, index.unsqueeze(-1)).reshape(shape),
-        cost=index.to(logit).reshape(shape),
-        log_probs=log_probs.reshape(*shape, 1, 2),
-        index=index.reshape(*shape, 1),
-        learned=torch.tensor([0.0, 1.0]).expand(*shape, 1, 2),
-        level=torch.zeros(shape),
-        signals={"program": program},
-    )
-    (relaxed,) = torch.autograd.grad(QRelaxation(temperature)(made).surrogate.sum(), logit, retain_graph=True)
-    (summed,) = torch.autograd.grad(QAllAction()(made).surrogate.sum(), logit)
-    assert torch.allclose(summed, torch.tensor(0.25))
-    error = float(relaxed.std()) / rows**0.5
-    assert abs(float(relaxed.mean()) - expected_gradient_of_coin) < 4 * error + 5e-4
-    assert 0.25 - float(relaxed.mean()) > 20 * error
-
-
-def coin(seed: int, rows: int = 100_000) -> tuple[SiteContext, Any]:
-    """Biased coins of exact critic ``Q(1) - Q(0) = 1.7``, their values in the right proportion, and their logits."""
-    logit = torch.full((rows,), 0.8, requires_grad=True)
+def coin(
+    seed: int, odds: float = 0.8, q: tuple[float, float] = (-0.4, 1.3), rows: int = 100_000
+) -> tuple[SiteContext, Any]:
+    """Coins of an exact critic, their values in the right proportion, and their logits."""
+    logit = torch.full((rows,), odds, requires_grad=True)
     log_probs = torch.stack((-torch.nn.functional.softplus(logit), torch.nn.functional.logsigmoid(logit)), -1)
     generator = torch.Generator().manual_seed(seed)
     index = (torch.rand(rows, generator=generator) < torch.sigmoid(logit.detach())).long()
@@ -160,11 +123,23 @@ def coin(seed: int, rows: int = 100_000) -> tuple[SiteContext, Any]:
         cost=torch.randn(shape, generator=generator) + 9.0,
         log_probs=log_probs.reshape(*shape, 1, 2),
         index=index.reshape(*shape, 1),
-        learned=torch.tensor([-0.4, 1.3]).expand(*shape, 1, 2),
+        learned=torch.tensor(q).expand(*shape, 1, 2),
         level=torch.full(shape, 2.0),
-        signals={"program": program, "q_value": 2.0 + torch.tensor([-0.4, 1.3])[index].reshape(shape)},
+        signals={"program": program, "q_value": 2.0 + torch.tensor(q)[index].reshape(shape)},
     )
     return made, logit
+
+
+@pytest.mark.parametrize(("temperature", "expected_gradient_of_coin"), [(0.5, 0.215), (1.0, 0.167)])
+def test_the_relaxation_is_biased_with_an_exact_critic(temperature: float, expected_gradient_of_coin: float) -> None:
+    """A fair coin and ``Q(1) - Q(0) = 1``: the gradient to the logit is 0.25, which the sum over values has."""
+    made, logit = coin(3, 0.0, (0.0, 1.0))
+    (relaxed,) = torch.autograd.grad(QRelaxation(temperature)(made).surrogate.sum(), logit, retain_graph=True)
+    (summed,) = torch.autograd.grad(QAllAction()(made).surrogate.sum(), logit)
+    assert torch.allclose(summed, torch.tensor(0.25))
+    error = float(relaxed.std()) / len(relaxed) ** 0.5
+    assert abs(float(relaxed.mean()) - expected_gradient_of_coin) < 4 * error + 5e-4
+    assert 0.25 - float(relaxed.mean()) > 20 * error
 
 
 TRUTH = 1.7 * float(torch.sigmoid(torch.tensor(0.8)) * torch.sigmoid(torch.tensor(-0.8)))

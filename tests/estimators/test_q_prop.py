@@ -14,14 +14,7 @@ from models import irregular, observe
 from steps import trained
 from torch import Tensor
 
-from pyro_bpq import (
-    AllAction,
-    MomentCritic,
-    QProp,
-    RunningBaseline,
-    ScoreFunction,
-    TraceBackpropQ_ELBO,
-)
+from pyro_bpq import AllAction, MomentCritic, QProp, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import TwoPoint, assert_unbiased, expected_moments, sample_gradients, z_scores

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.estimators.relaxation import Annealed, parameters, score, temperature_of
+from pyro_bpq.estimators.relaxation import Annealed, parameters, score, temperature_at
 
 
 def test_parameters_are_logits_of_binary_components_and_log_probabilities_of_others() -> None:
@@ -26,8 +25,4 @@ def test_score_is_the_derivative_of_the_log_probability() -> None:
 
 
 def test_annealed_temperature_falls_to_its_end() -> None:
-    zeros = torch.zeros(2, 1, 3)
-    made = SiteContext(("y", "z"), zeros, zeros, num_particles=1, count=torch.tensor([1.0, 50.0]))
-    found = temperature_of(Annealed(1.0, 0.2, 0.5), made)
-    assert found.shape == (2, 1, 1, 1) and found.flatten().tolist() == [0.5, 0.2]
-    assert temperature_of(0.7, made).flatten().tolist() == [0.7, 0.7]
+    assert [temperature_at(Annealed(1.0, 0.2, 0.5), step) for step in (1, 50)] == [0.5, 0.2]

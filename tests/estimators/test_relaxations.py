@@ -10,6 +10,7 @@ import torch
 from models import Case, coin, p, pair_model
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
@@ -81,8 +82,7 @@ def test_temperature_follows_the_steps(kind: Any) -> None:
 
     PAIR.params()
     svi = SVI(PAIR.model, PAIR.guide, Adam({"lr": 0.01}), TraceBackpropQ_ELBO(estimator=kind(temperature=temperature)))
-    for _ in range(4):
-        svi.step()
+    repeat(4, svi.step)
     assert sorted(set(seen)) == [0, 1, 2, 3]
     assert kind(temperature=temperature).at(3) == kind(temperature=0.25)
 

@@ -6,7 +6,7 @@ import pytest
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Concrete
-from pyro_bpq.estimators.straight_through import temperature_at
+from pyro_bpq.estimators.relaxation import temperature_at
 
 
 def test_a_temperature_is_a_number_or_a_function() -> None:

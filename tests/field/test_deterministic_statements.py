@@ -22,7 +22,7 @@ DATA = torch.tensor([0.3, 1.4, -0.2, 0.9])
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "critics": {"num_particles": 1},
-    "together": {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1},
+    "together": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1},
 }
 
 

@@ -181,7 +181,6 @@ WRONG: dict[str, Any] = {
     "window": 2.5,
     "structure": "fixed",
     "compile": "nonsense",
-    "choice": 3,
     "learner": 3,
     "critic": 3,
     "estimator": 3,

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tables import TabularProgram
 from tabular import FORMS, MODES, graph_of, largest, random_program, site_total
 from torch import Tensor
 
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.targets.lambda_return import lambda_return
-from pyro_bpq.testing import TabularProgram
 
 SEEDS = range(200)
 ATOL = 1e-10
@@ -26,10 +26,7 @@ def target_error(program: TabularProgram, network: BackpropQNetwork, lam: float,
     q = program.exact_q(network)
     expected = program.expected(network, q) if is_expected else None
     targets = lambda_return(network, q, program.costs, lam, 1.0, expected)
-    return max(
-        (largest(program.expect(targets[n.name], n.scope) - q[n.name]) for n in network.learned),
-        default=0.0,
-    )
+    return max((largest(program.expect(targets[n.name], n.scope) - q[n.name]) for n in network.learned), default=0.0)
 
 
 def test_random_graphs_have_what_they_are_to_test() -> None:

@@ -76,9 +76,7 @@ def test_scope_in_history_form_holds_what_is_not_an_ancestor() -> None:
 
 
 @given(graphs())
-def test_ancestors_descendants_and_downstream_costs_match_their_definitions(
-    graph: StochasticComputationGraph,
-) -> None:
+def test_ancestors_descendants_and_downstream_costs_match_their_definitions(graph: StochasticComputationGraph) -> None:
     for name in graph.index:
         assert graph.ancestors(name) == naive_ancestors(graph, name)
         assert graph.descendants(name) == {m for m in graph.index if name in naive_ancestors(graph, m)}
@@ -127,12 +125,7 @@ def test_graph_prints_an_aligned_table() -> None:
     graph = StochasticComputationGraph.from_parents(
         {"x": [], "y": ["x"]}, {"f": ["x", "y"]}, {"y": [Plate("data", -1)]}
     )
-    assert repr(graph).splitlines() == [
-        "site  parents  plates",
-        "x",
-        "y     x        data:-1",
-        "[f]   x, y",
-    ]
+    assert repr(graph).splitlines() == ["site  parents  plates", "x", "y     x        data:-1", "[f]   x, y"]
 
 
 @pytest.mark.parametrize(

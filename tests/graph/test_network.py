@@ -232,8 +232,7 @@ def test_single_has_one_q_node_a_site(graph: StochasticComputationGraph) -> None
 def test_children_of_one_average_are_merged_alike() -> None:
     # Only y2 is read by v too, where g goes another way: y1 must be split like y2.
     graph = graph_of(
-        {"w": [], "v": [], "y1": ["w"], "y2": ["w", "v"], "u": ["v"]},
-        {"f": ["y1", "y2"], "g": ["y1", "y2", "u"]},
+        {"w": [], "v": [], "y1": ["w"], "y2": ["w", "v"], "u": ["v"]}, {"f": ["y1", "y2"], "g": ["y1", "y2", "u"]}
     )
     network = build(graph, "merged")
     assert rule(network, "w") == "(Q_y1^f + Q_y2^f)/2 + (Q_y1^g + Q_y2^g)/2"
@@ -333,11 +332,7 @@ def _replaced(network: BackpropQNetwork, name: str, **changes: object) -> Backpr
 
 FAULTS = {
     "scope without the bypass": ("y^f2", {"scope": ("y",)}, "scope"),
-    "a cost counted twice": (
-        "x",
-        {"rule": (Average(("y^f1",)), Average(("y^f2",)), Average(("z",)))},
-        "counted once",
-    ),
+    "a cost counted twice": ("x", {"rule": (Average(("y^f1",)), Average(("y^f2",)), Average(("z",)))}, "counted once"),
     "a cost halved": ("x", {"rule": (Average(("y^f1", "z")), Average(("y^f2",)))}, "equal sources"),
     "a cost dropped": ("x", {"rule": (Average(("y^f2",)),)}, "counted once"),
     "an immediate cost that is not": ("z", {"immediate": ("f2",), "rule": (), "scope": ()}, "not immediate"),
@@ -393,8 +388,7 @@ def test_network_is_a_value() -> None:
 
 def test_long_source_lists_are_abbreviated_in_names() -> None:
     graph = graph_of(
-        {"w": [], "x": ["w"], "y": ["w", "x"]},
-        {"a": ["w", "x"], **{f"f{k}": ["x", "y"] for k in range(9)}, "b": ["x"]},
+        {"w": [], "x": ["w"], "y": ["w", "x"]}, {"a": ["w", "x"], **{f"f{k}": ["x", "y"] for k in range(9)}, "b": ["x"]}
     )
     names = [node.name for node in build(graph, "tree", immediate="learned").nodes]
     assert len(set(names)) == len(names)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro import poutine
+from steps import repeat
 from torch import Tensor
 from torch.distributions import kl
 
@@ -56,8 +57,7 @@ def test_gradient_is_unbiased(name: str) -> None:
     guide = _Formal()(case.guide)
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(1, analytic_kl=True)
-    for _ in range(30):
-        elbo.loss_and_grads(case.model, guide, *case.args)
+    repeat(30, elbo.loss_and_grads, case.model, guide, *case.args)
     elbo.eval()
     assert_unbiased(elbo, case.model, guide, *case.args)
 

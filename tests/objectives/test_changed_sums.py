@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import fitted
+from steps import filtered, fitted, repeat
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -83,8 +83,7 @@ def test_a_change_that_no_plain_value_shows_is_found_by_evaluations_and_within_s
         svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(steps):
-                svi.step()
+            repeat(steps, svi.step)
             assert_unbiased(elbo.eval(), model, guide)
     finally:
         SWITCH.fill_(False)
@@ -119,8 +118,7 @@ def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor],
     elbo = _fitted(model, guide, [(False,)] * 20)
     assert elbo.particles.now.sums
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
-    for _ in range(steps):
-        svi.step(True)
+    repeat(steps, svi.step, True)
     assert_unbiased(elbo.eval(), model, guide, True)
     assert elbo.plan is not None and not elbo.plan.sums
     # Evaluations settle nothing.
@@ -144,8 +142,7 @@ def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
     assert elbo.particles.now.sums
     try:
         SWITCH.fill_(True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with filtered("ignore"):
             elbo.eval().loss_and_grads(model, guide, None)
             assert elbo.plan is not None and not elbo.plan.sums and elbo.particles.now.sums
             elbo.train().loss_and_grads(model, guide, None)

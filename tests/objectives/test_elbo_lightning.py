@@ -87,21 +87,6 @@ def test_lightning_gives_the_numbers_of_a_plain_loop(options: dict[str, Any], ac
         assert sum(entry.steps for entry in module.fit.elbo.compiled.entries) > 2
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_lightning_trains_compiled_as_eagerly(accumulate: int) -> None:
-    found = []
-    for options in ({}, {"compile": "eager"}):
-        module = Training(options)
-        torch.manual_seed(1)
-        trainer(3, accumulate_grad_batches=accumulate).fit(module, loader())
-        found.append(module)
-    eager, compiled = found
-    assert compiled.losses == pytest.approx(eager.losses, abs=1e-9)
-    for name, parameter in eager.named_parameters():
-        torch.testing.assert_close(compiled.get_parameter(name), parameter, rtol=1e-8, atol=1e-8)
-    assert compiled.fit.elbo.compiled.entries[0].steps > 5
-
-
 @each_options
 def test_a_checkpoint_resumes_with_the_same_numbers(options: dict[str, Any], tmp_path: Path) -> None:
     module = Training(options)

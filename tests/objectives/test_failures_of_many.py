@@ -1,12 +1,12 @@
 """Errors of programs that have run with many particles at once."""
 
-import warnings
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import filtered, repeat
 from torch import tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -38,8 +38,7 @@ class Rows:
 
 def trained() -> tuple[TraceBackpropQ_ELBO, Rows]:
     elbo, rows = TraceBackpropQ_ELBO(), Rows()
-    for _ in range(20):
-        elbo.loss_and_grads(rows.model, rows.guide)
+    repeat(20, elbo.loss_and_grads, rows.model, rows.guide)
     assert elbo.num_particles == 8
     return elbo, rows
 
@@ -54,8 +53,7 @@ def test_one_error_costs_one_step_of_many_particles() -> None:
     elbo, rows = trained()
     fail_once(elbo, rows, "at once so far, but it failed: boom. This step took one particle")
     assert elbo.num_particles == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         elbo.loss_and_grads(rows.model, rows.guide)
     assert elbo.num_particles == 8
 

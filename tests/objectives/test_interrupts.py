@@ -15,17 +15,13 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_bpq import (
-    AllAction,
     CriticLearner,
-    ExpectedCost,
     LinearCritic,
     Replay,
     SlowTracking,
     TraceBackpropQ_ELBO,
     TraceBackpropQ_IWAE,
-    cost,
 )
-from pyro_bpq.estimators import DebiasedStraightThrough, SecondRun
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.replayer import Replayer
 
@@ -66,52 +62,6 @@ def chain(bell: Bell) -> tuple[Any, Any]:
     return model, guide
 
 
-def steered(bell: Bell) -> tuple[Any, Any]:
-    def model() -> None:
-        bell()
-        if bool(pyro.sample("a", dist.Bernoulli(0.4))):
-            bell()
-            pyro.sample("b", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(0.0, 1.0), obs=torch.tensor(0.5))
-
-    def guide() -> None:
-        bell()
-        if bool(pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))):
-            pyro.sample("b", dist.Bernoulli(logits=pyro.param("p", torch.tensor(0.1))))
-
-    return model, guide
-
-
-def vector(bell: Bell) -> tuple[Any, Any]:
-    data = torch.tensor([0.2, 1.0, 2.2])
-
-    def model() -> None:
-        bell()
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.Bernoulli(torch.full((4,), 0.4)).to_event(1))
-            bell()
-            pyro.sample("x", dist.Normal(z.sum(-1).square(), 1.0), obs=data)
-
-    def guide() -> None:
-        q = pyro.param("q", torch.zeros(3, 4))
-        bell()
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(logits=q).to_event(1))
-
-    return model, guide
-
-
-def policy(bell: Bell) -> tuple[Any, Any]:
-    def program() -> None:
-        q, z = pyro.param("q", torch.zeros(2)), torch.tensor(0.0)
-        for t in range(2):
-            bell()
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t] + z))
-            cost(f"c{t}", (z - 0.3).square())
-
-    return (lambda: None), program
-
-
 def elbo(**options: Any) -> Callable[[], Any]:
     return lambda: TraceBackpropQ_ELBO(**options)
 
@@ -120,27 +70,18 @@ def replay(**options: Any) -> CriticLearner:
     return CriticLearner(replay=Replay(capacity=3, batch_size=2, updates_per_step=2, **options))
 
 
-CASES: dict[str, tuple[Callable[[Bell], tuple[Any, Any]], Callable[[], Any]]] = {
-    "default": (chain, elbo()),
-    "one": (chain, elbo(num_particles=1)),
-    "particles": (chain, elbo(num_particles=3, critic=LinearCritic())),
-    "steps": (chain, elbo(learner=CriticLearner(steps=3))),
-    "replay": (chain, elbo(learner=replay())),
-    "replay expected": (chain, elbo(learner=replay(coparents="expected"), num_particles=2)),
-    "replay stored": (chain, elbo(learner=replay(costs="stored"))),
-    "replay slow": (
-        chain,
-        elbo(learner=CriticLearner(replay=Replay(batch_size=2), slow=SlowTracking(0.2, guide=True), steps=2)),
+CASES: dict[str, Callable[[], Any]] = {
+    "default": elbo(),
+    "one": elbo(num_particles=1),
+    "particles": elbo(num_particles=3, critic=LinearCritic()),
+    "steps": elbo(learner=CriticLearner(steps=3)),
+    "replay": elbo(learner=replay()),
+    "replay expected": elbo(learner=replay(coparents="expected"), num_particles=2),
+    "replay stored": elbo(learner=replay(costs="stored")),
+    "replay slow": elbo(
+        learner=CriticLearner(replay=Replay(batch_size=2), slow=SlowTracking(0.2, guide=True), steps=2)
     ),
-    "replay steered": (steered, elbo(learner=replay())),
-    "replay policy": (policy, lambda: ExpectedCost(learner=replay())),
-    "steered": (steered, elbo(num_particles=2)),
-    "vector": (vector, elbo()),
-    "vector of one": (vector, elbo(num_particles=1)),
-    "second run": (vector, elbo(estimator=SecondRun(), num_particles=1)),
-    "straight through": (vector, elbo(estimator=DebiasedStraightThrough(), num_particles=1)),
-    "all actions": (vector, elbo(estimator=AllAction(exact=True), num_particles=1)),
-    "bound": (chain, lambda: TraceBackpropQ_IWAE(num_particles=3)),
+    "bound": lambda: TraceBackpropQ_IWAE(num_particles=3),
 }
 
 
@@ -158,9 +99,8 @@ def run(name: str, taken: int, at: int, error: type[BaseException] = Interrupt) 
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     bell = Bell()
-    make_programs, make = CASES[name]
-    objective, (model, guide) = make(), make_programs(bell)
-    svi = SVI(model, guide, Adam({"lr": 0.02}), objective)
+    objective = CASES[name]()
+    svi = SVI(*chain(bell), Adam({"lr": 0.02}), objective)
     losses = [svi.step() for _ in range(taken)]
     state = torch.get_rng_state()
     bell.calls, bell.at, bell.error = 0, at, error
@@ -201,7 +141,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 # Each stored rollout that is run again has calls of its own to be interrupted at.
-LONG = ("replay expected", "replay stored", "replay slow", "replay policy")
+LONG = ("replay expected", "replay stored", "replay slow")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +154,7 @@ def test_an_interrupted_step_can_be_taken_again(name: str, taken: int, stride: i
 
 
 # With an open number of particles, such a step is taken with one.
-@pytest.mark.parametrize("name", ["one", "particles", "steered", "vector of one", "bound"])
+@pytest.mark.parametrize("name", ["one", "particles", "bound"])
 def test_a_step_whose_program_fails_can_be_taken_again(name: str) -> None:
     assert not differing(name, 2, LookupError)
 
@@ -228,55 +168,3 @@ def test_replay_that_goes_on_where_it_was_interrupted_is_found(monkeypatch: pyte
 def test_critics_that_keep_half_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CriticTrainer, "_keep_changed", lambda *_: None)
     assert differing("replay", 3)
-
-
-def test_replay_by_hand_is_done_or_not() -> None:
-    def run(at: int) -> tuple[dict[str, Any], bool]:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        bell = Bell()
-        model, guide = chain(bell)
-        objective = TraceBackpropQ_ELBO(learner=CriticLearner(replay=Replay(batch_size=2, updates_per_step=0)))
-        svi = SVI(model, guide, Adam({"lr": 0.02}), objective)
-        for _ in range(4):
-            svi.step()
-        bell.calls, bell.at = 0, at
-        interrupted, done = False, 0
-        while done < 3:
-            try:
-                done += objective.replay()
-            except Interrupt:
-                interrupted = True
-        bell.at = -1
-        svi.step()
-        return copy.deepcopy(tensors({"state": objective.state_dict()})), interrupted
-
-    expected, _ = run(-1)
-    at, interrupted = 1, True
-    while interrupted:
-        found, interrupted = run(at)
-        assert found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
-        at += 3
-    assert at > 10
-
-
-def test_critics_that_cannot_be_registered_learn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def losses(fails: bool) -> tuple[list[float], Any]:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        model, guide = chain(Bell())
-        objective = TraceBackpropQ_ELBO(1, learner=None)
-        svi = SVI(model, guide, Adam({"lr": 0.02}), objective)
-        svi.step(), svi.step()
-        draws = torch.get_rng_state()
-        if fails:
-            with monkeypatch.context() as patch, pytest.raises(Interrupt):
-                bell = Bell()
-                bell.at = 1
-                patch.setattr(objective.trainer, "register", bell)
-                svi.step()
-            torch.set_rng_state(draws)
-        return [svi.step() for _ in range(3)], copy.deepcopy(tensors({"state": objective.state_dict()}))
-
-    (one, before), (other, after) = losses(False), losses(True)
-    assert one == other and all(same(after[key], before[key]) for key in before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pyro
@@ -106,26 +105,6 @@ def test_baselines_are_those_of_recent_costs_of_a_site() -> None:
         assert told["cost_to_go"].shape == (1,)
     # The step's own cost waits until after it.
     assert elbo.trainer.recent.state_dict()["a"] == [*recent["a"], elbo.info["a"]["cost_to_go"].item()]
-
-
-def test_a_state_goes_on_as_before() -> None:
-    def steps(elbo: TraceBackpropQ_ELBO) -> torch.Tensor:
-        pyro.get_param_store().get_param("q").grad = None
-        pyro.set_rng_seed(7)
-        for _ in range(5):
-            elbo.loss_and_grads(model, guide)
-        return pyro.param("q").grad.clone()
-
-    elbo, other = after(6), TraceBackpropQ_ELBO()
-    other.loss_and_grads(model, guide)
-    for _ in range(3):
-        other.loss_and_grads(model, guide)
-    other.load_state_dict(elbo.state_dict())
-    assert torch.equal(steps(copy.deepcopy(elbo)), steps(other))
-    fresh = TraceBackpropQ_ELBO()
-    for _ in range(4):
-        fresh.loss_and_grads(model, guide)
-    assert not torch.equal(steps(elbo), steps(fresh))
 
 
 def test_what_sites_are_told_can_be_asked_for() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import pickle
 import warnings
 from typing import Any
 
@@ -16,11 +14,10 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
 from pyro.optim import Adam
-from steps import trained
+from steps import filtered, repeat, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.objectives.programs import is_same_program
 from pyro_bpq.plan.rules import ELEMENTS, FEW_PARTICLES, MANY_SITES, MOST_PARTICLES
 from pyro_bpq.rollout.runs import Particles
 
@@ -229,16 +226,7 @@ def test_large_values_get_fewer(width: int) -> None:
         (Steered(), {}),
         (Costly(), {}),
     ],
-    ids=[
-        "told",
-        "dynamic",
-        "few rows",
-        "no plate",
-        "one site",
-        "all known",
-        "steered",
-        "cost statement",
-    ],
+    ids=["told", "dynamic", "few rows", "no plate", "one site", "all known", "steered", "cost statement"],
 )
 @pytest.mark.filterwarnings("ignore:Values of 'z', drawn in the plate 'rows', leave torch")
 def test_others_keep_one(programs: Layers, options: dict[str, object]) -> None:
@@ -284,20 +272,12 @@ class Bits:
 @pytest.mark.parametrize("particles", [None, 1])
 def test_many_sites_get_the_most_particles_and_keep_critics(number: int, particles: int | None) -> None:
     elbo, bits = TraceBackpropQ_ELBO(particles), Bits(number)
-    for _ in range(4):
-        elbo.loss_and_grads(bits.model, bits.guide)
+    repeat(4, elbo.loss_and_grads, bits.model, bits.guide)
     assert elbo.num_particles == (particles or MOST_PARTICLES)
     assert elbo.plan is not None and len(elbo.plan.noisy) == number
     # Few sites have critics only if one particle runs.
     has_critic = elbo.plan.layout.specs["z0"].critic is not None
     assert has_critic == (particles == 1 or number >= MANY_SITES) and not elbo.particles.now.is_hidden
-
-
-def test_many_sites_of_a_program_that_mixes_particles_run_in_hiding() -> None:
-    elbo, bits = TraceBackpropQ_ELBO(), Bits(MANY_SITES + 2, mixes=True)
-    for _ in range(4):
-        elbo.loss_and_grads(bits.model, bits.guide)
-    assert elbo.num_particles == MOST_PARTICLES and elbo.particles.now.is_hidden
 
 
 def test_evaluation_takes_one() -> None:
@@ -316,8 +296,7 @@ def test_evaluation_takes_one() -> None:
 @pytest.mark.parametrize("mixes", ["mean", "first", "shape"])
 def test_programs_that_do_not_keep_particles_apart_are_found_out(mixes: str) -> None:
     """Their particles are hidden, and nobody is warned of what never was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BPQWarning)
+    with filtered("error", BPQWarning):
         elbo = train(Layers(mixes=mixes))
     assert elbo.particles.now == Particles(MOST_PARTICLES, is_hidden=True)
 
@@ -361,41 +340,6 @@ def test_a_program_that_changes_goes_on_with_one(mixes: str) -> None:
     assert elbo.num_particles == 1
 
 
-def test_an_error_of_the_program_is_shown() -> None:
-    programs = Layers()
-    elbo = train(programs)
-
-    def model() -> None:
-        raise RuntimeError("out of coffee")
-
-    model.__eq__ = lambda other: True  # type: ignore[method-assign, assignment]
-    with pytest.raises(RuntimeError, match="out of coffee"):
-        elbo.loss_and_grads(model, programs.guide)
-
-
-def test_other_programs_start_with_one() -> None:
-    elbo = train(Layers())
-    other = Alone()
-    pyro.clear_param_store()
-    elbo.loss_and_grads(other.model, other.guide)
-    assert elbo.num_particles == 1
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("way", ["pickle", "copy", "state"])
-def test_copies_go_on_alike(way: str, steps: int) -> None:
-    programs = Layers()
-    elbo = train(programs, steps)
-    if way == "state":
-        twin = TraceBackpropQ_ELBO()
-        twin.load_state_dict(elbo.state_dict(), strict=False)
-    else:
-        twin = pickle.loads(pickle.dumps(elbo)) if way == "pickle" else copy.deepcopy(elbo)
-    expected = losses(elbo, programs)
-    assert losses(twin, programs) == expected
-    assert twin.num_particles == elbo.num_particles == MOST_PARTICLES
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("way", ["warm_up", "bootstrapped_loss"])
 def test_who_asks_for_critics_gets_them(way: str, steps: int) -> None:
@@ -408,27 +352,6 @@ def test_who_asks_for_critics_gets_them(way: str, steps: int) -> None:
     elbo.loss_and_grads(programs.model, programs.guide)
     assert elbo.num_particles == 1
     assert "explained" in elbo.info["z_0"]
-
-
-def test_subsampled_rows_stay_those_of_the_particles() -> None:
-    data = torch.randn(40)
-
-    def model() -> None:
-        with pyro.plate("rows", 40, subsample_size=ROWS) as ids:
-            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).expand([ROWS, 3]).to_event(1))
-            y = pyro.sample("y", dist.Bernoulli(logits=z).to_event(1))
-            pyro.sample("x", dist.Normal(y.sum(-1), 1.0), obs=data[ids])
-
-    def guide() -> None:
-        w = pyro.param("w", lambda: torch.ones(3))
-        with pyro.plate("rows", 40, subsample_size=ROWS) as ids:
-            z = pyro.sample("z", dist.Bernoulli(logits=w * data[ids].unsqueeze(-1)).to_event(1))
-            pyro.sample("y", dist.Bernoulli(logits=w * z).to_event(1))
-
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(4):
-        elbo.loss_and_grads(model, guide)
-    assert elbo.num_particles == MOST_PARTICLES
 
 
 def test_particles_with_noise_that_is_no_site_are_hidden() -> None:
@@ -457,8 +380,7 @@ def test_straight_through_differences_take_two() -> None:
             pyro.sample("z", dist.Bernoulli(logits=data @ w).to_event(1))
 
     elbo = TraceBackpropQ_ELBO()
-    for _ in range(4):
-        elbo.loss_and_grads(model, guide)
+    repeat(4, elbo.loss_and_grads, model, guide)
     assert "DebiasedStraightThrough" in str(elbo.info["z"]["estimator"])
     assert elbo.num_particles == 2
 
@@ -513,8 +435,7 @@ def test_a_buffer_keeps_its_shape_when_a_trial_is_rejected() -> None:
     programs.mixed = net  # type: ignore[method-assign, assignment]
     elbo = TraceBackpropQ_ELBO()
     with pytest.warns(BPQWarning, match="Rows of the plate 'rows' meet"):
-        for _ in range(5):
-            elbo.loss_and_grads(programs.model, programs.guide)
+        repeat(5, elbo.loss_and_grads, programs.model, programs.guide)
     assert net.mean.shape == (3,) and elbo.num_particles == 1
 
 
@@ -535,17 +456,6 @@ def test_batch_statistics_follow_accepted_runs() -> None:
     assert elbo.num_particles > 1
 
 
-def test_a_program_that_starts_to_mix_is_found_out_before_long() -> None:
-    programs = Layers()
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(20):
-        elbo.loss_and_grads(programs.model, programs.guide)
-    programs.mixes = "mean"
-    for _ in range(20):
-        elbo.loss_and_grads(programs.model, programs.guide)
-    assert elbo.particles.now.is_hidden
-
-
 def test_errors_of_the_programs_own_are_raised() -> None:
     class Stop(Exception):
         pass
@@ -560,8 +470,7 @@ def test_errors_of_the_programs_own_are_raised() -> None:
 
     elbo = TraceBackpropQ_ELBO()
     with pytest.raises(Stop):
-        for _ in range(8):
-            elbo.loss_and_grads(model, programs.guide)
+        repeat(8, elbo.loss_and_grads, model, programs.guide)
 
 
 @pytest.mark.parametrize("when", [0, 3])
@@ -578,37 +487,12 @@ def test_a_number_set_later_counts(when: int) -> None:
 
 def test_larger_batches_get_fewer() -> None:
     programs = Layers()
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(4):
-        elbo.loss_and_grads(programs.model, programs.guide)
+    elbo = trained(TraceBackpropQ_ELBO(), programs.model, programs.guide, steps=4)
     assert elbo.num_particles == MOST_PARTICLES
     large = Layers(rows=ELEMENTS // 4)
     programs.rows, programs.data = large.rows, large.data
-    for _ in range(2):
-        elbo.loss_and_grads(programs.model, programs.guide)
+    repeat(2, elbo.loss_and_grads, programs.model, programs.guide)
     assert elbo.num_particles == 2
-
-
-@pytest.mark.parametrize("at", [3, 5, 8])
-def test_a_batch_that_fails_with_one_particle_too_leaves_the_number(at: int) -> None:
-    programs, is_bad = Layers(), False
-
-    def model() -> None:
-        if is_bad:
-            raise ValueError("bad batch")
-        programs.model()
-
-    elbo = TraceBackpropQ_ELBO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BPQWarning)
-        for step in range(12):
-            is_bad = step == at
-            if is_bad:
-                with pytest.raises(ValueError, match="bad batch"):
-                    elbo.loss_and_grads(model, programs.guide)
-            else:
-                elbo.loss_and_grads(model, programs.guide)
-            assert elbo.num_particles == MOST_PARTICLES
 
 
 def wrapped(kind: str, program: Any, scale: float) -> Any:
@@ -642,31 +526,6 @@ def test_another_program_in_the_same_wrapper_is_another_one(kind: str) -> None:
     assert elbo.num_particles == 1
 
 
-def recursive(program: Any) -> Any:
-    """Functions made anew that close over each other, and over a variable without a value."""
-
-    def first() -> Any:
-        return second() if False else third()
-
-    def second() -> Any:
-        return first() if False else third()
-
-    def third() -> Any:
-        return (first, second, third, later)[3:] if False else program()
-
-    if program is None:
-        later = 1
-    return first
-
-
-def test_functions_that_close_over_each_other_are_compared() -> None:
-    programs, elbo = Layers(), TraceBackpropQ_ELBO()
-    for _ in range(4):
-        elbo.loss_and_grads(recursive(programs.model), recursive(programs.guide))
-    assert elbo.num_particles == MOST_PARTICLES
-    assert not is_same_program(recursive(programs.model), recursive(programs.guide))
-
-
 @pytest.mark.parametrize("kind", [AutoNormalMessenger, AutoHierarchicalNormalMessenger])
 def test_guides_that_make_parameters_in_the_shape_of_a_run_serve_vectorised_particles(kind: Any) -> None:
     x = torch.tensor([0.3, -1.2, 2.0])
@@ -680,44 +539,7 @@ def test_guides_that_make_parameters_in_the_shape_of_a_run_serve_vectorised_part
     guide = kind(model)
     elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BPQWarning)
-        for _ in range(3):
-            svi.step()
+    with filtered("error", BPQWarning):
+        repeat(3, svi.step)
     assert elbo.particles.now.has_plate
     assert max(value.dim() for value in guide.parameters()) == 1
-
-
-class Counting(torch.nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = torch.nn.Linear(2, 2)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        self.calls += 1.0
-        # The mean is taken over particles too where the program sees them.
-        out: torch.Tensor = self.out(torch.relu(z - z.mean()))
-        return out
-
-
-def test_buffers_change_once_in_a_step_of_hidden_particles() -> None:
-    net, elbo = Counting(), TraceBackpropQ_ELBO()
-
-    def draw(probs: torch.Tensor) -> torch.Tensor:
-        with pyro.plate("rows", 4):
-            return pyro.sample("z", dist.Bernoulli(probs).to_event(1))
-
-    def model() -> None:
-        z = draw(torch.full((4, 2), 0.4))
-        with pyro.plate("data", 4):
-            pyro.sample("x", dist.Normal(net(z), 1.0).to_event(1), obs=torch.ones(4, 2))
-
-    def guide() -> None:
-        draw(pyro.param("l", torch.zeros(4, 2)).sigmoid())
-
-    for step in range(20):
-        elbo.loss_and_grads(model, guide)
-        assert elbo.particles.now.is_hidden and net.calls == step + 1

@@ -12,9 +12,8 @@ import pyro
 import pytest
 import torch
 from models import coin, real
-from pyro import poutine
 from pyro.optim import Adam
-from steps import critic_targets
+from steps import critic_targets, repeat
 from tabular import prob, set_policy
 from torch import Tensor
 
@@ -27,14 +26,12 @@ from pyro_bpq import (
     Replay,
     ScoreFunction,
     TabularCritic,
-    TraceBackpropQ_ELBO,
     cost,
 )
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.step.values import Learning
-from pyro_bpq.tracing.cost_statement import GiveCosts, given_costs
 
 OLD = {"q1": real(0.4), "q2": real(-0.5, 0.8), "q3": real(0.3, -0.7, 1.0, -0.2).reshape(2, 2)}
 NEW = {"q1": real(-1.5), "q2": real(1.7, -1.2), "q3": real(-1.4, 1.9, -0.8, 1.3).reshape(2, 2)}
@@ -80,8 +77,7 @@ def rolled_out(
         learner=CriticLearner(lr=0.5, optimizer=torch.optim.SGD, replay=replay),
         **options,
     )
-    for _ in range(8):
-        objective.loss_and_grads(None, program)
+    repeat(8, objective.loss_and_grads, None, program)
     return objective
 
 
@@ -224,36 +220,7 @@ def test_programs_that_values_steer() -> None:
     assert counter.total == 0 and objective.replay_buffer.num_dropped == 0
 
 
-def test_mixes_with_an_elbo() -> None:
-    def model() -> None:
-        x1 = bit("x1", real(0.0).squeeze())
-        x2 = bit("x2", real(0.5, -0.5)[x1])
-        cost("f", box, x1, x2, x2)
-
-    def guide() -> None:
-        bit("x2", pyro.param("q2")[bit("x1", pyro.param("q1").squeeze())])
-
-    pyro.clear_param_store()
-    set_policy(OLD)
-    replay = Replay(capacity=8, costs="stored", updates_per_step=0)
-    elbo = TraceBackpropQ_ELBO(critic=TabularCritic(), learner=CriticLearner(replay=replay))
-    for _ in range(4):
-        elbo.loss_and_grads(model, guide)
-    with CostCounter() as counter:
-        assert elbo.replay(updates=4) == 4
-    assert counter.total == 0 and elbo.replay_buffer.num_dropped == 0
-
-
 # What is stored
-
-
-def test_capacity_bounds_bytes_and_these_count_the_costs() -> None:
-    objective = rolled_out(particles=64)
-    buffer = objective.replay_buffer
-    # Three sites and a cost of 64 particles each, of eight bytes.
-    assert len(buffer) == 4 and buffer.num_bytes == 4 * 4 * 64 * 8
-    objective.loss_and_grads(None, chain)
-    assert len(buffer) == 4 and buffer.num_bytes == 4 * 4 * 64 * 8
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
@@ -266,22 +233,6 @@ def test_copies_have_an_empty_buffer_and_go_on(through: Any) -> None:
     assert len(fresh.replay_buffer) == 0
     fresh.loss_and_grads(None, chain)
     assert fresh.replay() == 1
-
-
-def test_given_costs_are_no_calls() -> None:
-    pyro.clear_param_store()
-    set_policy(OLD)
-    with CostCounter() as counter:
-        trace = poutine.trace(chain).get_trace()
-    paid = given_costs(trace)
-    assert counter.calls == {"f": 1} and paid.keys() == {"f"}
-    with CostCounter() as counter, GiveCosts({"f": real(7.0).squeeze()}):
-        again = poutine.trace(chain).get_trace()
-    assert counter.total == 0 and float(given_costs_value(again)) == 7.0
-
-
-def given_costs_value(trace: Any) -> Tensor:
-    return trace.nodes["f"]["fn"].value
 
 
 @pytest.mark.parametrize("options", [{"costs": "old"}, {"costs": "stored", "coparents": "expected"}])
@@ -361,21 +312,9 @@ def actor(**options: Any) -> ActorCriticSVI:
     )
 
 
-def test_actor_critic_finds_the_best_values_with_a_call_per_step() -> None:
-    svi = actor(warm_up=10, entropy=0.05, unbiased_step=False)
-    with CostCounter() as counter:
-        for _ in range(60):
-            svi.step()
-    assert counter.calls == {"f": 60}
-    policy = {name: pyro.param(name).detach() for name in NEW}
-    # The smallest cost is -2; uniform values cost 0.31.
-    assert exact_q(policy) < -1.3 and exact_q(OLD) > 0.0
-
-
 def test_guide_waits_for_the_warm_up() -> None:
     svi = actor(warm_up=3)
-    for _ in range(3):
-        svi.step()
+    repeat(3, svi.step)
     assert all(torch.equal(pyro.param(name), value) for name, value in OLD.items())
     svi.step()
     assert not torch.equal(pyro.param("q1"), OLD["q1"])

@@ -16,6 +16,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO, cost
@@ -23,7 +24,6 @@ from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan import rules
 from pyro_bpq.plan.rules import DRAWN_STEPS
-from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased
 
 ROWS = 2
@@ -73,8 +73,7 @@ class Chain:
 def trained(programs: Chain, steps: int = 4, elbo: TraceBackpropQ_ELBO | None = None) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO() if elbo is None else elbo
     svi = SVI(programs.model, programs.guide, Adam({"lr": 0.01}), elbo)
-    for _ in range(steps):
-        svi.step()
+    repeat(steps, svi.step)
     return elbo
 
 
@@ -230,18 +229,9 @@ def test_a_program_that_begins_to_read_more_draws(monkeypatch: pytest.MonkeyPatc
     elbo = trained(programs)
     programs.read = lambda z, last: z + last
     programs.length = 3
-    for _ in range(3):
-        loss_of(elbo, programs)
+    repeat(3, loss_of, elbo, programs)
     assert not elbo.particles.now.sums
     assert_unbiased(elbo.eval(), programs.model, programs.guide)
-
-
-def test_a_number_of_the_users_ends_it() -> None:
-    elbo = trained(Chain())
-    elbo.num_particles = 4
-    assert elbo.particles.now.number == 4 and not elbo.particles.now.sums
-    trained(Chain(), elbo=elbo)
-    assert elbo.num_particles == 4 and not elbo.particles.now.sums
 
 
 def test_copies_and_states_go_on() -> None:
@@ -256,17 +246,6 @@ def test_copies_and_states_go_on() -> None:
     for other in (copy.deepcopy(elbo), loaded):
         assert loss_of(other, programs) == pytest.approx(expected, abs=1e-12)
         assert other.particles.now.sums
-
-
-def test_what_asks_for_more_draws_in_between() -> None:
-    programs = Chain()
-    elbo = trained(programs)
-    elbo.warm_up(programs.model, programs.guide, steps=2)
-    assert not elbo.particles.now.sums
-    elbo = trained(programs)
-    elbo.observe(Program(programs.model, programs.guide, (), {}))
-    assert elbo.graph is not None and elbo.particles.now.sums
-    assert loss_of(elbo, programs) == loss_of(elbo, programs)
 
 
 def test_diagnosis_knows_that_nothing_is_drawn() -> None:

@@ -79,7 +79,6 @@ def test_a_site_that_is_reparameterised_in_some_calls_only(first: bool) -> None:
     def guide(is_normal: bool) -> None:
         pyro.sample("z", law(is_normal, pyro.param("q", torch.tensor([0.3, 0.2]))))
 
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(num_particles=2)
     for is_normal in [first] * 5 + [not first] * 4 + [first] * 2:
         elbo.loss_and_grads(model, guide, is_normal)
@@ -104,39 +103,3 @@ def test_a_step_count_among_the_arguments_makes_looks_more_frequent() -> None:
         for step in range(350):
             elbo.loss_and_grads(model, guide, step)
     assert_unbiased(elbo.eval(), model, guide, 350)
-
-
-def test_texts_that_differ_in_every_step_are_soon_left_out() -> None:
-    def model(name: str) -> None:
-        with pyro.plate("d", len(X)):
-            z = pyro.sample("z", dist.Bernoulli(0.3))
-            pyro.sample("x", dist.Normal(pyro.param("w", torch.tensor(0.5)) * z, 1.0), obs=X)
-
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
-    for i in range(80):
-        elbo.loss_and_grads(model, _guide, f"file_{i}.npz")
-    assert elbo.runner.structure.tracked_runs < 40 and len(elbo.runner.plans.plans) == 1
-
-
-def test_patterns_of_components_are_the_same_with_a_plate_of_particles() -> None:
-    """The first step, with one particle, and those with several agree: credit by component stays."""
-
-    def model(x: Any) -> None:
-        w = pyro.param("w", torch.tensor([0.5, 1.0]))
-        with pyro.plate("d", len(x)):
-            z = pyro.sample("z", dist.Bernoulli(torch.full((10,), 0.3)).to_event(1))
-            y = pyro.sample("y", dist.Poisson((w[1] * z).exp()).to_event(1))
-            pyro.sample("x", dist.Normal(w[0] + z + y, 1.0).to_event(1), obs=x)
-
-    def guide(x: Any) -> None:
-        with pyro.plate("d", len(x)):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(10)) + x).to_event(1))
-            pyro.sample("y", dist.Poisson((pyro.param("r", torch.zeros(10)) + 0.2 * x).exp()).to_event(1))
-
-    pyro.clear_param_store()
-    elbo, x = TraceBackpropQ_ELBO(), torch.randn(40, 10)
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide, x)
-    assert elbo.num_particles > 1
-    (facts,) = elbo.runner.structure.facts.values()
-    assert {("z", "-log p(x)"), ("z", "-log p(y)"), ("y", "-log p(x)")} <= {pair for pair, _ in facts.patterns or ()}

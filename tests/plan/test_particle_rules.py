@@ -11,7 +11,7 @@ SITES = frozenset(("y", "z"))
 
 def number(facts: ProgramFacts) -> tuple[int, str]:
     rule = next(rule for rule in PARTICLES if rule.holds(facts))
-    return rule.number(facts), rule.says
+    return rule.gives(facts), rule.says
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -131,23 +132,6 @@ def chosen(
         (charged(), "z", {}, MEAN),
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
     ],
-    ids=[
-        "open number",
-        "flat",
-        "particles",
-        "more particles",
-        "no slope",
-        "no slope, particles",
-        "categorical",
-        "below",
-        "top",
-        "stack of an open number",
-        "stack of particles",
-        "stack of more particles",
-        "taller stack",
-        "cost statement",
-        "own choice",
-    ],
 )
 def test_many_components_without_the_extra_run(program: Any, site: str, options: Any, expected: Estimator) -> None:
     assert chosen(program, site, 0, **options) == expected
@@ -196,8 +180,7 @@ def test_layers_get_hindsight_where_it_may_serve(
     elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
     elbo.planner = replace(elbo.planner, max_elements=0)
     # Nobody chose it, so that nothing is to be said where it does not run.
-    for _ in range(3):
-        elbo.loss_and_grads(*program)
+    repeat(3, elbo.loss_and_grads, *program)
     assert [elbo.info[name]["estimator"] for name in ("y", "z")] == [expected, expected]
 
 

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import repeat, trained
 
 from pyro_bpq import AllAction, LeaveOneOut, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, MANY_COMPONENTS
@@ -45,49 +46,33 @@ def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, 
 
     elbo = TraceBackpropQ_ELBO(**options)
     elbo.planner = replace(elbo.planner, max_elements=max_elements)
-    for _ in range(2):
-        elbo.loss_and_grads(model, guide)
+    repeat(2, elbo.loss_and_grads, model, guide)
     return elbo
 
 
+def coin(rate: torch.Tensor) -> Any:
+    return dist.Bernoulli(logits=rate)
+
+
+def coins(number: int) -> Callable[..., Any]:
+    return lambda rate: dist.Bernoulli(logits=rate * torch.ones(number)).to_event(1)
+
+
+SUM, OTHERS = "few values: a sum over all of them", "other particles are the baseline"
 CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "pathwise": ("reparameterised", lambda r: dist.Normal(r, 1.0), {}),
-    "all": ("chosen for all sites", lambda r: dist.Bernoulli(logits=r), {"estimator": AllAction()}),
-    "few": ("few values: a sum over all of them", lambda r: dist.Bernoulli(logits=r), {}),
+    "all": ("chosen for all sites", coin, {"estimator": AllAction()}),
+    "few": (SUM, coin, {}),
     "counts": ("many or infinitely many values", lambda r: dist.Poisson(r.exp()), {}),
-    "rows": (
-        "rows of data: the row's other particles are the baseline",
-        lambda r: dist.Bernoulli(logits=r),
-        {"rows": ROWS},
-    ),
-    "few sites": (
-        "few sites: other particles are the baseline",
-        lambda r: dist.Bernoulli(logits=r),
-        {"rows": ROWS - 3},
-    ),
-    "few sites, one particle": (
-        "few values: a sum over all of them",
-        lambda r: dist.Bernoulli(logits=r),
-        {"rows": ROWS - 3, "num_particles": 1},
-    ),
-    "many components": (
-        "few values: a sum over all of them",
-        lambda r: dist.Bernoulli(logits=r * torch.ones(MANY_COMPONENTS)).to_event(1),
-        {},
-    ),
-    "some components": (
-        "many components: other particles are the baseline",
-        lambda r: dist.Bernoulli(logits=r * torch.ones(MANY_COMPONENTS - 1)).to_event(1),
-        {},
-    ),
-    "many components, a dear run": (
-        "many components: other particles are the baseline",
-        lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
-        {"max_elements": 1},
-    ),
+    "rows": ("rows of data: the row's other particles are the baseline", coin, {"rows": ROWS}),
+    "few sites": (f"few sites: {OTHERS}", coin, {"rows": ROWS - 3}),
+    "few sites, one particle": (SUM, coin, {"rows": ROWS - 3, "num_particles": 1}),
+    "many components": (SUM, coins(MANY_COMPONENTS), {}),
+    "some components": (f"many components: {OTHERS}", coins(MANY_COMPONENTS - 1), {}),
+    "many components, a dear run": (f"many components: {OTHERS}", coins(20), {"max_elements": 1}),
     "slopes": (
         "the only site of many components: slopes of the costs, corrected by a true difference",
-        lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
+        coins(20),
         {"max_elements": 1, "num_particles": 1},
     ),
 }
@@ -103,13 +88,13 @@ def test_each_site_says_by_which_rule_it_was_served(name: str) -> None:
 
 
 def test_a_plan_tells_particles_critics_and_exact_costs() -> None:
-    elbo = after(lambda r: dist.Bernoulli(logits=r))
+    elbo = after(coin)
     assert str(elbo.plan).splitlines() == [
         "1 particle",
         "z: AllAction(), because few values: a sum over all of them; known at all values: -log p(x), -log p(z), "
         "log q(z), by 2 rows of an extra run; critic: none, as nothing is left to learn",
     ]
-    assert str(after(lambda r: dist.Bernoulli(logits=r), rows=ROWS).plan).startswith("8 particles\n")
+    assert str(after(coin, rows=ROWS).plan).startswith("8 particles\n")
 
 
 def test_a_plan_tells_sites_that_are_alike_together() -> None:
@@ -135,8 +120,7 @@ def test_sites_with_observations_of_their_own_are_told_together() -> None:
             if obs is not None:
                 pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=obs)
 
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(lambda: program(torch.tensor(0.5)), lambda: program(None))
+    elbo = trained(TraceBackpropQ_ELBO(), lambda: program(torch.tensor(0.5)), lambda: program(None), steps=1)
     text = str(elbo.plan)
     assert "-log p(x_t), -log p(the site), log q(the site)" in text and text.count("because") < 6
     assert "-log p(x_11)" in text and "\0" not in text and "\1" not in text

@@ -405,10 +405,7 @@ def error(elbo: Any, program: Case) -> float:
     ("program", "options"),
     [
         pytest.param(
-            program,
-            options,
-            id=f"{program.name}-{name}",
-            marks=() if name in QUICK[program.name] else pytest.mark.slow,
+            program, options, id=f"{program.name}-{name}", marks=() if name in QUICK[program.name] else pytest.mark.slow
         )
         for program in SAMPLED
         for name, options in OPTIONS.items()

@@ -11,10 +11,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, Case, coin, each_case
+from models import Case, coin, each_case
 from pyro import poutine
-from pyro_bpq.reruns.row_runs import REFEREES, Way
-from steps import trained
+from steps import repeat
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -117,16 +116,6 @@ def test_flipped_costs_equal_runs_at_each_value(case: Case, options: dict[str, A
             torch.testing.assert_close(table.expand(expected.shape), expected)
 
 
-def test_most_cases_are_flipped(spy: Spy) -> None:
-    names = ["chain", "fork", "diamond", "plate", "plate_subsample", "global_local", "vector", "vector_layers"]
-    for name in [*names, "onehot", "mask_scale", "obs_mask", "nested_plates", "sequential_subsample"]:
-        case = BY_NAME[name]
-        case.params()
-        before = len(spy.calls)
-        TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(case.model, case.guide, *case.args)
-        assert len(spy.calls) == before + 1, name
-
-
 # Programs that cannot be run with a dimension to the left of their plates
 
 
@@ -193,18 +182,6 @@ def buffer_from_the_left_model() -> None:
         pyro.sample("x", dist.Normal(memory, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
 
 
-class Counting:
-    """Costs something else in each run."""
-
-    calls = 0
-
-    def __call__(self) -> None:
-        self.calls += 1
-        with pyro.plate("rows", 3):
-            a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
-            pyro.sample("x", dist.Normal(a + b + self.calls, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
-
-
 @pytest.mark.parametrize("exact", [True, "auto", False])
 @pytest.mark.parametrize(
     "model",
@@ -217,37 +194,16 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
-    # Two of them put rows of the plate together, by a matrix product and by a mean; the others do not.
-    meets = model in (matrix_model, wrong_dimension_model)
-    with pytest.warns(BPQWarning, match="Rows of the plate") if meets else contextlib.nullcontext():
-        for _ in range(8):
-            elbo.loss_and_grads(model, guide)
+    # Two of them put rows together, by a matrix product and by a mean; of the one that branches it is not known.
+    meets = model in (matrix_model, wrong_dimension_model, branching_model)
+    with (
+        pytest.warns(BPQWarning, match="Rows of the plate|drawn in the plate 'rows', leave torch")
+        if meets
+        else contextlib.nullcontext()
+    ):
+        repeat(8, elbo.loss_and_grads, model, guide)
     elbo.eval()
     assert_unbiased(elbo, model, guide)
-
-
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [
-        (reshaping_model, Way.HIDDEN),
-        (summing_model, Way.BROADCAST),  # only y is wanted
-        (buffer_model, Way.BROADCAST),
-        (buffer_from_the_left_model, Way.SINGLE),
-    ],
-)
-def test_rows_are_hidden_from_programs_that_do_not_broadcast(model: Callable[[], None], way: Way, spy: Spy) -> None:
-    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, guide, steps=5)
-    assert len(spy.calls) == 5 and all(found is not None for found, _ in spy.calls)
-    assert [found for found, _ in elbo.runner.row_runs._ways.values()] == [way]
-
-
-def test_what_cannot_be_run_is_remembered(spy: Spy) -> None:
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
-    model = Counting()
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
-    assert [found for found, _ in spy.calls] == [None]
 
 
 # What the extra run must not leave behind, or be fooled by
@@ -305,43 +261,6 @@ def test_buffers_of_modules_are_as_after_one_run(register: bool, is_training: bo
         assert torch.equal(after[0][name], buffer)
 
 
-@pytest.mark.parametrize("p", [0.5, 1e-9])
-def test_dropout_is_noticed(p: float, spy: Spy) -> None:
-    # With p = 1e-9 all runs agree on all costs, and only the generator tells.
-    torch.manual_seed(0)
-    model, guide = make(Net(nn.Dropout(p)).train(), False)
-    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, guide, DATA, steps=3)
-    # In every row of the extra run the same noise is drawn as in the sampled run.
-    assert all(found is not None for found, _ in spy.calls)
-    assert Way.BROADCAST not in {way for way, _ in elbo.runner.row_runs._ways.values()}
-    model, guide = make(Net(nn.Dropout(p)).eval(), False)
-    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
-    elbo.loss_and_grads(model, guide, DATA)
-    assert {way for way, _ in elbo.runner.row_runs._ways.values()} == {Way.BROADCAST}
-
-
-# Single runs, one that is hidden, and one that broadcasts.
-COMPARED = REFEREES + 2
-
-
-def test_extra_run_warns_of_nothing_and_leaves_no_hook() -> None:
-    import warnings
-
-    calls = []
-
-    def model() -> None:
-        calls.append(None)
-        if len(calls) > 1:
-            warnings.warn("noise", UserWarning, stacklevel=1)
-        BY_NAME["chain"].model()
-
-    BY_NAME["chain"].params()
-    TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, BY_NAME["chain"].guide)
-    # The step's own run, those by which the ways are compared, and the extra run.
-    assert len(calls) == 2 + COMPARED
-    assert not nn.modules.module._global_forward_pre_hooks
-
-
 # Structure
 
 
@@ -369,19 +288,3 @@ def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
     plan = flip_plan(graph, components, {"a": ("fa",), "b": ("fb",), "c": ("fc",)})
     # a and b share rows 1..4 (b needs four of them, a two); c, whose cost reads b, has rows 5 and 6.
     assert plan.start == {"a": 1, "b": 1, "c": 5} and plan.rows == 7
-
-
-def test_initial_values_that_are_drawn_in_every_run_leave_the_extra_run_right() -> None:
-    def model() -> None:
-        weights = pyro.param("weights", torch.randn(2))
-        z = pyro.sample("z", dist.Bernoulli(0.3))
-        pyro.sample("x", dist.Normal(weights[0] + weights[1] * z, 1.0), obs=torch.tensor(0.4))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    elbo = TraceBackpropQ_ELBO(structure="dense")
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide)
-    assert elbo.network is not None
-    assert elbo.network.q_node("z").immediate == ("log q(z)", "-log p(z)", "-log p(x)")

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import repeat
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, one_hot
 
@@ -79,8 +80,7 @@ def largest_error(read: Read, summed: str = "") -> tuple[TraceBackpropQ_ELBO, fl
     elbo = TraceBackpropQ_ELBO(num_particles=1, **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(5):
-            elbo.loss_and_grads(model, guide)
+        repeat(5, elbo.loss_and_grads, model, guide)
     found = expected_gradient(elbo.eval(), model, guide)
     error = max((found[name] - truth[name]).abs().max().item() for name in truth)
     return elbo, error, [str(one.message) for one in said if one.category is BPQWarning]
@@ -118,43 +118,3 @@ def test_rows_that_meet_are_not_found_without_other_values(monkeypatch: pytest.M
     monkeypatch.setattr("pyro_bpq.objectives.runner.rows_that_meet", lambda *args: {})
     _, error, said = largest_error(MEETING["one_hot"])
     assert error > 0.01 and not said
-
-
-def test_particles_that_nobody_chose_look_too() -> None:
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
-            pyro.sample("x", dist.Normal(torch.fft.fft(z, dim=-2).real.sum(-1), 0.8), obs=DATA)
-
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3, 2))).to_event(1))
-
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO()
-    with pytest.warns(BPQWarning, match="meet in"):
-        elbo.loss_and_grads(model, guide)
-    assert elbo.num_particles > 1 and elbo.runner.structure.crosses
-
-
-def test_costs_that_change_by_themselves_show_nothing() -> None:
-    calls = [0]
-
-    def model() -> None:
-        calls[0] += 1
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.35)))
-            loc = torch.bucketize(z, EDGES).to(z) * calls[0] / 100
-            pyro.sample("x", dist.Normal(loc, 0.8), obs=DATA)
-
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
-
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BPQWarning)
-        for _ in range(3):
-            elbo.loss_and_grads(model, guide)
-    assert calls[0] > 12 and not elbo.runner.structure.crosses

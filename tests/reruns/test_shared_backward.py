@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from steps import repeat
 from torch import Tensor, nn
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -98,8 +99,7 @@ def gradients(name: str, take: Callable[[Any, Program, Program], object], **opti
     nets = Nets()
     elbo = TraceBackpropQ_ELBO(**options)
     model, guide = programs(nets, name)
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide)
+    repeat(3, elbo.loss_and_grads, model, guide)
     nets.zero_grad()
     before = Square.passes["backward"]
     assert elbo.runner.plans.last.plan.led_back
@@ -217,44 +217,6 @@ def test_two_passes_where_one_would_not_do(options: dict[str, Any]) -> None:
     other, passes = gradients("bits", in_one, **SLOPED, **options)
     assert passes == 2
     assert all(torch.allclose(gradient, plain[name]) for name, gradient in other.items())
-
-
-def test_a_users_own_loss_can_be_differentiated_twice() -> None:
-    def twice(elbo: Any, model: Program, guide: Program) -> None:
-        weights = model.__self__.w  # type: ignore[attr-defined]
-        (first,) = torch.autograd.grad(elbo.differentiable_loss(model, guide), weights, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), weights)
-        assert second.norm() > 0.0
-
-    gradients("bits", twice, **SLOPED)
-
-
-def test_a_step_that_fails_leaves_no_gradients() -> None:
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, outer: Tensor) -> Tensor:
-            raise ArithmeticError("broken")
-
-    def broken(elbo: Any, model: Program, guide: Program) -> None:
-        nets = model.__self__  # type: ignore[attr-defined]
-
-        def with_broken() -> None:
-            model()
-            with pyro.plate("columns", ROWS):
-                pyro.sample("more", dist.Normal(Broken.apply(nets.p[:ROWS]), 1.0), obs=DATA[:, 0])
-
-        for _ in range(2):
-            with pytest.raises(ArithmeticError, match="broken"):
-                elbo.loss_and_grads(with_broken, guide)
-        assert all(p.grad is None for p in nets.parameters())
-        elbo.loss_and_grads(model, guide)
-
-    found, _ = gradients("bits", broken, **SLOPED)
-    assert all(gradient.isfinite().all() for gradient in found.values())
 
 
 def test_a_graph_from_outside_of_the_programs_is_kept() -> None:

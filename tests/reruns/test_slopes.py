@@ -12,11 +12,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from steps import repeat
 from torch import Tensor, nn
 
-from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.estimators import DebiasedStraightThrough, ScoreFunction
+from pyro_bpq.estimators import DebiasedStraightThrough
 from pyro_bpq.step.site_program import SiteProgramRuns
 
 F64 = torch.float64
@@ -104,11 +105,9 @@ def compared_slopes(
         return found[-1][0]
 
     elbo = TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options)
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide)
+    repeat(3, elbo.loss_and_grads, model, guide)
     monkeypatch.setattr(SiteProgramRuns, "slope", both)
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    repeat(5, elbo.loss_and_grads, model, guide)
     return found
 
 
@@ -136,8 +135,7 @@ def runs_of_a_step(estimator: Any, particles: int, model: Program = bits_model, 
         model()
 
     elbo = TraceBackpropQ_ELBO(particles, estimator=estimator, vectorize_particles=True, max_plate_nesting=1)
-    for _ in range(3):
-        elbo.loss_and_grads(counted, guide)
+    repeat(3, elbo.loss_and_grads, counted, guide)
     before = calls["model"]
     elbo.loss_and_grads(counted, guide)
     return calls["model"] - before
@@ -146,91 +144,6 @@ def runs_of_a_step(estimator: Any, particles: int, model: Program = bits_model, 
 def test_slopes_take_no_run() -> None:
     # The own run, and one for the true difference.
     assert runs_of_a_step(DebiasedStraightThrough(), 2) == 2
-
-
-def layers_guide() -> None:
-    with pyro.plate("rows", ROWS):
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(ROWS, 4)).to_event(1))
-        pyro.sample("y", dist.Bernoulli(logits=z @ pyro.param("w")).to_event(1))
-
-
-def layers_model() -> None:
-    with pyro.plate("rows", ROWS):
-        y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(ROWS, 2, dtype=F64)).to_event(1))
-        z = pyro.sample("z", dist.Bernoulli(logits=y @ pyro.param("w").T).to_event(1))
-        pyro.sample("x", dist.Normal(z @ pyro.param("w"), 0.8).to_event(1), obs=DATA)
-
-
-def test_where_sites_are_sampled_downstream_slopes_take_a_run() -> None:
-    # The own run, one for the slopes of z, and one for the true difference of each; slopes of y come with the own run.
-    assert runs_of_a_step(DebiasedStraightThrough(), 2, layers_model, layers_guide) == 4
-
-
-def test_gradients_are_those_of_slopes_from_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for owns in (True, False):
-        if not owns:
-            monkeypatch.setattr(SiteProgramRuns, "slope", lambda self: self.gradient(self.value)[1])
-        set_params()
-        elbo = TraceBackpropQ_ELBO(
-            2, estimator=DebiasedStraightThrough(), vectorize_particles=True, max_plate_nesting=1
-        )
-        for _ in range(3):
-            elbo.loss_and_grads(bits_model, bits_guide)
-        leaves = [leaf for _, leaf in pyro.get_param_store().named_parameters()]
-        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
-    assert len(found[0]) == 3
-    for own, other in zip(*found, strict=True):
-        torch.testing.assert_close(own, other)
-
-
-def test_a_program_may_change_its_value_in_place() -> None:
-    def model() -> None:
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
-            pyro.sample("x", dist.Normal(z.clone().mul_(2.0) @ pyro.param("w"), 0.8).to_event(1), obs=DATA)
-            z.mul_(1.0)
-
-    assert runs_of_a_step(DebiasedStraightThrough(), 2, model) == 2
-
-
-def test_only_sites_whose_slopes_are_wanted_carry_a_gradient() -> None:
-    seen: list[bool] = []
-
-    def model() -> None:
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
-            seen.append(z.requires_grad)
-            pyro.sample("x", dist.Normal(z @ pyro.param("w"), 0.8).to_event(1), obs=DATA)
-
-    for estimator, wants in ((ScoreFunction(), False), (DebiasedStraightThrough(), True)):
-        elbo = TraceBackpropQ_ELBO(2, estimator=estimator, vectorize_particles=True, max_plate_nesting=1)
-        for _ in range(4):
-            seen.clear()
-            elbo.loss_and_grads(model, bits_guide)
-        assert any(seen) is wants
-    elbo.loss(model, bits_guide)
-    assert seen[-1] is False
-
-
-def test_costs_of_a_users_own_are_given_plain_values_in_the_own_run() -> None:
-    seen: list[bool] = []
-
-    def priced(z: Tensor) -> Tensor:
-        seen.append(z.requires_grad)
-        return z.square().sum(-1)
-
-    def model() -> None:
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
-            cost("c", priced, z)
-
-    elbo = TraceBackpropQ_ELBO(2, estimator=DebiasedStraightThrough(), vectorize_particles=True, max_plate_nesting=1)
-    for _ in range(4):
-        seen.clear()
-        elbo.loss_and_grads(model, bits_guide)
-    # The own run, that of the slopes, that of the true difference.
-    assert seen == [False, True, False]
 
 
 # Programs that torch refuses when values carry gradients.
@@ -258,8 +171,7 @@ def prior() -> dist.Distribution:
 
 def estimator_after(model: Program, steps: int) -> str:
     elbo = default_elbo()
-    for _ in range(steps):
-        elbo.loss_and_grads(model, rows_guide)
+    repeat(steps, elbo.loss_and_grads, model, rows_guide)
     return type(elbo.info["z"]["estimator"]).__name__
 
 

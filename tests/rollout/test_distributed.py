@@ -12,7 +12,7 @@ from typing import Any
 import distributed_worker as worker
 import pytest
 import torch
-from steps import assert_equal, is_equal
+from steps import assert_equal
 from torch import Tensor
 
 from pyro_bpq import CriticLearner
@@ -116,23 +116,6 @@ def test_buffers_that_ddp_broadcasts_are_the_same_already(ranks: list[dict[str, 
     assert_equal(ranks[1]["broadcast"], ranks[0]["broadcast"])
 
 
-def test_critics_of_each_process_s_own(ranks: list[dict[str, Any]]) -> None:
-    left, right = (state["apart"] for state in ranks)
-    assert not is_equal(left, right)
-
-
-def test_each_process_replays_its_own_stored_costs_and_learns_the_mean(ranks: list[dict[str, Any]]) -> None:
-    left, right = (state["stored"] for state in ranks)
-    both = left["own"].keys() & right["own"].keys()
-    assert both and any(not torch.allclose(left["own"][name], right["own"][name]) for name in both)
-    for state in (left, right):
-        assert state["applied"].keys() == left["own"].keys() | right["own"].keys()
-        for name, gradient in state["applied"].items():
-            own = [each["own"][name] for each in (left, right) if name in each["own"]]
-            torch.testing.assert_close(gradient, sum(own) / len(own), rtol=0.0, atol=1e-12)
-    assert_equal(left["critics"], right["critics"])
-
-
 def test_recorded_steps_train_as_eager_ones(ranks: list[dict[str, Any]]) -> None:
     for state in ranks:
         found = state["compiled"]
@@ -143,11 +126,6 @@ def test_recorded_steps_train_as_eager_ones(ranks: list[dict[str, Any]]) -> None
     assert shared
     for key in shared:
         assert torch.equal(*(state["compiled"]["compiled"][key] for state in ranks)), key
-
-
-def test_critics_that_processes_train_together_learn_in_eager_steps(ranks: list[dict[str, Any]]) -> None:
-    for state in ranks:
-        assert state["refused"] == "Some steps run eagerly, because several processes train the critics together."
 
 
 def test_processes_that_take_other_steps_raise(ranks: list[dict[str, Any]]) -> None:

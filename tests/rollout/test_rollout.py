@@ -26,8 +26,7 @@ def pick(run: Run, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("plates", "shape"),
-    [((), (2, 1, 1)), ((INNER,), (2, 1, 3)), ((OUTER,), (2, 2, 1)), ((OUTER, INNER), (2, 2, 3))],
+    ("plates", "shape"), [((), (2, 1, 1)), ((INNER,), (2, 1, 3)), ((OUTER,), (2, 2, 1)), ((OUTER, INNER), (2, 2, 3))]
 )
 def test_batch_shape_has_a_dimension_for_every_plate(plates: tuple[Plate, ...], shape: tuple[int, ...]) -> None:
     assert Rollout((), 2, SIZES, 2).batch_shape(plates) == shape
@@ -78,24 +77,6 @@ def test_sum_to_plates_keeps_dimensions() -> None:
     assert sum_to_plates(value, [OUTER, INNER], []).tolist() == [[[[15]]]]
     assert sum_to_plates(value, [OUTER, INNER], [OUTER, INNER]) is value
     assert sum_to_plates(value[:, :, :1], [INNER], [OUTER, INNER]).shape == (1, 1, 1, 3)
-
-
-def test_a_program_that_moves_vectorised_particles_is_refused() -> None:
-    def model() -> None:
-        change = pyro.sample("change", dist.Categorical(torch.ones(4) / 4))
-        rate = torch.where(torch.arange(4) < change.unsqueeze(-1), 1.0, 3.0)
-        with pyro.plate("rows", 4):
-            z = pyro.sample("z", dist.Bernoulli(0.3))
-            pyro.sample("x", dist.Normal(rate + z, 1.0), obs=torch.zeros(4))
-
-    def guide() -> None:
-        pyro.sample("change", dist.Categorical(torch.ones(4) / 4))
-        with pyro.plate("rows", 4):
-            pyro.sample("z", dist.Bernoulli(0.5))
-
-    elbo = TraceBackpropQ_ELBO(num_particles=5, vectorize_particles=True, max_plate_nesting=1)
-    with pytest.raises(PlateError, match=r"-log p\(x\).*unsqueeze"):
-        elbo.loss_and_grads(model, guide)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -109,23 +109,16 @@ def dense(found: Sums | None, shape: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rules_in_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_as_matrices(seed: int) -> None:
     network = random_network(seed)
     order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
     size, num_costs = len(order), len(network.graph.costs)
-    whole = network_rules(network, order, LIKE)
-    assert len(whole.blocks) == 1 and whole.blocks[0].beyond is None
+    rules = network_rules(network, order, LIKE)
     costs, mean, learned = (torch.randn(n, 2, dtype=torch.float64) for n in (num_costs, size, size))
     lam = torch.rand(size, dtype=torch.float64)
-    root, immediate = (dense(part, (size, num_costs)) for part in (whole.root, whole.immediate))
-    expected = lambda_return_solve(
-        whole.blocks[0].within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9
-    )
-    for block in (1, 2, 3, size):
-        monkeypatch.setattr("pyro_bpq.targets.lambda_return.BLOCK", block)
-        rules = network_rules(network, order, LIKE)
-        assert len(rules.blocks) == -(-size // block)
-        torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)
+    root, immediate = (dense(part, (size, num_costs)) for part in (rules.root, rules.immediate))
+    expected = lambda_return_solve(rules.within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9)
+    torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)
 
 
 @pytest.mark.parametrize(

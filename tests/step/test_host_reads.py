@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import repeat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,13 +95,7 @@ def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_particles": 2},
-        {"critic": LinearCritic()},
-        {"learner": None},
-        {"reduction": "per_cost"},
-    ],
+    [{}, {"num_particles": 2}, {"critic": LinearCritic()}, {"learner": None}, {"reduction": "per_cost"}],
     ids=["default", "two particles", "linear", "no learner", "per cost"],
 )
 @pytest.mark.parametrize("program", [chain, mixed])
@@ -108,8 +103,7 @@ def test_a_cached_step_reads_two_numbers(program: Any, options: dict[str, Any]) 
     model, guide = program()
     elbo = TraceBackpropQ_ELBO(**options)
     with pyro.validation_enabled(False):
-        for _ in range(14):
-            elbo.loss_and_grads(model, guide)
+        repeat(14, elbo.loss_and_grads, model, guide)
         with Watch() as watch:
             for _ in range(2):
                 elbo.differentiable_loss(model, guide).backward()

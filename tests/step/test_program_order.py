@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import repeat
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise
@@ -62,8 +63,7 @@ def trained(estimator: Estimator, steps: int = 8, **options: Any) -> TraceBackpr
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(estimator=estimator, structure="dense", **options)
     svi = SVI(model, guide, SGD({"lr": 1e-2}), elbo)
-    for _ in range(steps):
-        svi.step()
+    repeat(steps, svi.step)
     return elbo
 
 
@@ -156,10 +156,8 @@ def test_sites_without_a_score_have_no_part() -> None:
         if z > 0:
             pyro.sample("w", dist.Normal(z, 1.0))
 
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense")
-    for _ in range(4):
-        elbo.loss_and_grads(steered, steered)
+    repeat(4, elbo.loss_and_grads, steered, steered)
     assert pyro.get_param_store()._params["m"].grad is not None
 
 
@@ -178,7 +176,6 @@ def weighted_model() -> None:
 
 
 def test_a_plain_run_says_the_same_as_a_recorded_one() -> None:
-    pyro.clear_param_store()
     options = TraceOptions(choose=lambda info, _: Pathwise() if info.has_rsample else ScoreFunction())
     found = []
     for run in (run_in_order, trace_run):

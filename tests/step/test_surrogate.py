@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from models import BY_NAME
+from steps import repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.observation import Observation
@@ -18,8 +19,7 @@ def trained(name: str = "chain", **options: object) -> tuple[TraceBackpropQ_ELBO
     case = BY_NAME[name]
     case.params()
     elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
-    for _ in range(5):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    repeat(5, elbo.loss_and_grads, case.model, case.guide, *case.args)
     return elbo, elbo.observe(Program(case.model, case.guide, case.args, {}))
 
 

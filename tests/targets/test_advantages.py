@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tables import TabularProgram
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.targets.advantages import advantages
 from pyro_bpq.targets.lambda_return import lambda_return
-from pyro_bpq.testing import TabularProgram
 
 build = BackpropQNetwork.build
 
@@ -50,8 +50,7 @@ def test_case_6_siblings() -> None:
 
 def test_case_6_parents_and_siblings() -> None:
     graph = graph_of(
-        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]},
-        {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]},
+        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]}, {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]}
     )
     a = found(graph, {"x1": 10.0, "x2": 6.0, "y1": 4.0, "y2": 7.0, "y3": 1.5})
     assert a["y2"] == pytest.approx(7.0 - ((10.0 - 4.0) + (6.0 - 1.5)) / 2)

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
+from algorithm1 import backpropq_algorithm1
 from tabular import graph_of
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.targets.algorithm1 import backpropq_algorithm1
 
 GRAPH = graph_of({"x": [], "y": ["x"], "z": ["y"]}, {"f": ["z"], "g": ["x", "y"]})
 SIZES = {"x": 2, "y": 3, "z": 2}
@@ -57,10 +57,7 @@ def run(parameters: dict[str, Tensor], critics: dict[str, nn.Module], plan: dict
         name: lambda values, name=name: Planned(parameters[name][tuple(values[p] for p in above[name])], plan.get(name))
         for name in SIZES
     }
-    costs = {
-        "f": lambda values: COSTS["f"][values["z"]],
-        "g": lambda values: COSTS["g"][values["x"], values["y"]],
-    }
+    costs = {"f": lambda values: COSTS["f"][values["z"]], "g": lambda values: COSTS["g"][values["x"], values["y"]]}
     optimizer = torch.optim.SGD(list(parameters.values()), lr=options.pop("lr", 0.0))
     return backpropq_algorithm1(network(), conditionals, costs, critics, optimizer, **options)
 

@@ -290,11 +290,7 @@ def test_exact_critics_have_no_td_error() -> None:
 
 def test_lambda_return_sums_over_plates_that_a_node_is_outside_of() -> None:
     rows = Plate("rows", -1)
-    graph = Graph.from_parents(
-        {"g": [], "z": ["g"]},
-        {"fg": ["g"], "fz": ["g", "z"]},
-        {"z": [rows], "fz": [rows]},
-    )
+    graph = Graph.from_parents({"g": [], "z": ["g"]}, {"fg": ["g"], "fz": ["g", "z"]}, {"z": [rows], "fz": [rows]})
     network = BackpropQNetwork.build(graph, "chain", immediate="learned")
     q_z = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     costs = {"fg": torch.tensor([10.0]), "fz": torch.tensor([4.0, 5.0, 6.0])}

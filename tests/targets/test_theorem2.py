@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tables import TabularProgram
 from torch import Tensor
 
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.testing import TabularProgram
 
 DEPTH = 6
 

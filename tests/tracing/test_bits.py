@@ -6,7 +6,6 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from pyro.poutine.messenger import Messenger
 from torch.distributions import Distribution
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -74,21 +73,6 @@ def coins(seen):
 
     pyro.clear_param_store()
     return model, guide
-
-
-def test_a_handler_outside_gives_the_value():
-    class Ones(Messenger):
-        def _pyro_sample(self, msg):
-            if msg["value"] is None:
-                msg["value"] = torch.ones(LARGE)
-
-    seen = []
-    svi = SVI(*coins(seen), Adam({"lr": 1e-3}), TraceBackpropQ_ELBO(num_particles=1))
-    with Ones():
-        svi.evaluate_loss()
-    assert seen[-1].all()
-    svi.evaluate_loss()
-    assert not seen[-1].all()
 
 
 def test_a_step_draws_them_from_the_global_generator():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
+from steps import repeat
 from torch import Tensor, tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
@@ -47,8 +48,7 @@ class Program:
 @pytest.mark.parametrize("kind", ["bit", "one-hot"])
 def test_programs_are_not_summed_and_have_no_extra_run_of_such_laws(kind: str) -> None:
     program, elbo = Program(kind), TraceBackpropQ_ELBO()
-    for _ in range(25):
-        elbo.loss_and_grads(program.model, program.guide)
+    repeat(25, elbo.loss_and_grads, program.model, program.guide)
     assert elbo.plan is not None and not elbo.plan.sums and elbo.plan.summed is None
     elbo = TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True))
     elbo.loss_and_grads(program.model, program.guide)

@@ -90,9 +90,7 @@ def test_elbos_estimator_leaves_reparameterised_sites_to_pathwise() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Normal(pyro.param("q", torch.tensor(0.3)), 1.0))
 
-    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
-    pyro.clear_param_store()
-    elbo.loss_and_grads(normal_model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(estimator=ScoreFunction()), normal_model, guide, steps=1)
     (plan,) = elbo.runner.plans.plans.values()
     assert plan.layout.specs["z"].estimator == Pathwise()
 
@@ -146,7 +144,6 @@ def test_shared_critics_have_one_row() -> None:
 
 
 def test_context_reaches_the_critic() -> None:
-    pyro.clear_param_store()
     options = {"context": torch.tensor([0.3, -1.0, 2.0])}
     elbo = TraceBackpropQ_ELBO(critic=LinearCritic(), estimator=AllAction(exact=False))
     elbo.loss_and_grads(model, make_guide(bpq=options))

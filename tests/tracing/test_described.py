@@ -12,13 +12,13 @@ import pytest
 import torch
 from pyro.distributions.transforms import affine_coupling, planar
 from pyro.nn import PyroModule, PyroParam
+from steps import filtered, repeat, text_of, warnings_of
 from torch import Tensor
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import (
     BPQError,
     BPQWarning,
-    OptionError,
     PlateError,
     SiteNotFoundError,
     UnsupportedProgramError,
@@ -48,13 +48,6 @@ def normal(z: Tensor) -> Any:
     return dist.Normal(z, 1.0)
 
 
-def text_of(model: Any, guide: Any, kind: type[Exception], **options: Any) -> str:
-    with pytest.raises(BPQError) as caught:
-        TraceBackpropQ_ELBO(**options).loss_and_grads(model, guide)
-    assert isinstance(caught.value, kind)
-    return str(caught.value)
-
-
 DATA: dict[str, tuple[Callable[[Tensor], Any], Tensor, str]] = {
     "column": (normal, torch.zeros(ROWS, 1), "Write obs=data.squeeze(-1), and give the parameters the shape (8,) too."),
     "columns": (lambda z: dist.Normal(z[..., None], 1.0), torch.zeros(ROWS, 1), "Write obs=data.squeeze(-1)"),
@@ -78,15 +71,6 @@ def test_shape_of_data_is_told_with_what_to_write(
     assert f"The data of site 'x' has the shape {tuple(data.shape)}" in text and words in text
     # What to write stands before the table of shapes.
     assert "Trace Shapes" not in text or text.index(words) < text.index("Trace Shapes")
-
-
-def test_the_advice_about_data_is_right() -> None:
-    right = {
-        "column": seeing(normal, torch.zeros(ROWS, 1).squeeze(-1)),
-        "many": seeing(lambda z: dist.Normal(z[..., None].expand(8, 3), 1.0).to_event(1), torch.zeros(ROWS, 3)),
-    }
-    for model in right.values():
-        assert TraceBackpropQ_ELBO().loss_and_grads(model, guide) > 0.0
 
 
 def test_too_small_nesting_that_shows_at_a_value() -> None:
@@ -140,15 +124,6 @@ def test_parameter_out_of_range_says_where_and_which_constraint() -> None:
         "The scale of a Normal that the model makes after the statement 'z' is out of range: look at it there." in text
     )
     assert "constraint=dist.constraints.positive" in text
-
-
-def test_other_errors_of_torch_are_left_alone() -> None:
-    def wrong(z: Tensor) -> Any:
-        return dist.Normal(torch.ones(2) @ torch.ones(3), 1.0)
-
-    with pytest.raises(RuntimeError, match="inconsistent tensor size") as caught:
-        TraceBackpropQ_ELBO().loss_and_grads(seeing(wrong, torch.zeros(ROWS)), guide)
-    assert not isinstance(caught.value, BPQError)
 
 
 def test_a_loss_that_is_nan_names_the_site_where_it_arose() -> None:
@@ -248,20 +223,13 @@ def test_bernoulli_against_categorical_names_both() -> None:
     assert "Write Categorical in the guide, or Bernoulli in the model." in text and "None" not in text
 
 
-def told_by(model: Any, guide: Any, **options: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        TraceBackpropQ_ELBO(**options).loss_and_grads(model, guide)
-    return sorted({str(one.message) for one in found if one.category is BPQWarning})
-
-
 def test_an_infinite_factor_is_named() -> None:
     def model() -> None:
         with pyro.plate("rows", ROWS):
             z = pyro.sample("z", dist.Bernoulli(0.5))
             pyro.factor("f", torch.where(z >= 0, -torch.inf, 0.0))
 
-    (text,) = told_by(model, guide)
+    (text,) = warnings_of(model, guide)
     assert text.startswith("The factor of site 'f' is infinite at 8 of 8 elements")
 
 
@@ -271,14 +239,13 @@ def test_a_misspelt_key_of_infer_is_told() -> None:
             logits = pyro.param("q", torch.zeros(ROWS))
             pyro.sample("z", dist.Bernoulli(logits=logits), infer={"bqp": {"critic": None}, "other": 1})
 
-    (text,) = told_by(seeing(normal, torch.zeros(ROWS)), wrong)
+    (text,) = warnings_of(seeing(normal, torch.zeros(ROWS)), wrong)
     assert "Site 'z' has infer={'bqp': ...}, which nothing reads" in text
 
 
 def test_model_and_guide_in_the_wrong_order_are_told() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        (text,) = told_by(guide, seeing(normal, torch.zeros(ROWS)))
+    with filtered("ignore", UserWarning):
+        (text,) = warnings_of(guide, seeing(normal, torch.zeros(ROWS)))
     assert "The guide observes data at ['x']" in text and "SVI(model, guide, ...)" in text
 
 
@@ -320,13 +287,6 @@ def test_parameters_that_a_torch_optimiser_would_not_see_are_named_once(is_modul
     assert is_module or texts[0].startswith("The parameters ['q'] belong to no module")
 
 
-def test_a_baseline_or_a_class_in_place_of_an_estimator() -> None:
-    for given, words in ((LeaveOneOut(), "write ScoreFunction(LeaveOneOut())"), (ScoreFunction, "ScoreFunction().")):
-        with pytest.raises(OptionError) as caught:
-            TraceBackpropQ_ELBO(estimator=given)  # type: ignore[arg-type]
-        assert words in str(caught.value)
-
-
 def test_a_missing_site_is_guessed_from_many() -> None:
     def model() -> None:
         for t in range(12):
@@ -336,8 +296,7 @@ def test_a_missing_site_is_guessed_from_many() -> None:
         for t in range(12):
             pyro.sample(f"z_{t}", dist.Bernoulli(logits=pyro.param("q", torch.zeros(()))))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with filtered("ignore", UserWarning):
         text = text_of(model, other, SiteNotFoundError)
     assert "Did you mean 'z_0'?" in text and "and 4 more" in text and "'z_11'" not in text
 
@@ -377,7 +336,5 @@ def test_flows_with_and_without_an_inverse(kind: Any, options: dict[str, Any]) -
 
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(**options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BPQWarning)
-        for _ in range(14):
-            elbo.loss_and_grads(model, guide)
+    with filtered("error", BPQWarning):
+        repeat(14, elbo.loss_and_grads, model, guide)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -113,65 +112,12 @@ def test_programs_that_alternate_are_kept() -> None:
     assert known.keys() == now.keys() and all(torch.equal(known[key], now[key]) for key in known)
 
 
-def test_a_large_program_is_kept_beside_another_whatever_the_limit() -> None:
-    elbo = TraceBackpropQ_ELBO(1, learner=CriticLearner(max_idle=0))
-    step(elbo, *"abcd" * 5)
-    assert {key[-1] for key in rows(elbo)} == set("abcd")
-
-
-def test_evaluation_brings_nothing_and_forgets_nothing() -> None:
-    elbo = small()
-    step(elbo, *["a"] * 5)
-    known = copy.deepcopy(dict(elbo.critics.blocks.state_dict()))
-    for name in range(30):
-        elbo.loss(*named(name))
-        elbo.eval()
-        elbo.differentiable_loss(*named(name))
-        elbo.train()
-    now = elbo.critics.blocks.state_dict()
-    assert known.keys() == now.keys() and all(torch.equal(known[key], now[key]) for key in known)
-
-
 def test_what_was_forgotten_starts_anew() -> None:
     elbo = small()
     step(elbo, *["a"] * 5, *range(15))
     assert not any(key.endswith("_a") for key in rows(elbo))
     step(elbo, "a")
     assert all(tensor.max() == 1.0 for key, tensor in tensors(elbo, "a").items() if key.endswith("count"))
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_saved_again_and_again_the_state_is_bounded(is_used: bool) -> None:
-    elbo = small()
-    step(elbo, *["a"] * 5)
-    sizes = []
-    for start in range(0, 90, 15):
-        step(elbo, *range(start, start + 15))
-        state = elbo.state_dict()
-        sizes.append(num_bytes(elbo))
-        elbo = small()
-        elbo.load_state_dict(state)
-        if is_used:
-            step(elbo, start + 14)
-    assert sizes[-1] < 1.1 * sizes[1]
-    assert len(elbo.state_dict()["_extra_state"]["optimizer"]) < 30
-
-
-def test_resuming_keeps_what_running_on_keeps() -> None:
-    def run(resumes: bool) -> dict[str, Tensor]:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        elbo = small()
-        step(elbo, *["a"] * 5, *range(4))
-        if resumes:
-            state = copy.deepcopy(elbo.state_dict())
-            elbo = small()
-            elbo.load_state_dict(state)
-        step(elbo, *range(4, 6), "a", *range(6, 8), "a")
-        return {key: tensor for key, tensor in tensors(elbo, "a").items()}
-
-    whole, resumed = run(False), run(True)
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
 def test_a_step_that_fails_forgets_nothing() -> None:

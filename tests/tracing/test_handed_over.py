@@ -11,7 +11,7 @@ import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.optim import Adam
-from steps import chosen_entries
+from steps import chosen_entries, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -122,8 +122,7 @@ def test_gradients_are_exact_with_trained_critics(kind: type[Whole], options: st
     programs = kind()
     exact = exact_gradient(programs.model, programs.guide)
     elbo = TraceBackpropQ_ELBO(1, **OPTIONS[options])
-    for _ in range(20):
-        elbo.loss_and_grads(programs.model, programs.guide)
+    repeat(20, elbo.loss_and_grads, programs.model, programs.guide)
     found = expected_gradient(elbo.eval(), programs.model, programs.guide)
     assert exact["q"].abs().max() > 1e-3
     for name, gradient in exact.items():
@@ -137,47 +136,25 @@ def test_many_components_over_values_and_draws(options: str, monkeypatch: pytest
     monkeypatch.setattr(debiased_straight_through, "_draw", chosen_entries(noise))
     exact = exact_gradient(programs.model, programs.guide)
     elbo = TraceBackpropQ_ELBO(1, estimator=None if options == "default" else DebiasedStraightThrough())
-    for _ in range(20):
-        elbo.loss_and_grads(programs.model, programs.guide)
+    repeat(20, elbo.loss_and_grads, programs.model, programs.guide)
     assert isinstance(elbo.info["z"]["estimator"], DebiasedStraightThrough)
     found = expected_gradient(elbo.eval(), programs.model, programs.guide, noise=noise)
     assert (found["q"] - exact["q"]).abs().max() < 1e-10
 
 
 def handed(model: Any, guide: Any, steps: int = 4) -> frozenset[str]:
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(steps):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=steps)
     return elbo.runner.plans.last.plan.handed
 
 
 @pytest.mark.parametrize(
     ("kind", "costs"),
-    [
-        (Whole, {"-log p(x)"}),
-        (Both, {"-log p(x)"}),
-        (Prior, {"-log p(z)", "-log p(x)"}),
-    ],
+    [(Whole, {"-log p(x)"}), (Both, {"-log p(x)"}), (Prior, {"-log p(z)", "-log p(x)"})],
     ids=["Whole", "Both", "Prior"],
 )
 def test_only_costs_that_read_it_are_told(kind: type[Whole], costs: set[str]) -> None:
     programs = kind()
     assert handed(programs.model, programs.guide) == costs
-
-
-def test_it_is_known_in_steps_that_are_not_tracked_and_not_kept_where_all_are() -> None:
-    programs = Whole()
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(8):
-        elbo.loss_and_grads(programs.model, programs.guide)
-    assert not elbo.runner.structure.wants_tracking()
-    assert elbo.runner.plans.last.plan.handed == {"-log p(x)"} and [
-        facts.handed for facts in elbo.runner.structure.facts.values()
-    ] == [{"-log p(x)"}]
-    always = TraceBackpropQ_ELBO(structure="dynamic")
-    for _ in range(3):
-        always.loss_and_grads(programs.model, programs.guide)
-    assert always.runner.plans.last.plan.handed == {"-log p(x)"} and not always.runner.structure.facts
 
 
 def test_what_the_model_replays_is_not_handed_over() -> None:
@@ -205,6 +182,5 @@ def test_a_messenger_that_runs_both_as_one_hands_nothing_over() -> None:
     guide = AutoNormalMessenger(model)
     elbo = TraceBackpropQ_ELBO()
     svi = SVI(model, guide, Adam({"lr": 1e-2}), loss=elbo)
-    for _ in range(4):
-        svi.step()
+    repeat(4, svi.step)
     assert elbo.runner.plans.last.plan.handed == frozenset()

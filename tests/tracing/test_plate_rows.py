@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import CASES, Case, fill, real
-from steps import trained
+from steps import filtered, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -209,8 +208,6 @@ def test_nested_plates() -> None:
 def test_no_false_alarm(case: Case) -> None:
     case.params()
     elbo = TraceBackpropQ_ELBO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            elbo.loss_and_grads(case.model, case.guide, *case.args)
+    with filtered("error"):
+        repeat(2, elbo.loss_and_grads, case.model, case.guide, *case.args)
     assert not elbo.runner.structure.crosses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pyro
@@ -10,11 +9,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case, each_case
-from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache, dense_graph, merged_graph
+from steps import filtered, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.errors import BPQWarning, OptionError
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.tracing.structure_cache import StructureCache, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -53,72 +53,6 @@ def test_dynamic_is_always_tracked() -> None:
     assert not cache.is_dynamic(run(BY_NAME["chain"], True)) and not cache.graphs
     steps(cache, BY_NAME["python_branch"], 1)
     assert cache.escapes
-
-
-def fresh(number: int, track: bool) -> TracedRun:
-    """A run of two sites, the second of which does not read the first, with names of its own."""
-
-    def program() -> None:
-        pyro.sample(f"a_{number}", dist.Bernoulli(0.5))
-        pyro.sample(f"b_{number}", dist.Bernoulli(0.5))
-
-    choose = TraceBackpropQ_ELBO().planner.choose
-    return trace_run(program, program, (), {}, TraceOptions(choose, track=track))
-
-
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_programs_with_new_names_do_not_stay_dense(every: int) -> None:
-    cache, dense = StructureCache("auto"), []
-    for number in range(60):
-        if number % every == every - 1:
-            graph = cache.graph(fresh(number, cache.wants_tracking()))
-            dense.append(f"a_{number}" in graph.node(f"b_{number}").parents)
-        else:
-            cache.graph(run(BY_NAME["chain"], cache.wants_tracking()))
-    assert sum(dense) <= 3 and not any(dense[5:])
-    assert len(dense) >= 10
-
-
-def test_new_names_now_and_then_are_tracked_for_a_while() -> None:
-    cache, tracked = StructureCache("auto"), []
-    for number in range(40):
-        tracked.append(cache.wants_tracking())
-        cache.graph(fresh(number, tracked[-1]) if number in (8, 30) else run(BY_NAME["chain"], tracked[-1]))
-    # Dense at 8 and 30, then as long as nothing new has come twice in a row, and four times.
-    assert [n for n, track in enumerate(tracked) if track] == [0, 1, 2, 9, 10, 21, 31, 32, 33, 34]
-
-
-def test_what_is_used_is_not_forgotten() -> None:
-    cache = StructureCache("auto")
-    for _ in range(4):
-        cache.graph(run(BY_NAME["chain"], cache.wants_tracking()))
-    key = run(BY_NAME["chain"], False).key
-    for number in range(300):
-        cache.graph(fresh(number, True))
-        if number % 100 == 0:
-            cache.graph(run(BY_NAME["chain"], number % 200 == 0))
-    assert key in cache.graphs and fresh(0, False).key not in cache.graphs
-    assert len(cache.graphs) == len(cache.reads) == 256
-
-
-def test_rows_are_looked_at_in_first_runs_and_later_looks() -> None:
-    cache = StructureCache("dynamic")
-    looks = []
-    for i in range(102):
-        if cache.follows_rows:
-            looks.append(i)
-        cache.graph(run(BY_NAME["plate"], True))
-    assert looks == [0, 10, 100]
-    cache.crosses = True
-    assert not cache.follows_rows
-
-
-def test_dense_looks_once_for_escapes() -> None:
-    cache = StructureCache("dense")
-    assert steps(cache, BY_NAME["chain"], 10) == [True] + [False] * 9
-    assert not cache.is_dynamic(run(BY_NAME["chain"], False))
-    # A structure that nobody has looked at may be steered by values.
-    assert cache.is_dynamic(run(BY_NAME["diamond"], False)) and not cache.cuts_plates(run(BY_NAME["plate"], False))
 
 
 @each_case(lambda case: case.is_static)
@@ -168,81 +102,17 @@ def drifting() -> tuple[Any, Any, Tensor]:
 
 def test_auto_merges_what_it_sees_and_warns() -> None:
     model, guide, switch = drifting()
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=5)
     switch.fill_(True)
     with pytest.warns(BPQWarning, match=r"-log p\(x\) also reads \['z'\].*dynamic"):
-        for _ in range(20):
-            elbo.loss_and_grads(model, guide)
+        repeat(20, elbo.loss_and_grads, model, guide)
     (graph,) = elbo.runner.structure.graphs.values()
     assert set(graph.parents("-log p(x)")) == {"z", "w"}
     switch.fill_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(200):
-            elbo.loss_and_grads(model, guide)
+    with filtered("error"):
+        repeat(200, elbo.loss_and_grads, model, guide)
     (graph,) = elbo.runner.structure.graphs.values()
     assert set(graph.parents("-log p(x)")) == {"z", "w"}  # a superset is always right
-
-
-def test_graph_of_an_unknown_structure_is_dense_until_it_is_tracked() -> None:
-    cache = StructureCache("auto")
-    steps(cache, BY_NAME["chain"], 4)
-    traced = run(BY_NAME["fork"], cache.wants_tracking())
-    assert traced.reads is None
-    assert cache.graph(traced) == dense_graph(traced)
-    assert cache.wants_tracking()
-
-
-@pytest.mark.parametrize("mode", STRUCTURES)
-def test_graph_without_learning_changes_nothing(mode: str) -> None:
-    cache = StructureCache(mode)
-    before = dict(vars(cache))
-    first = cache.graph(run(BY_NAME["python_branch"], True), learn=False)
-    cache.graph(run(BY_NAME["chain"], False), learn=False)
-    assert cache.graph(run(BY_NAME["python_branch"], True), learn=False) == first
-    assert vars(cache) == before and not cache.graphs
-
-
-def test_merge_is_the_union() -> None:
-    cache = StructureCache("dynamic")
-    model, guide, switch = drifting()
-    case = Case("drifting", model, guide, {}, 4)
-    graphs = []
-    for on in (False, True):
-        switch.fill_(on)
-        graphs.append(cache.graph(run(case, True)))
-    assert graphs[0] != graphs[1]
-    assert merged_graph(run(case, True), graphs) == graphs[1]
-
-
-def test_particles_with_different_graphs_share_the_union() -> None:
-    calls = []
-
-    def model() -> None:
-        calls.append(None)
-        z, w = pyro.sample("z", dist.Bernoulli(0.4)), pyro.sample("w", dist.Bernoulli(0.3))
-        pyro.sample("x", dist.Normal(w + (z if len(calls) % 2 else 0.0), 1.0), obs=torch.tensor(0.7))
-
-    elbo = TraceBackpropQ_ELBO(num_particles=2, structure="dynamic", estimator=ScoreFunction())
-    elbo.loss_and_grads(model, drifting()[1])
-    (plan,) = elbo.runner.plans.plans.values()
-    assert set(plan.graph.parents("-log p(x)")) == {"z", "w"}
-
-
-def test_caches_stay_bounded() -> None:
-    def model(n: int) -> None:
-        pyro.sample("z", dist.Bernoulli(torch.full((n,), 0.4)).to_event(1))
-
-    def guide(n: int) -> None:
-        pyro.sample("z", dist.Bernoulli(torch.full((n,), 0.3)).to_event(1))
-
-    for mode in ("auto", "dense"):
-        elbo = TraceBackpropQ_ELBO(structure=mode, estimator=ScoreFunction())
-        for n in range(1, 300):
-            elbo.differentiable_loss(model, guide, n)
-        assert len(elbo.runner.structure.graphs) <= 256 and len(elbo.runner.plans.plans) <= 64
 
 
 def test_control_flow_is_not_a_matter_of_luck() -> None:
@@ -267,11 +137,6 @@ def test_control_flow_is_not_a_matter_of_luck() -> None:
     assert set(gradients) == {1.0, -0.25}
 
 
-def test_unknown_mode_raises() -> None:
-    with pytest.raises(OptionError, match="'dynamic'"):
-        StructureCache("statc")
-
-
 def test_log_q_reads_nothing_that_was_drawn_later() -> None:
     # All views are of one table: each depends on what chose it, and on nothing that chose another one.
     def chain() -> None:
@@ -279,11 +144,5 @@ def test_log_q_reads_nothing_that_was_drawn_later() -> None:
         for t in range(3):
             z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=table[t, z.long()]))
 
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(chain, chain)
-    assert [elbo.graph.cost(f"log q(z_{t})").parents for t in range(3)] == [
-        ("z_0",),
-        ("z_0", "z_1"),
-        ("z_1", "z_2"),
-    ]
+    elbo = trained(TraceBackpropQ_ELBO(), chain, chain, steps=1)
+    assert [elbo.graph.cost(f"log q(z_{t})").parents for t in range(3)] == [("z_0",), ("z_0", "z_1"), ("z_1", "z_2")]

@@ -70,8 +70,7 @@ def test_draw_depends_on_what_it_was_made_from() -> None:
         a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.1))))
         pyro.sample("b", Shifted(2.0 * a))
 
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=1)
     assert elbo.graph.node("b").parents == ("a",)
     assert "-log p(x)" in elbo.graph.downstream_costs("a")
 
@@ -98,33 +97,8 @@ def test_untraced_site_is_a_node_without_a_cost() -> None:
             exact = exact + (log_a + log_z).exp() * (log_z - log_p)
     exact.backward()
 
-    elbo = TraceBackpropQ_ELBO(50_000, vectorize_particles=True, max_plate_nesting=0)
-    elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(50_000, vectorize_particles=True, max_plate_nesting=0), model, guide, steps=1)
     found = dict(pyro.get_param_store().named_parameters())
     assert elbo.graph.node("z").parents == ("a",)
     for name, expected in (("qa", qa.grad), ("qz", qz.grad)):
         torch.testing.assert_close(found[name].grad, expected, rtol=0.05, atol=0.0)
-
-
-def test_plate_without_a_size_is_as_large_as_its_sites() -> None:
-    """Pyro leaves the batch shapes of such a plate to the program."""
-    data = torch.tensor([0.3, -0.8, 1.4])
-
-    def run(size: int | None, steps: int = 5) -> list[Tensor]:
-        def model() -> None:
-            with pyro.plate("rows", size):
-                z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("pz", torch.tensor(0.1)).expand(3)))
-                pyro.sample("x", dist.Normal(z, 0.8), obs=data)
-
-        def guide() -> None:
-            with pyro.plate("rows", size):
-                pyro.sample("z", dist.Bernoulli(logits=pyro.param("qz", torch.zeros(3))))
-
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
-        elbo = TraceBackpropQ_ELBO(num_particles=2)
-        for _ in range(steps):
-            elbo.loss_and_grads(model, guide)
-        return [leaf.grad for _, leaf in pyro.get_param_store().named_parameters()]
-
-    torch.testing.assert_close(run(None), run(3))
