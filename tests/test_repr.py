@@ -10,6 +10,8 @@ from typing import Any
 import pyro
 import pytest
 import torch
+from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.structure_cache import StructureCache
 from steps import CHAIN, trained
 
 import pyro_bpq
@@ -19,8 +21,6 @@ from pyro_bpq.diagnostics.render import render_network, render_scg
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import ChoiceNoise
-from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.structure_cache import StructureCache
 
 
 def imported() -> Iterator[Any]:

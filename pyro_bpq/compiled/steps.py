@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bpq.compiled.arguments import Arguments
 from pyro_bpq.compiled.backends import outdated
-from pyro_bpq.compiled.calls import Arguments, Call, in_words, kind_of, reach
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import fingerprint, first_line, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
+from pyro_bpq.record.key import Call, in_words, kind_of, reach
 
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3

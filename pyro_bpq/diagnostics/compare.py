@@ -240,7 +240,7 @@ def _probe(program: Program) -> tuple[bool, bool]:
 
 def _escapes(elbo: Any) -> bool:
     """Whether an ELBO saw values leave torch; ELBOs of other libraries do not look."""
-    return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.structure.escapes)
+    return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.recordings.escapes)
 
 
 def _truth(program: Program, num_particles: int, num_warmup: int, limits: dict[str, Any]) -> Truth:
@@ -267,7 +267,7 @@ def _warm_up(elbo: Any, program: Program, steps: int) -> int:
     taken, is_open = 0, is_own and elbo.particles.is_open
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The number of particles has to stay: moments and times would be those of different numbers.
-        while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(program)):
+        while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(elbo.runner)):
             take_step(elbo, program, reader)
             taken += 1
     return taken

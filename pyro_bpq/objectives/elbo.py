@@ -24,7 +24,6 @@ from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.observation import Mode
 from pyro_bpq.objectives.options import check_counts, planner_of
 from pyro_bpq.objectives.planned import PlannedObjective
-from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import listed, short_call
@@ -190,13 +189,12 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         return {**super().recorded_options(), "kl": self.analytic_kl}
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns."""
+        """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns."""
         with torch.no_grad():
-            program = self._prepared(Program(model, guide, args, kwargs))
-            particles = self.particles.for_evaluation
-            programs = programs_of(program, particles)
-            losses = [self.runner.trace(each, particles, self.num_steps).run.loss for each in programs]
-            loss = sum(losses[1:], losses[0]) / particles.number
+            seen = self.particles.observe(
+                self.runner, self._prepared(Program(model, guide, args, kwargs)), self.mode(False)
+            )
+            loss = seen.loss / self.num_particles
         warn_if_nan(loss, "loss")
         return float(loss.item())
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,22 +20,20 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
-from pyro_bpq.objectives.programs import programs_of, traced_with
+from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.plan.written import unread_options
-from pyro_bpq.reruns.rows_apart import rows_that_meet
+from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.reruns.further import further_particles
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
 from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
 
 MEANS = ("geometric", "arithmetic", None)
-# So many structures of a program are looked at for rows that meet. Programs that values steer have many.
-_JUDGED = 3
 _NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."
 
 
@@ -172,54 +169,58 @@ class TraceBackpropQ_IWAE(Objective):
 class BoundRunner(Runner):
     """Runs the programs of a bound, whose rows are those of a plate if it has a name.
 
+    MEANS = ("geometric", "arithmetic", None)
+    _NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."
+
+    def trace(
+        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
+    ) -> TracedRun:
+
     Attributes:
         estimators: The estimators of the sites that were met last; empty before the first step.
     """
 
     def __init__(self, plate: str | None) -> None:
         self.plate, self.noise = plate, NoiseSource(0)
+        self.recordings = Recordings("auto")
         self.estimators: dict[str, Estimator] = {}
         # The plate of the rows by structure.
         self._rows: dict[Any, Plate | None] = {}
 
     def trace(
-        self,
-        program: Program,
-        particles: Particles,
-        num_steps: int,
-        *,
-        warns: bool = True,
-        put: Callable[[Any], Any] = lambda part: part,
+        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
     ) -> TracedRun:
-        """Runs a program once."""
-        model, guide, args, kwargs = program
-        return trace_run(put(model), put(guide), args, kwargs, self._options(particles, warns))
-
-    def _options(self, particles: Particles, warns: bool = True) -> TraceOptions:
-        return TraceOptions(_choose, particles.nesting, particles.number, warns=warns)
+        """Runs a program once, recorded with ``track``."""
+        call = self.recordings.call
+        options = TraceOptions(_choose, particles.nesting, particles.number, warns=warns, track=track, call=call)
+        return trace_run(*program, options)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
+        recordings, number = self.recordings, particles.in_call
+        record = not mode.is_recorded and recordings.wants(number)
+        first, *others = programs_of(program, particles)
+        runs = [self.trace(first, particles, mode.num_steps, record)]
+        if record:
+            recordings.graph(runs[0], number, mode.learning)
+            # Rows and particles that meet are told once.
+            recordings.now.next = math.inf
         if particles.is_hidden:
-            programs, single = [program], replace(particles, number=1, is_hidden=False)
-            runs = tuple(trace_particles(*program, self._options(particles), is_checked=mode.is_checked))
+            recorded = recordings.recorded(runs[0], 1)
+            runs += further_particles(recorded, runs[0], recordings.call, particles.number - 1)
         else:
-            programs, single = [*programs_of(program, particles)], particles
-            runs = tuple(self.trace(each, particles, mode.num_steps) for each in programs)
-        is_new = len(self._rows) < _JUDGED and runs[0].key not in self._rows
-        if self.plate is not None and runs[0].entries and is_new and not mode.is_recorded:
-            self._warn_of_rows(self.plate, runs[0], programs[0], single, mode.num_steps)
-        return Observation(runs)
+            runs += [self.trace(each, particles, mode.num_steps) for each in others]
+        if self.plate is not None and record and runs[0].entries:
+            self._warn_of_rows(self.plate, runs[0])
+        return Observation(tuple(runs))
 
-    def _warn_of_rows(self, plate: str, run: TracedRun, program: Program, particles: Particles, num_steps: int) -> None:
-        """Warns if a row of the plate reads values of other rows, which runs at other values show."""
-        trace = traced_with(self, particles, num_steps)
+    def _warn_of_rows(self, plate: str, run: TracedRun) -> None:
+        """Warns if a row of the plate reads values of other rows."""
         _row_plate(run, plate)  # an error where a site is not in it
-        judged = replace(run, unfollowed=dict.fromkeys(run.run.costs, (plate,)))
-        met = rows_that_meet(trace, program, judged, True, num_steps, is_first=True)
+        met = [cost for cost, (where, _) in run.met.items() if where == plate]
         if met:
             warnings.warn(
-                f"Rows of the plate {plate!r} meet in {next(iter(met))}: a row of it reads values of other rows. With "
+                f"Rows of the plate {plate!r} meet in {met[0]}: a row of it reads values of other rows. With "
                 f"plate={plate!r} each row has weights of its own, so that the gradient is biased. Write plate=None, "
                 "or keep the rows apart.",
                 BPQWarning,

@@ -372,6 +372,7 @@ class Objective(ELBO, nn.Module):
         keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
         return Mode(
             learning=learning,
+            settles=self.training,
             num_steps=self.num_steps,
             by_value=keeps,
             goes_back=goes_back and not (self.retain_graph or self.analytic_kl),
@@ -477,13 +478,11 @@ class Objective(ELBO, nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        particles = {"particles": self.particles.open_state, "nesting": self.particles.nesting}
-        return {**self.trainer.state_dict(), **particles}
+        return {**self.trainer.state_dict(), "nesting": self.particles.nesting}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.trainer.load_state_dict(state)
-        self.particles.open_state = state["particles"]
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles

@@ -3,13 +3,15 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.record.key import Call, reach
+from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import ExactSum
 from pyro_bpq.step.program_order import RunInOrder
@@ -23,14 +25,13 @@ class Mode:
     """What a step is for."""
 
     learning: bool = False  # whether anything learns from it
+    settles: bool = False  # whether it may settle how particles run: in training mode, also for a loss alone
     num_steps: int = 0  # number of steps taken
     # Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
     by_value: bool = False
     # Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
     goes_back: bool = False
     has_ranks: bool = False  # whether other processes learn along
-    # Whether particles that run in a hidden dimension are looked at for what they leave behind.
-    is_checked: bool = False
     # Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
     is_recorded: bool = False
     # Whether the step needs nothing but costs in program order, where that is all that is known.
@@ -111,37 +112,35 @@ class Runner(ABC):
     """Runs the programs of a step.
 
     Attributes:
+        recordings: What is known of the structures of the programs, and when runs are recorded.
         noise: Source of what estimators draw themselves.
     """
 
+    recordings: Recordings
     noise: NoiseSource
 
     @property
     def parts(self) -> Sequence[Any]:
         """The objects in which a step notes what it finds out."""
-        return (self,)
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the next runs are tracked."""
-        return False
+        return (self, self.recordings)
 
     @property
     def is_settled(self) -> bool:
         """Whether the next run does what the last one did, as far as is known."""
         return True
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the programs may call modules with buffers."""
-        return True
+    def meet(self, program: Program, mode: Mode) -> None:
+        """Looks at a call before its programs run; a step that is compiled was looked at before."""
+        if not mode.is_recorded:
+            self.recordings.meet(reach(program._asdict()))
 
     def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        """Why the programs are not compiled, as the end of a sentence; empty if they are."""
         return ""
 
-    def look_again(self) -> None:  # noqa: B027 # some look at nothing
-        """Looks at the structure in the next run: what is known may no longer be so."""
+    def look_again(self) -> None:
+        """Records the next run: what is known may no longer be so."""
+        self.recordings.look_again()
 
     def forget_last(self) -> None:  # noqa: B027 # some keep nothing
         """Forgets the last step: the next one is planned anew."""
@@ -158,17 +157,15 @@ class Runner(ABC):
         """Why that number is 1, in words."""
         return "each step is recorded alone"
 
+    def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
+        """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
+        return True
+
     @abstractmethod
     def trace(
-        self,
-        program: Program,
-        particles: Particles,
-        num_steps: int,
-        *,
-        warns: bool = True,
-        put: Callable[[Any], Any] = lambda part: part,
+        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
     ) -> TracedRun:
-        """Runs a program once; ``put`` wraps model and guide, ``warns`` says whether likely mistakes are told."""
+        """Runs a program once, recorded with ``track``; ``warns`` says whether likely mistakes are told."""
 
     @abstractmethod
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.plan.rules import plain_score
+from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.tracer import run_in_order
 from pyro_bpq.tracing.watch import TraceOptions
 
 
 def ordered_by_option(
-    planner: Planner, structure: StructureCache, program: Program, options: TraceOptions, learning: bool
+    planner: Planner, recordings: Recordings, program: Program, options: TraceOptions, learning: bool
 ) -> Observation | None:
     """A step in program order that an option asks for; ``None``, and nothing drawn, if an estimator needs more."""
     draws = Draws()
     ordered = ordered_runs(planner, _runs(program, options))
     if learning:
-        structure.settle_order(ordered is not None)
+        recordings.settle_order(ordered is not None)
     if ordered is None:
         draws.again()
         return None
@@ -31,7 +31,7 @@ def ordered_by_option(
 
 
 def ordered_by_rules(
-    planner: Planner, structure: StructureCache, program: Program, options: TraceOptions, learning: bool
+    planner: Planner, recordings: Recordings, program: Program, options: TraceOptions, learning: bool
 ) -> Observation:
     """A step in program order that follows from the rules, not from an option.
 
@@ -40,7 +40,7 @@ def ordered_by_rules(
     """
     runs = _runs(program, options)
     if learning:
-        structure.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
+        recordings.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
     ordered = tuple(served_alike(run, plain_score(len(runs))) for run in runs)
     return Observation((), (), ordered, is_lone=len(runs) == 1)
 

@@ -1,182 +1,308 @@
-r"""How many particles run, and in which way: a number that the user has given, or one that is left open."""
+r"""How many particles run, and in which way: a number that the user has given, or one that is left open.
+
+A number that is left open is found where a call looks new. One particle runs, and is recorded; its plan tells how many
+the program is good for. They run in the first of these ways that serves:
+
+    in a plate           the recording proves that particles keep apart, and one of them costs what it costs alone
+    in one call          the recording of one particle runs for all others at once
+    one after the other  only a number that the user has given
+
+Where the loss can be summed over all values, a later step does that in their place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import pyro
+import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 
+from pyro_bpq.errors import BPQWarning, ParticlesDifferError, StructureChangedError, TooManyOutcomesError
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
-from pyro_bpq.objectives.open_number import OpenNumber
-from pyro_bpq.objectives.programs import compared_alone, make_parameters
-from pyro_bpq.reruns.apart import Together
-from pyro_bpq.reruns.comparisons import TrackedRuns, is_due
+from pyro_bpq.plan.particles import num_drawn_steps
+from pyro_bpq.record.key import Call
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
+from pyro_bpq.tracing.sandbox import Draws
+from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
-
-
-class GivenNumber:
-    """Runs a number of particles that the user has given, in the first of these ways that serves.
-
-        in a plate                as vectorize_particles=True asks; the program computes the same costs for each of them
-        in a hidden dimension     where it does not
-        one after the other       where it does not run in hiding either, or vectorize_particles=False
-
-    Attributes:
-        now: How they run at present.
-        proved: Structures whose particles were proved to keep apart in a plate.
-        tracked: The tracked runs so far, whose structure may be new.
-        said: What was settled last, and why; empty before.
-    """
-
-    def __init__(self) -> None:
-        self.now, self.proved, self.said = Particles(), Together(), ""
-        self.tracked = TrackedRuns()
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """What finds things out in a step."""
-        return self, self.proved, self.tracked
-
-    def is_settled(self) -> bool:
-        """Whether their way is settled."""
-        return not self.now.has_plate or not self.proved.is_empty
-
-    def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and the signals of their sites."""
-        if self.now.has_plate:
-            return self._in_plate(runner, program, mode)
-        if self.now.is_hidden:
-            return self._hidden(runner, program, mode)
-        return runner.observe(program, self.now, mode)
-
-    def _in_plate(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """Particles in a plate; those that do not keep apart there run in another way from now on."""
-        draws, when, mixes = Draws(), (mode.learning, mode.num_steps), False
-        if self.proved.is_empty and isinstance(poutine.unwrap(program.guide), Messenger):
-            # Such guides of Pyro make parameters in the shape of their first run.
-            make_parameters(runner, program, Particles(nesting=self.now.nesting - 1), mode.num_steps)
-        lends = (self.proved.is_wanted(*when) or runner.is_looking) and runner.has_buffers
-        with LentBuffers() if lends else contextlib.nullcontext() as lent:
-            found = runner.observe(program, self.now, mode)
-            many, is_new = found.runs[0], self.tracked.may_be_new(found.runs[0])
-            if not mode.is_recorded and (is_new or many.mixes or not self.proved.knows(many.key, *when)):
-                compared = compared_alone(runner, program, self.now, many, mode.num_steps)
-                mixes = self.proved.mixes(compared, mode.num_steps, is_new)
-            if lent is not None and not mixes:
-                lent.keep()
-        if not mixes:
-            return found
-        draws.again()
-        runner.forget_last()
-        is_hidden = not (found.runs[0].user_costs or found.runs[0].enumerated)
-        self.now = Particles(self.now.number, False, is_hidden, self.now.nesting - 1)
-        way = "in a dimension that the program does not see" if is_hidden else "one after the other"
-        self._say(f"{self.now.number} particles run {way}. In a plate the costs of one depend on the others.")
-        return self.observe(runner, program, replace(mode, is_checked=True))
-
-    def _hidden(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """Particles in hiding; those that do not run there run one after the other from now on."""
-        draws = Draws()
-        is_checked = mode.is_checked or is_due(mode.num_steps) or runner.is_looking
-        hidden = replace(mode, is_checked=is_checked and not mode.is_recorded)
-        with Trial() as trial:
-            found = runner.observe(program, self.now, hidden)
-        if not (trial.reason or trial.created):
-            return found
-        draws.again()
-        apart = replace(self.now, is_hidden=False)
-        if not trial.created:
-            self.now = apart
-            self._say(f"{apart.number} particles run one after the other. They do not run in hiding.")
-        return runner.observe(program, apart, hidden)
-
-    def _say(self, text: str) -> None:
-        self.said = text
-        LOG.info("%s", text)
 
 
 class ParticleCount:
     """Holds the number of an objective's particles, and the way in which they run.
 
     Attributes:
-        given: Runs a number that the user has set.
-        open: Settles a number that is left open.
-        is_open: Which of the two it is.
+        written: What the user has written.
+        is_open: Whether the number is left open.
+        now: How particles ran last.
+        said: What was settled last, and why; empty before.
     """
 
     def __init__(self) -> None:
-        self.given, self.open, self.is_open = GivenNumber(), OpenNumber(), False
+        self.written = self.now = Particles()
+        self.is_open, self.said = False, ""
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""
-        return (self, *self._used.parts)
-
-    @property
-    def _used(self) -> GivenNumber | OpenNumber:
-        return self.open if self.is_open else self.given
-
-    @property
-    def now(self) -> Particles:
-        """How particles run at present."""
-        return self._used.now
+        return (self,)
 
     @property
     def nesting(self) -> float:
         """Bound on the number of nested plates, without that of the particles."""
-        return self.now.nesting - self.now.is_vectorized
+        return self.written.nesting - self.written.is_vectorized
+
+    @property
+    def one(self) -> Particles:
+        """One particle."""
+        return Particles(nesting=self.nesting)
 
     @property
     def drawn(self) -> Particles:
         """The particles of a run that draws: one where the loss is summed over all values."""
-        return self.open.one if self.now.sums else self.now
-
-    @property
-    def for_evaluation(self) -> Particles:
-        """One particle for programs that nothing is settled for: those of an evaluation may be others."""
-        return self.open.one if self.is_open else self.now
-
-    @property
-    def said(self) -> str:
-        """What was settled last, and why; empty before."""
-        return self._used.said
-
-    def is_settled(self, program: Program) -> bool:
-        """Whether number and way are settled for a program."""
-        return self.open.is_settled(program) if self.is_open else self.given.is_settled()
-
-    def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and the signals of their sites."""
-        return self._used.observe(runner, program, mode)
+        return self.one if self.now.sums else self.now
 
     def change(self, **changes: Any) -> None:
         """Sets options of the user's own; a number that is set is no longer open."""
-        now = replace(self.drawn, **changes)
+        self.written = replace(self.written, **changes)
         self.is_open = self.is_open and "number" not in changes
-        self._used.now = now
+        self.now = self.written
 
     def leave_open(self) -> None:
-        """Leaves the number open, from one particle on."""
-        self.open, self.is_open = OpenNumber(self.now.nesting), True
+        """Leaves the number open."""
+        self.is_open = True
 
     def close(self) -> None:
         """One particle from now on, where the number is open: with more, sites in rows of data have no critics."""
         if self.is_open:
-            self.given.now, self.is_open = self.open.one, False
+            self.written = self.now = self.one
+            self.is_open = False
 
-    @property
-    def open_state(self) -> tuple[Any, ...] | None:
-        """What was settled of an open number; ``None`` of a given one."""
-        return self.open.state if self.is_open else None
+    def is_settled(self, runner: Runner) -> bool:
+        """Whether number and way are settled for the call that was looked at last."""
+        now = runner.recordings.now
+        return not self.is_open or (now.particles is not None and (now.particles.sums or not now.may_sum))
 
-    @open_state.setter
-    def open_state(self, state: tuple[Any, ...] | None) -> None:
-        if self.is_open:
-            self.open.reset(state)
+    def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
+        """The runs of a step, and the signals of their sites."""
+        runner.meet(program, mode)
+        way = runner.recordings.now.particles
+        if not self.is_open:
+            self.now = way or self.written
+            return runner.observe(program, self.now, mode) if way else self._given(runner, program, mode)
+        if way is None and not mode.settles:
+            self.now = self.one
+            return runner.observe(program, self.now, mode)
+        if way is not None and way.sums:
+            return self._summed(runner, program, way, mode)
+        found = None if way is not None else self._like_before(runner, program, mode)
+        if way is not None:
+            self.now = way
+            found = runner.observe(program, way, mode)
+        found = found or self._first(runner, program, mode)
+        if mode.learning and not (mode.is_recorded or found.ordered):
+            self._turn_to_sums(runner, found.runs[0], mode)
+        return found
+
+    def _use(self, runner: Runner, way: Particles) -> None:
+        """Settles how the particles of such calls run."""
+        self.now = runner.recordings.now.particles = way
+
+    def _say(self, *texts: str) -> None:
+        self.said = " ".join(texts)
+        LOG.info("%s", self.said)
+
+    # A number that the user has given.
+
+    def _given(self, runner: Runner, program: Program, mode: Mode) -> Observation:
+        """Particles as the user has written; those that do not keep apart in a plate run in another way."""
+        draws, self.now = Draws(), self.written
+        if self.now.has_plate and isinstance(poutine.unwrap(program.guide), Messenger):
+            # Such guides of Pyro make parameters in the shape of their first run.
+            make_parameters(runner, program, self.one, mode.num_steps)
+            runner.meet(program, mode)
+        found = runner.observe(program, self.now, mode)
+        mixed = found.runs[0].mixes if self.now.has_plate and found.runs else None
+        if mixed is None:
+            if not mode.is_recorded:
+                self._use(runner, self.now)
+            return found
+        cost, why = mixed
+        reason = f"{cost} reads values of other particles"
+        if why:
+            reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
+        refused = [f"{self.now.number} particles do not run in a plate: {reason}."]
+        draws.again()
+        runner.forget_last()
+        apart = replace(self.now, is_vectorized=False, nesting=self.nesting)
+        hidden = (
+            None if found.runs[0].user_costs else self._tried(runner, program, replace(apart, is_hidden=True), mode)
+        )
+        way = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
+        self._say(*refused, f"They run {way}.")
+        warnings.warn(
+            f"Particles run {way}, because {reason}. Look at the dimensions in which the program of {cost} reduces or "
+            "indexes, as by z.sum() or z[0]: those of particles and plates lie on the left.",
+            BPQWarning,
+            stacklevel=2,
+        )
+        if hidden is not None:
+            return hidden
+        self._use(runner, apart)
+        return runner.observe(program, apart, mode)
+
+    # A number that is left open.
+
+    def _first(self, runner: Runner, program: Program, mode: Mode) -> Observation:
+        """The step of a call that looks new: one particle shows what number the program is good for."""
+        start, call, self.now = torch.get_rng_state(), runner.recordings.call, self.one
+        found = runner.observe(program, self.one, mode)
+        number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
+        if number == 1:
+            why = "sampled values steer the program" if found.ordered else runner.why_one(found.runs[0])
+            self._use(runner, self.one)
+            self._say(f"One particle runs, because {'several processes learn' if mode.has_ranks else why}.")
+            return found
+        one = found.runs[0]
+        end, refused = torch.get_rng_state(), list[str]()
+        plate = Particles(number, True, False, 1 + self._nesting(one))
+        if one.recorded is not None:
+            one.recorded.recording.undo()
+        for way in (plate, Particles(number, False, True, self.nesting)):
+            torch.set_rng_state(start)
+            many = self._tried(runner, program, way, mode, (one, call), refused)
+            if many is not None:
+                self._say(f"{number} particles run {way.way}.", *refused)
+                return many
+        torch.set_rng_state(end)
+        self._say("One particle runs.", *refused)
+        runner.meet(program, mode)
+        self._use(runner, self.one)
+        return found
+
+    def _like_before(self, runner: Runner, program: Program, mode: Mode) -> Observation | None:
+        """The step of a call that looks new, with the particles of the last one, if its structure is no news."""
+        if not self.now.has_plate or self.now.sums or mode.is_recorded:
+            return None
+        draws, way = Draws(), self.now
+        found = self._tried(runner, program, way, mode, is_known=True)
+        if found is None:
+            draws.again()
+            runner.meet(program, mode)
+        return found
+
+    def _tried(
+        self,
+        runner: Runner,
+        program: Program,
+        way: Particles,
+        mode: Mode,
+        one: tuple[TracedRun, Call] | None = None,
+        refused: list[str] | None = None,
+        is_known: bool = False,
+    ) -> Observation | None:
+        """The step of many particles in some way; ``None``, and why, where they do not run so.
+
+        ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be that of an earlier call.
+        """
+        created, reason = set(pyro.get_param_store().keys()), ""
+        known = {*runner.recordings.known}
+        runner.meet(program, mode)
+        try:
+            with _silenced():
+                found = runner.observe(program, way, mode)
+            run = found.runs[0] if found.runs else None
+            if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):
+                return None
+            reason = self._difference(runner, program, run, way, one) if way.has_plate else ""
+        except (StructureChangedError, TooManyOutcomesError):
+            raise
+        except Exception as error:  # a program may fail in any way at values of another shape
+            reason = str(error).split("\n")[0]
+            if not isinstance(error, ParticlesDifferError):
+                reason = f"it failed: {reason}"
+        if not reason:
+            self._use(runner, way)
+            return found
+        for name in set(pyro.get_param_store().keys()) - created:
+            # They may have the shape of many particles.
+            del pyro.get_param_store()[name]
+        if refused is not None:
+            where = "in one call" if way.is_hidden else "in a plate"
+            refused.append(f"{way.number} particles do not run {where}: {reason.rstrip('.')}.")
+        return None
+
+    def _difference(
+        self, runner: Runner, program: Program, run: TracedRun, way: Particles, one: tuple[TracedRun, Call] | None
+    ) -> str:
+        """What tells a particle among others from one on its own; empty where nothing does."""
+        if run.mixes is not None:
+            cost, why = run.mixes
+            return f"{cost} reads them by {why!r}" if why else f"{cost} of a particle reads values of others"
+        if one is None or runner.is_alike(run, one[0], way, one[1]):
+            return ""
+        return "the costs of a particle depend on the particles that it runs with"
+
+    def _nesting(self, one: TracedRun) -> float:
+        """Bound on the number of nested plates, from a run of one particle."""
+        return one.batch_ndim if math.isinf(self.nesting) else self.nesting
+
+    # Sums over all values.
+
+    def _turn_to_sums(self, runner: Runner, traced: TracedRun, mode: Mode) -> None:
+        """Sums from a step on that is fixed beforehand, where the loss can be summed over all values."""
+        now, way = runner.recordings.now, self.now
+        if not now.may_sum or way.is_hidden or mode.asks_for_more:
+            return
+        rows = runner.rows_for(traced, way.number)
+        now.may_sum = rows > 0
+        if rows and mode.num_steps + 1 >= num_drawn_steps(traced):
+            nesting = way.nesting if way.has_plate else 1 + self._nesting(traced)
+            now.unsummed = way
+            now.particles = Particles(rows, True, False, nesting, sums=True, is_compact=True)
+
+    def _summed(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
+        """The step whose loss is summed over all values; particles are drawn where that fails."""
+        now, draws, reason = runner.recordings.now, Draws(), ""
+        if mode.asks_for_more:
+            return runner.observe(program, self.one, mode)
+        self.now = way
+        try:
+            with _silenced():
+                return runner.observe(program, way, mode)
+        except (StructureChangedError, TooManyOutcomesError):
+            raise
+        except Exception as error:  # a program may fail in any way at values of another shape
+            reason = str(error).split("\n")[0].rstrip(".")
+        draws.again()
+        now.particles = replace(way, is_compact=False) if way.is_compact else now.unsummed
+        if not way.is_compact:
+            now.may_sum = False
+            self._say(f"The loss is not summed over all values: {reason}.")
+        return self.observe(runner, program, mode)
+
+
+def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:
+    """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
+    draws = Draws()
+    with torch.no_grad():
+        run = runner.trace(program, one, num_steps, track=True)
+    if run.recorded is not None:
+        run.recorded.recording.undo()
+    draws.again()
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Leaves out our own warnings: a run of one particle has given them in the same step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BPQWarning)
+        yield

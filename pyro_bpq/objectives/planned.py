@@ -63,7 +63,7 @@ class PlannedObjective(Objective):
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
-        return {"planner": self.planner, "graphs": [*self.runner.structure.graphs.values()]}
+        return {"planner": self.planner, "graphs": [known.graph for known in self.runner.recordings.known.values()]}
 
     @property
     def _needs_nesting(self) -> bool:
@@ -110,7 +110,7 @@ class PlannedObjective(Objective):
         with isolated(seed, hides_params=False), SkipCosts():
             programs = programs_of(self._prepared(program), self.particles.now)
             runs = [self.run_program(each) for each in programs]
-            members = stacked(runs, self.runner.structure.is_dynamic(runs[0]))
+            members = stacked(runs, self.runner.recordings.is_dynamic(runs[0]))
             return [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in members]
 
     # What can be looked at.
@@ -156,9 +156,11 @@ class PlannedObjective(Objective):
         return None if self.trainer.replayer is None else self.trainer.replayer.buffer
 
     def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does, tracked only where sampled values steer them."""
-        track = self.runner.structure.always_tracks
-        return self.runner.trace(program, self.particles.drawn, self.num_steps, track)
+        """Runs guide and model as a step does."""
+        runner, particles = self.runner, self.particles.drawn
+        runner.meet(program, self.mode(learning=False))
+        record = runner.recordings.wants(particles.in_call)
+        return runner.trace(program, particles, self.num_steps, record)
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
@@ -183,11 +185,10 @@ class PlannedObjective(Objective):
         return [(name, plan.estimator(name), plan.critic(name)) for name in (plan.layout.specs if plan else ())]
 
     def _runs(self) -> str:
-        plan, said = self.plan, self.runner.structure.said
+        plan, said = self.plan, self.runner.recordings.said
         if plan.sums and plan.summed is not None:
             return f"guide and model once, in {plan.summed.rows} rows that tell all values."
-        extra = self.runner.row_runs.said if plan.flips or plan.held else ""
-        return " ".join(filter(None, ["guide and model.", extra, said, *plan.notes]))
+        return " ".join(filter(None, ["guide and model.", self.runner.recordings.when(), said, *plan.notes]))
 
     @property
     def settled(self) -> tuple[str, ...]:
@@ -198,11 +199,11 @@ class PlannedObjective(Objective):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        known = {"num_noises": self.num_noises, "structure": self.runner.structure.state_dict()}
+        known = {"num_noises": self.num_noises, "structure": self.runner.recordings.state_dict()}
         return {**super().get_extra_state(), **known}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         super().set_extra_state(state)
         self.num_noises = state["num_noises"]
-        self.runner.structure.load_state_dict(state["structure"])
+        self.runner.recordings.load_state_dict(state["structure"])

@@ -43,7 +43,7 @@ class Recordable:
         """Whether structure and particles are settled for a program."""
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
-        return not is_waiting and objective.particles.is_settled(program) and objective.runner.is_settled
+        return not is_waiting and objective.particles.is_settled(objective.runner) and objective.runner.is_settled
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""

@@ -2,8 +2,8 @@ r"""Runs the programs of a step, plans what is done on their structure, and coll
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,24 +16,25 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.ordered import ordered_by_option, ordered_by_rules, ordered_runs
-from pyro_bpq.objectives.programs import programs_of, traced_with
+from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
-from pyro_bpq.reruns.apart import tracked_alone
+from pyro_bpq.record.graphs import merged_graph
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.tape import RecordingError
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.row_runs import RowRuns
-from pyro_bpq.reruns.rows_apart import plated_costs, rows_that_meet
+from pyro_bpq.reruns.further import further_particles
+from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.hidden_particles import trace_particles
-from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
-from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, UngraphedBuffers
-from pyro_bpq.tracing.structure_cache import StructureCache, merged_graph
+from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
@@ -49,14 +50,10 @@ class StepRunner(Runner):
 
     Attributes:
         plans: The plans of the structures met so far.
-        structure: What is known of these structures.
-        row_runs: How the extra runs of the model are carried out.
+        recordings: What is known of these structures, and when runs are recorded.
         noise: Source of what estimators draw themselves.
-        reached: The plain values that the programs can reach besides their arguments.
         num_zeros: Largest number of probabilities of zero in a summed step whose gradient was looked at.
     """
-
-    noise: NoiseSource
 
     def __init__(
         self,
@@ -67,63 +64,58 @@ class StepRunner(Runner):
         enumerates: bool = False,
         warns: bool = True,
     ) -> None:
-        self.plans, self.structure, self.row_runs = PlanCache(planner), StructureCache(structure), RowRuns()
-        self.noise, self.critics = NoiseSource(critics.seed), critics
-        self.num_zeros, self.reached = 0, ReachedValues()
+        self.plans, self.recordings = PlanCache(planner), Recordings(structure)
+        self.noise, self.critics, self.num_zeros = NoiseSource(critics.seed), critics, 0
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""
-        return self.structure, self.plans, self.row_runs, self.noise
+        return self.recordings, self.plans, self.noise
 
     @property
     def said(self) -> tuple[str, ...]:
-        """What was settled last of the extra run and of tracking; empty where nothing was."""
-        return tuple(filter(None, (self.row_runs.said, self.structure.said)))
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the programs may call modules with buffers."""
-        return self.plans.last is None or self.plans.last.plan.has_buffers
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the next runs are tracked."""
-        return self.structure.wants_tracking()
+        """What was settled last of recording; empty where nothing was."""
+        return (self.recordings.said,) if self.recordings.said else ()
 
     @property
     def is_settled(self) -> bool:
         """Whether the next run does what the last one did, as far as is known."""
-        return self.plans.last is not None and not self.structure.wants_tracking()
+        return self.plans.last is not None and not self.recordings.always
 
     def refuses_recording(self) -> str:
-        """Steps that are tracked are not recorded."""
-        if not self.structure.always_tracks:
+        """Steps of programs that values steer are not compiled."""
+        recordings = self.recordings
+        if not recordings.always:
             return ""
-        if self.structure.mode == "dynamic":
-            return 'structure="dynamic" tracks every step'
-        return f"sampled values of {', '.join(self.structure.escaping) or 'a site'} steer Python, or leave torch"
-
-    def look_again(self) -> None:
-        """Tracks the next run."""
-        self.structure.look_again()
+        if recordings.mode == "dynamic":
+            return 'structure="dynamic" records every step'
+        return f"sampled values of {', '.join(recordings.escaping) or 'a site'} steer Python, or leave torch"
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
         self.plans.forget_last()
 
+    def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
+        """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
+        recorded = self.recordings.recorded(run, particles.number)
+        if recorded is None or one.recorded is None:
+            return True
+        values = Values((recorded,), one.recorded, (run,), call, int(particles.nesting))
+        return is_alike(values, particles.number - 1)
+
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
         """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         plan = self._static_plan(traced)
-        return 1 if plan is None else num_particles_for(plan, traced, particles, self.structure.work_of(traced))
+        recorded = self.recordings.recorded(traced, particles)
+        return 1 if plan is None else num_particles_for(plan, traced, particles, recorded and recorded.work)
 
     def why_one(self, traced: TracedRun) -> str:
         """Why that number is 1, in words."""
         plan = self._static_plan(traced)
         if plan is not None:
             return plan.alone
-        is_asked = self.structure.mode == "dynamic"
+        is_asked = self.recordings.mode == "dynamic"
         return 'you wrote structure="dynamic"' if is_asked else "sampled values steer the program"
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
@@ -132,8 +124,8 @@ class StepRunner(Runner):
         return 0 if plan is None else num_rows_for(plan, traced, particles)
 
     def _static_plan(self, traced: TracedRun) -> Plan | None:
-        """The last plan; ``None`` if values steer the program, or its structure is tracked at every step."""
-        if self.plans.last is None or self.structure.is_dynamic(traced) or self.structure.always_tracks:
+        """The last plan; ``None`` if values steer the program, or its runs are recorded at every step."""
+        if self.plans.last is None or self.recordings.is_dynamic(traced) or self.recordings.always:
             return None
         return self.plans.last.plan
 
@@ -163,47 +155,29 @@ class StepRunner(Runner):
             has_told: Whether another run of the step has warned of what is hardly meant in the program.
         """
         model, guide, args, kwargs = program
-        # Particles that meet show in few runs at few values, but in every tracked one.
-        is_looked_at = particles.has_plate and not self.structure.always_tracks
         options = self._options(
             particles,
             track=track,
+            call=self.recordings.call,
             step=num_steps,
             only_costs=self.only_costs,
-            components=self.structure.follows_components and not self.enumerates,
             sloped=sloped,
             maps=maps,
-            rows=not self.enumerates and (self.structure.follows_rows or is_looked_at),
-            counts=track and not self.structure.escapes,
             warns=warns,
             has_told=has_told,
         )
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
             check_gradients(traced)
-            return self._with_rows_that_meet(traced, program, particles, num_steps)
+            return traced
         nesting = int(particles.nesting)
         with enumerated_programs(model, guide, nesting) as (summed, sampled):
             # Values that are put in stand outside of enumeration, which follows the sites that it passes.
-            traced = trace_run(put(summed), put(sampled), args, kwargs, options)
+            finish = functools.partial(eliminate, nesting=nesting)
+            traced = trace_run(put(summed), put(sampled), args, kwargs, options, finish)
         if self.warns and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
-        traced = eliminate(traced, nesting)
-        if track and self.structure.follows_rows:
-            # Rows are not followed beside the values of enumerated sites.
-            traced = replace(traced, unfollowed=plated_costs(traced))
-        return self._with_rows_that_meet(traced, program, particles, num_steps)
-
-    def _with_rows_that_meet(
-        self, traced: TracedRun, program: Program, particles: Particles, num_steps: int
-    ) -> TracedRun:
-        """The run with the rows that meet by values, where they could not be followed."""
-        if not traced.unfollowed or self.structure.crosses or traced.crosses:
-            return traced
-        trace = traced_with(self, particles, num_steps)
-        is_first = self.structure.tracked_runs == 0
-        met = rows_that_meet(trace, program, traced, self.has_buffers, num_steps, is_first)
-        return replace(traced, met=met, crosses=bool(met))
+        return traced
 
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:
         planner, nesting, number = self.plans.planner, particles.nesting, particles.number
@@ -211,53 +185,42 @@ class StepRunner(Runner):
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
-        if not (mode.is_recorded or self.structure.is_ordered):
-            self.structure.meet("handed over", plain_arguments(program[2:]))
-            self.structure.meet("reached", self.reached.of(program), self.reached.has_counters)
+        recordings, planner = self.recordings, self.plans.planner
         if particles.sums:
             found = Summing(self, program, particles, mode).observation()
             assert found.summed is not None
             self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
             return found
-        is_together = particles.has_plate or particles.is_hidden
-        is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
-        in_order = self._ordered_step(program, particles, mode) if is_ordered else None
-        if in_order is not None:
-            return in_order
-        track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
-        programs, draws = programs_of(program, particles), Draws()
-        runs = self._runs(programs, particles, mode, track)
-        ordered = ordered_runs(self.plans.planner, runs) if is_ordered else None
-        if ordered is not None:
+        is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
+        if is_ordered:
+            in_order = self._ordered_step(program, particles, mode)
+            if in_order is not None:
+                return in_order
+        programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
+        if is_ordered and (ordered := ordered_runs(planner, runs)) is not None:
             return Observation((), (), ordered)
-        # The runs that show the structure: those of the step, unless they cannot be tracked.
-        shown = runs
-        if runs[0].reads is None and (track or not all(self.structure.knows(run) for run in runs)):
-            # Of a structure that was never tracked it is not known whether values steer it or rows meet.
-            if particles.is_hidden:
-                trace = functools.partial(self.trace, programs[0], particles, mode.num_steps)
-                shown = tracked_alone(trace, runs, self.has_buffers)
-            else:
-                draws.again()
-                shown = runs = self._runs(programs, particles, mode, True)
-        graphs = [self.structure.graph(traced, mode.learning) for traced in shown]
-        is_dynamic = any(self.structure.is_dynamic(traced) for traced in shown)
-        if is_dynamic or [run.key for run in runs] != [run.key for run in shown]:
-            runs = shown
+        graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
+        is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
-            sites = frozenset().union(*(traced.escaped_sites for traced in shown))
+            sites = frozenset().union(*(traced.escaped_sites for traced in runs))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        facts = self.facts(shown, is_dynamic, particles, mode)
-        if mode.learning and mode.may_order and self.plans.planner.orders:
-            self.structure.settle_order(all(self.plans.planner.fits_order(traced) for traced in shown))
+        facts = self.facts(runs, is_dynamic, particles, mode)
+        if mode.learning and mode.may_order and planner.orders:
+            recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
         if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [merged_graph(runs[0], graphs)]
         try:
             items = [
                 Staging(
-                    *(self, particles, mode, tuple(runs[i] for i in ids), tuple(programs[i] for i in ids)),
-                    *(graphs[ids[0]], facts, ndim),
+                    runner=self,
+                    particles=particles,
+                    mode=mode,
+                    traced=tuple(runs[i] for i in ids),
+                    programs=tuple(programs[i] for i in ids),
+                    graph=graphs[ids[0]],
+                    facts=facts,
+                    plate_ndim=ndim,
                 ).staged(program)
                 for ids in members
             ]
@@ -268,93 +231,148 @@ class StepRunner(Runner):
             traces = (runs[0].guide_trace, runs[0].model_trace)
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
+        if mode.learning and not is_dynamic:
+            self._settle(runs[0], items[0])
         return Observation(tuple(runs), tuple(items))
+
+    def _settle(self, traced: TracedRun, staged: Staged) -> None:
+        """When runs like this one are recorded again."""
+        now, plan = self.recordings.now, self.plans.last
+        if plan is not None and plan.plan.needs_fresh:
+            now.always = now.always or plan.plan.needs_fresh
+        if all(record.score is None for record in traced.run.sites.values()):
+            now.next = math.inf
+
+    def _recorded_runs(
+        self, program: Program, particles: Particles, mode: Mode, is_ordered: bool
+    ) -> tuple[list[Program], list[TracedRun]]:
+        """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
+        recordings, number = self.recordings, particles.in_call
+        programs, draws = programs_of(program, particles), Draws()
+        record = not mode.is_recorded and (recordings.wants(number) or (recordings.always and not is_ordered))
+        try:
+            runs = self._runs(programs, particles, mode, record)
+        except RecordingError as error:
+            recordings.give_up(error)
+            draws.again()
+            return programs, self._runs(programs, particles, mode, False)
+        if record or mode.is_recorded or all(recordings.knows(run, number) for run in runs):
+            return programs, runs
+        recordings.is_new()
+        draws.again()
+        return programs, self._runs(programs, particles, mode, True)
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
         # With two particles leave-one-out has a plan too.
-        few = replace(particles, number=min(particles.number, 2))
-        with Sandbox(torch.get_rng_state(), self.has_buffers):
-            self.observe(program, few, replace(mode, learning=False, may_order=False))
+        few, draws = replace(particles, number=min(particles.number, 2)), Draws()
+        self.observe(program, few, replace(mode, learning=False, may_order=False))
+        draws.again()
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
         """A step in program order; ``None`` if it does not serve all sites."""
-        planner, structure = self.plans.planner, self.structure
-        follows_rules = structure.mode == "auto"
-        if not follows_rules and (structure.needs_graphs or not planner.serves_order):
+        planner, recordings = self.plans.planner, self.recordings
+        follows_rules = recordings.mode == "auto"
+        if not follows_rules and (recordings.needs_graphs or not planner.serves_order):
             return None
         if self.plans.last is None:
             self._plan_once(program, particles, mode)
         options = self._options(particles, step=mode.num_steps)
         step = ordered_by_rules if follows_rules else ordered_by_option
-        return step(planner, structure, program, options, mode.learning)
+        return step(planner, recordings, program, options, mode.learning)
 
-    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
-        """Traces the programs of a step, with slopes if the last step's plan needs them.
-
-        Particles in a dimension that the programs do not see have one run.
-        """
-        if particles.is_hidden and (mode.is_checked or not track):
-            options = self._options(particles)
-            return trace_particles(*programs[0], options, is_checked=mode.is_checked, has_buffers=self.has_buffers)
-        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=track)
-        last = None if track or not torch.is_grad_enabled() else self.plans.last
-        lends = particles.is_hidden and self.has_buffers
-
-        def each(**options: Any) -> list[TracedRun]:
-            # Particles of one call write buffers once; where they run one after the other for once, the first does.
-            first, *others = programs
-            runs = [trace(first, **options)]
-            with LentBuffers() if lends else contextlib.nullcontext():
-                return runs + [trace(program, has_told=True, **options) for program in others]
-
+    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool) -> list[TracedRun]:
+        """Traces the programs of a step, with slopes if the last step's plan needs them."""
+        last = self.plans.last if torch.is_grad_enabled() else None
         if last is None or not last.plan.led_back:
-            return each()
-        draws = Draws()
+            return self._each(programs, particles, mode, track=record)
+        draws, plan = Draws(), last.plan
         try:
-            with UngraphedBuffers() if last.plan.has_buffers else contextlib.nullcontext():
-                return each(sloped=last.plan.led_back, maps=last.plan.notes_maps)
+            runs = self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
         except BPQError:
             raise
         except RuntimeError as error:
             draws.again()
-            runs = each()
+            runs = self._each(programs, particles, mode, track=record)
             # It runs with plain values: torch refuses something that the program does with values that carry gradients.
             self.plans.know("slopes", last.key, False)
             warnings.warn(
-                f"Sites {sorted(last.plan.led_back)}: the program failed while their values carried gradients, which "
+                f"Sites {sorted(plan.led_back)}: the program failed while their values carried gradients, which "
                 f"slopes of costs need: {error} From now on estimators do without slopes there. To keep them, write "
                 "z.detach() where a value leaves torch.",
                 BPQWarning,
                 stacklevel=2,
             )
-            return runs
+        else:
+            self._cut_buffers()
+        return runs
+
+    def _cut_buffers(self) -> None:
+        """Detaches buffers that hold what the programs have computed from values that carry gradients."""
+        for module in self.recordings.call.modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    module._buffers[name] = buffer.detach()
+
+    def _each(self, programs: Sequence[Program], particles: Particles, mode: Mode, **options: Any) -> list[TracedRun]:
+        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, **options)
+        first, *others = programs
+        runs = [trace(first)]
+        if particles.is_hidden:
+            recorded = self.recordings.recorded(runs[0], 1)
+            return [*runs, *further_particles(recorded, runs[0], self.recordings.call, particles.number - 1)]
+        return runs + [trace(program, has_told=True) for program in others]
+
+    def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
+        """The recording of one particle, where all of them run in one call."""
+        recordings = self.recordings
+        key = recordings.call.modes, traced.key, 1
+        if key not in recordings.now.recorded:
+            one, draws = Particles(nesting=particles.nesting - 1), Draws()
+            run = self.trace(program, one, 1, track=True, warns=False)
+            draws.again()
+            assert run.recorded is not None
+            run.recorded.recording.undo()
+            recordings.now.recorded[key] = run.recorded
+        return recordings.now.recorded[key]
 
     def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
-        structure = self.structure
+        recordings, first = self.recordings, runs[0]
+        recorded, known = recordings.recorded(first, particles.in_call), recordings.of(first)
+        if is_dynamic or known is None:
+            patterns, self_read = frozenset(), frozenset() if recorded is None else recorded.self_read
+        else:
+            patterns, self_read = known.patterns, known.self_read
         return StructureFacts(
             is_dynamic=is_dynamic,
-            cuts_plates=all(structure.cuts_plates(traced) for traced in runs),
-            patterns=frozenset() if is_dynamic else structure.patterns_of(runs),
-            handed=structure.handed_of(runs),
-            has_buffers=structure.has_buffers(runs),
+            cuts_plates=all(recordings.cuts_plates(traced) for traced in runs),
+            patterns=patterns,
+            self_read=self_read,
             num_particles=particles.number,
             is_ordered=is_dynamic
-            and structure.mode == "auto"
+            and recordings.mode == "auto"
             and mode.may_order
             and self.plans.planner.orders
-            and not structure.needs_graphs,
-            work=structure.work_of(runs[0]),
+            and not recordings.needs_graphs,
+            recorded=recorded,
+            cuts=() if recorded is None else recorded.cuts,
         )
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
-        graph = self.structure.graph(runs[0], False)
-        facts = self.facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
-        known = graph, facts, most_plates(runs)
+        recordings = self.recordings
         with self.plans.keeping_last():
-            return Staging(self, particles, mode, tuple(runs), tuple(programs), *known).staged()
+            return Staging(
+                runner=self,
+                particles=particles,
+                mode=mode,
+                traced=tuple(runs),
+                programs=tuple(programs),
+                graph=recordings.graph(runs[0], particles.in_call, False),
+                facts=self.facts(runs, recordings.is_dynamic(runs[0]), particles, mode),
+                plate_ndim=most_plates(runs),
+            ).staged()
 
 
 def most_plates(runs: Sequence[TracedRun]) -> int:

@@ -1,12 +1,9 @@
-r"""Collects the signals of the sites of a step, from the plan of their structure and from its further runs."""
+r"""Collects the signals of the sites of a step, from the plan of their structure and from the recording."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
@@ -15,7 +12,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.flipped_costs import flipped_costs
-from pyro_bpq.reruns.held_costs import HeldRun, is_refused
+from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -38,18 +35,21 @@ class Staging:
     plate_ndim: int  # number of plate dimensions in the tensors of all runs of the step
 
     def staged(self, one: Program | None = None) -> Staged:
-        """The signals of the sites; without ``one``, the program for one particle, nothing runs at further values."""
-        rollout, critics, mode = self._rollout(), self.runner.critics, self.mode
-        plan, tables = self._planned(rollout)
+        """The signals of the sites; without ``one``, the program for one particle, estimators compare no values."""
+        rollout, critics, mode, plan = self._rollout(), self.runner.critics, self.mode, self._plan()
+        values, tables, shifts = self._values(plan, one), {}, {}
+        if plan.flips is not None:
+            tables, shifts = flipped_costs(plan, values, rollout)
         rerun = None
         if one is not None and plan.needs_program and not self.facts.is_dynamic:
-            rerun = self._rerun(plan, rollout, one)
-            plan = rerun.plan
+            share = 1.0 / self.particles.number if mode.goes_back else None
+            rerun = Reruns(values, plan, self.runner.noise(), share)
+            if plan.sloped and not self._has_slopes(rerun, plan, rollout):
+                rerun = rerun.with_plan(plan := self._plan())
         if plan.patterns:
-            # Only now it is certain which plan is carried out.
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in self.traced)
             rollout = replace(rollout, runs=runs)
-        signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, mode.by_value)
+        signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, mode.by_value, shifts)
         return Staged(self.traced, self.programs, signals)
 
     def _rollout(self) -> Rollout:
@@ -62,35 +62,15 @@ class Staging:
     def _plan(self) -> Plan:
         return self.runner.plans.plan(self.traced[0], self.graph, self.facts)
 
-    def _planned(self, rollout: Rollout) -> tuple[Plan, dict[str, Tensor]]:
-        """The plan without the extra runs that fail, and the immediate costs that its extra run of the model tells."""
-        plan, tables, key = self._plan(), dict[str, Tensor](), self.traced[0].key
-        plans, row_runs, mode = self.runner.plans, self.runner.row_runs, self.mode
-        if plan.flips is not None:
-            program, checks = self.programs[0], not mode.is_recorded
-            found = flipped_costs(plan, self.traced, rollout, program, row_runs, mode.learning, checks)
-            tables = found or tables
-            if found is None:
-                row_runs.say("There is no extra run of the model: it does not run at other values of its sites.")
-                plans.know("flips", key, False)
-                plan = self._plan()
-        if plan.held is not None and not plan.held.asked and is_refused(plan.held, self.traced[0], rollout, row_runs):
-            plans.know("holding", key, False)
-            plan = self._plan()
-        return plan, tables
-
-    def _rerun(self, plan: Plan, rollout: Rollout, one: Program) -> Reruns:
-        """The runs at values that estimators ask for, with the plan that holds then."""
-        runner, mode, held = self.runner, self.mode, None
-        trace = functools.partial(runner.trace, particles=self.particles, num_steps=mode.num_steps)
-        if plan.held is not None:
-            checks = not mode.is_recorded
-            held = HeldRun(plan.held, self.graph, runner.row_runs, plan.has_buffers, mode.learning, one, checks)
-        share = 1.0 / self.particles.number if mode.goes_back else None
-        rerun = Reruns(trace, self.programs, self.traced, plan, runner.noise(), share, held)
-        if plan.sloped and not self._has_slopes(rerun, plan, rollout):
-            return rerun.with_plan(self._plan())
-        return rerun
+    def _values(self, plan: Plan, one: Program | None) -> Values:
+        """What costs at other values are computed from."""
+        runner, particles = self.runner, self.particles
+        recorded = tuple(runner.recordings.recorded(traced, particles.in_call) for traced in self.traced)
+        alone = None
+        if one is not None and particles.has_plate and plan.held is not None and plan.held.all_drawn:
+            alone = runner.alone(one, particles, self.traced[0])
+        nesting = int(particles.nesting) if particles.has_plate else 0
+        return Values(recorded, alone, self.traced, runner.recordings.call, nesting)
 
     def _has_slopes(self, rerun: Reruns, plan: Plan, rollout: Rollout) -> bool:
         """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""

@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import Known
-from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.structure import Structure, has_like_prior
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.tracing.config import CostOptions
-from pyro_bpq.tracing.traced_run import TracedRun
 
 # Longest time of an extra run, in units of the step without it. In a longer time more particles win more.
 DEAR = 1.0
-# Smallest share of the noise of unknown costs that an extra run has to remove. The share is only estimated.
-SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -143,95 +138,29 @@ def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], ma
             wanted = name if exact is True else wanted
     if not components:
         return ExtraRun()
-    given = [c for c, o in traced.user_costs.items() if _is_rerun(traced, o) and not (o.exact or o.is_function)]
-    if given and wanted is not None:
-        raise UnsupportedSiteError(
-            f"Site {wanted!r} asks for an extra run by AllAction(exact=True), which would compute the values of "
-            f"{given} once more. Give those costs as functions, cost(name, function, ...), or with exact=True."
-        )
-    if given:
-        return ExtraRun()
     flips = flip_plan(structure.graph, components, costs)
-    refused = "" if wanted is not None else _too_dear(structure, estimators, flips, max_elements)
+    refused = "" if wanted is not None else _too_dear(structure, flips, max_elements)
     return ExtraRun(refused=refused) if refused else ExtraRun(flips, components)
 
 
-def told_share(
-    structure: Structure, estimators: Mapping[str, Estimator], costs: Mapping[str, tuple[str, ...]]
-) -> float:
-    """The share of the noise of otherwise unknown costs that an extra run takes off, on average over sites.
-
-    The run gives a cost at all values of the last site that the cost reads. This also removes noise at earlier sites.
-    If the cost reads ``k`` sites from a site on, ``1 / k`` of its noise at that site is taken to be removed. All costs
-    have the same weight.
-
-    Args:
-        structure: The structure.
-        estimators: The estimator of each site.
-        costs: For each flipped site the model's costs that the run tells.
-    """
-    graph = structure.graph
-    known = (_names(name, known_costs(structure, name, estimator)) for name, estimator in estimators.items())
-    unknown = ~graph.cost_bits_of(set[str]().union(*known))
-    shares = []
-    # The told costs, as bits, by the number of sites that they read from the present one on.
-    by_number: dict[int, int] = {0: graph.cost_bits_of(set[str]().union(*costs.values()))}
-    for i in reversed(range(len(graph.nodes))):
-        for number in sorted(by_number, reverse=True):
-            moved = by_number[number] & graph.cost_child_bits[i]
-            by_number[number] ^= moved
-            by_number[number + 1] = by_number.get(number + 1, 0) | moved
-        left = graph.downstream_bits[i] & unknown
-        if estimators[graph.nodes[i].name].uses_critic and left:
-            parts = sum((bits & left).bit_count() / number for number, bits in by_number.items() if number)
-            shares.append(parts / left.bit_count())
-    return sum(shares) / len(shares) if shares else 0.0
-
-
-def _too_dear(structure: Structure, estimators: Mapping[str, Estimator], flips: FlipPlan, max_elements: int) -> str:
+def _too_dear(structure: Structure, flips: FlipPlan, max_elements: int) -> str:
     """Why an extra run costs more than it is worth; empty where it does not."""
-    rows, costs = flips.rows, structure.traced.run.costs
-    told = set[str]().union(*flips.costs.values())
-    elements = rows * sum(costs[cost].numel() * _events(structure, cost) for cost in told)
+    rows, recorded = flips.rows, structure.facts.recorded
+    told = dict.fromkeys(cost for costs in flips.costs.values() for cost in costs)
+    assert recorded is not None
+    elements = rows * sum(recorded.num_elements(cost) for cost in told)
     if elements > max_elements:
         return f"its {rows} rows evaluate {elements} costs, more than {max_elements}"
-    share = told_share(structure, estimators, flips.costs)
-    if share < SHARE:
-        return f"its {rows} rows tell about {share:.2f} of the noise of unknown costs"
-    if structure.facts.work is None:
-        return ""
-    guide, model = structure.facts.work
     # A backward pass takes about twice as long as the run itself; the extra run has none.
-    ratio = model.of_rows(rows).seconds / (guide + model).times(3).seconds
+    ratio = recorded.work_at(told, flips.start).seconds(rows) / (3.0 * recorded.work.seconds())
     return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
 
 
 def _readable(structure: Structure) -> dict[str, tuple[str, ...]]:
     """The model's costs that may be read off an extra run, by site."""
-    traced, graph, facts = structure.traced, structure.graph, structure.facts
-    given = traced.user_costs.items()
-    fixed = {cost for cost, options in given if not (options.exact and _is_rerun(traced, options))} | facts.handed
-    found = {}
+    graph, facts, found = structure.graph, structure.facts, {}
     for name, costs in immediate_model_costs(graph).items():
-        if graph.node(name).plates and not facts.cuts_plates:
-            # All rows of a plate are flipped at once.
-            costs = ()
-        if traced.elimination is not None:
-            costs = tuple(cost for cost in costs if traced.elimination.can_flip(cost, name))
-        found[name] = tuple(cost for cost in costs if cost not in fixed)
+        # All rows of a plate are flipped at once.
+        is_known = facts.recorded is not None and (facts.cuts_plates or not graph.node(name).plates)
+        found[name] = tuple(c for c in costs if is_known and facts.recorded and facts.recorded.can_cut(c, name))
     return found
-
-
-def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
-    """Whether the extra run passes a cost statement."""
-    return traced.only_costs or not cost.in_guide
-
-
-def _events(structure: Structure, cost: str) -> int:
-    """Number of elements of the sites that a cost belongs to, per element of the cost."""
-    traced = structure.traced
-    if cost in traced.user_costs:
-        return 1
-    if traced.elimination is not None:
-        return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
-    return traced.model_trace.nodes[structure.graph.cost(cost).site]["fn"].event_shape.numel()

@@ -205,14 +205,9 @@ def _is_immediate(graph: StochasticComputationGraph, name: str, cost: str) -> bo
 
 def _is_known(structure: Structure, name: str, cost: str) -> bool:
     """Whether a run at another value of a site, in all rows of its plates at once, tells a cost row by row."""
-    traced, graph = structure.traced, structure.graph
-    options = traced.user_costs.get(cost)
-    if cost in structure.facts.handed or not (options is None or options.exact):
-        return False
-    is_of_model = not graph.cost(cost).is_of_guide
-    if traced.elimination is not None and is_of_model and not traced.elimination.can_flip(cost, name):
-        return False
-    return _keeps_rows(structure, name, graph.cost(cost).plates)
+    recorded = structure.facts.recorded
+    is_known = recorded is not None and recorded.can_cut(cost, name)
+    return is_known and _keeps_rows(structure, name, structure.graph.cost(cost).plates)
 
 
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:

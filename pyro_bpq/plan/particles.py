@@ -9,12 +9,12 @@ from torch import Tensor
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.revisions import num_reads
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
+from pyro_bpq.record.work import STEP, Work
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
-from pyro_bpq.tracing.work import STEP, Work
 
 
-def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: tuple[Work, Work] | None = None) -> int:
+def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: Work | None = None) -> int:
     r"""Number of particles that a program is good for.
 
         M = min(8, max(4, 1 + a / 2b), max(2, 524288 / n)),   n elements of the largest value of a particle
@@ -40,17 +40,15 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: t
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest_value(traced),
         particles=particles,
-        free=math.inf if work is None or particles > 1 else _shared_over_added(work[0] + work[1]),
+        free=math.inf if work is None or particles > 1 else _shared_over_added(work),
     )
     return next(rule.gives(facts) for rule in PARTICLES if rule.holds(facts))
 
 
 def _shared_over_added(work: Work) -> float:
     """Seconds of a step that its particles share over those that each adds."""
-    calls = Work(operators=work.operators)
     # A backward pass takes about twice as long as the run itself.
-    shared, added = (part.times(3).seconds for part in (calls, work - calls))
-    return (shared + STEP) / added if added > 0.0 else math.inf
+    return (3.0 * work.shared + STEP) / (3.0 * work.added) if work.added > 0.0 else math.inf
 
 
 def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:

@@ -13,9 +13,9 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.record.components import Pattern
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import listed, short
-from pyro_bpq.tracing.component_costs import Pattern
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"
@@ -35,8 +35,6 @@ class Plan:
     compared: frozenset[str] = frozenset()
     led_back: frozenset[str] = frozenset()  # sites whose slopes follow from the costs of the run itself
     notes_maps: bool = False  # whether a run notes the linear maps that read these sites, for curvatures
-    handed: frozenset[str] = frozenset()  # costs of the model that read values of the guide itself
-    has_buffers: bool = True  # whether the programs may call modules with buffers
     rules: Mapping[str, str] = field(default_factory=dict)  # for each site the rule by which it got its estimator
     num_particles: int = 1  # number of particles
     # The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
@@ -122,6 +120,18 @@ class Plan:
     def needs_program(self) -> bool:
         """Whether an estimator compares the costs of other values."""
         return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
+
+    @cached_property
+    def needs_fresh(self) -> str:
+        """Why every run is recorded: an estimate would be biased if costs at other values were outdated; or empty.
+
+        Elsewhere their difference from the costs of the run is added, or they are control variates.
+        """
+        kinds = [cls.spec.estimator for cls in self.layout.classes]
+        needy = [
+            kind for kind in kinds if "hindsight" in kind.needs or {"program", "slope"} & kind.needs == {"program"}
+        ]
+        return f"{short(needy[0])} compares costs at other values" if needy else ""
 
     @cached_property
     def sloped(self) -> tuple[str, ...]:

@@ -44,9 +44,8 @@ from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
-# What a plan may ask for: a run of the model at other values, gradients of costs to the values of sites, and a run of
-# the programs with sites held.
-Asked = Literal["flips", "slopes", "holding"]
+# What a plan may ask for: gradients of costs to the values of sites.
+Asked = Literal["slopes"]
 
 # Largest numbers of plans and of findings that are kept.
 _PLANS, _FINDINGS = 64, 768
@@ -152,9 +151,7 @@ class Planner:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        can_flip: bool = True,
         has_slopes: bool = True,
-        can_hold: bool = True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -163,8 +160,7 @@ class Planner:
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
 
-        ``can_flip``, ``has_slopes`` and ``can_hold`` are false once it was seen that the model does not run at other
-        values, that costs have no gradients to the values of sites, that the programs do not run with sites held.
+        ``has_slopes`` is false once it was seen that costs have no gradients to the values of sites.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         summed, written = None, written_options(traced, self.estimator, self.asks)
@@ -177,7 +173,10 @@ class Planner:
             return self._sum(structure, summed)
         sites = {
             name: replace(
-                self._facts(traced, name), has_slopes=has_slopes, can_hold=can_hold, is_ordered=facts.is_ordered
+                self._facts(traced, name),
+                has_slopes=has_slopes,
+                can_hold=facts.recorded is not None,
+                is_ordered=facts.is_ordered,
             )
             for name in traced.run.sites
         }
@@ -185,7 +184,7 @@ class Planner:
         for name, record in traced.run.sites.items():
             is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
             revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
-        can_flip = can_flip and structure.is_exact and not facts.is_dynamic
+        can_flip = structure.is_exact and not facts.is_dynamic
         extra = self._extra_run(structure, choices) if can_flip else ExtraRun()
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or bool(traced.user_costs)
@@ -231,8 +230,6 @@ class Planner:
             compared.sites,
             last | (frozenset() if held is None else held.sloped) if has_own else frozenset(),
             has_own and held is not None and held.curved,
-            facts.handed,
-            facts.has_buffers,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
             held=held,
@@ -261,11 +258,9 @@ class Planner:
         plain = replace(structure, facts=replace(structure.facts, patterns=frozenset()), is_exact=False)
         kinds = {name: set[Known]() for name in estimators}
         layout = self._layout(plain, estimators, dict.fromkeys(estimators), kinds, ExtraRun())
-        rules, has_buffers = {n: c.rule for n, c in choices.items()}, structure.facts.has_buffers
+        rules = {name: choice.rule for name, choice in choices.items()}
         unread = unread_options(traced, {})
-        return Plan(
-            graph, layout, None, {}, has_buffers=has_buffers, rules=rules, summed=summed, sums=True, unread=unread
-        )
+        return Plan(graph, layout, None, {}, rules=rules, summed=summed, sums=True, unread=unread)
 
     def _extra_run(self, structure: Structure, choices: Mapping[str, Choice]) -> ExtraRun:
         estimators = {name: choice.estimator for name, choice in choices.items()}
@@ -429,9 +424,7 @@ class PlanCache:
         if key not in self.plans:
             if len(self.plans) >= _PLANS:
                 self.plans.clear()
-            can_flip, has_slopes = self.works("flips", traced.key), self.works("slopes", traced.key)
-            can_hold = self.works("holding", traced.key)
-            self.plans[key] = self.planner.plan(traced, graph, facts, can_flip, has_slopes, can_hold)
+            self.plans[key] = self.planner.plan(traced, graph, facts, self.works("slopes", traced.key))
         self.last = Planned(traced.key, graph, facts, self.plans[key])
         return self.last.plan
 

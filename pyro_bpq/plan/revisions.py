@@ -155,7 +155,7 @@ def crossable(structure: Structure) -> dict[str, bool]:
         if site.prior is not None and have_same_values(site.prior, site.fn):
             if graph.cost(cost).plates == graph.node(name).plates and _is_plated(traced.model_trace.nodes[name]):
                 found[cost] = False
-    return {cost: of_guide for cost, of_guide in found.items() if cost not in structure.facts.handed}
+    return {cost: of_guide for cost, of_guide in found.items() if cost not in structure.facts.self_read}
 
 
 def _is_plated(site: Any) -> bool:

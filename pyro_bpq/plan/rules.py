@@ -89,7 +89,7 @@ class SiteFacts:
         layers: Number of such sites; 0 if rows of plates do not stay apart.
         reads: The values of its components times the observed elements of a row.
         has_slopes: Whether costs may have gradients to its values.
-        can_hold: Whether the program runs at its other values while all other sites keep theirs; true until it fails.
+        can_hold: Whether costs are known at its other values while all other sites keep theirs.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
 

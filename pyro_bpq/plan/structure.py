@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.record.components import Pattern, Patterns
+from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.rollout.features import have_same_values
-from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.work import Work
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,14 @@ class StructureFacts:
     is_dynamic: bool = False  # whether sampled values may steer the program
     cuts_plates: bool = True  # whether rows of a plate stay apart
     patterns: Patterns = frozenset()  # which component of a site each element of a cost reads, by site and cost
-    # Costs of the model that read tensors of the guide besides the replayed values. A run of the model alone does not
-    # give them at other values.
-    handed: frozenset[str] = frozenset()
-    has_buffers: bool = True  # whether the programs may call modules with buffers
+    # Costs of the model whose law, scale or mask reads the value that it scores.
+    self_read: frozenset[str] = frozenset()
     num_particles: int = 1  # number of particles
     is_ordered: bool = False  # whether steps on the structure are to go in program order
     sums: bool = False  # whether the loss is to be summed over all values
-    # What guide and model of a run compute, if that was counted. It never tells structures apart.
-    work: tuple[Work, Work] | None = field(default=None, compare=False)
+    # A recorded run. It tells structures apart only by the sites whose other values give the costs that read them.
+    recorded: Recorded | None = field(default=None, compare=False)
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +40,9 @@ class Structure:
 
     @cached_property
     def immediate(self) -> dict[str, tuple[str, ...]]:
-        """The immediate costs of each site that are known at other values, where the model alone gets these."""
-        handed, is_known = self.facts.handed, self.is_exact and not self.facts.is_dynamic
-        return {
-            n: tuple(c for c in costs if is_known and c not in handed) for n, costs in self.graph.last_costs.items()
-        }
+        """The immediate costs of each site that are known at other values."""
+        own, is_known = self.facts.self_read, self.is_exact and not self.facts.is_dynamic
+        return {n: tuple(c for c in costs if is_known and c not in own) for n, costs in self.graph.last_costs.items()}
 
     @cached_property
     def patterns(self) -> dict[tuple[str, str], Pattern]:

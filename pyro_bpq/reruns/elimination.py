@@ -14,77 +14,28 @@ Each enumerated site has a dimension for its values, to the left of all plates, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from opt_einsum import get_symbol, shared_intermediates
-from pyro.distributions.util import is_identically_zero, scale_and_mask
+from opt_einsum import shared_intermediates
+from pyro.distributions.util import is_identically_zero
 from pyro.ops import packed
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.reruns.enumeration import Packed, Recipe, Term, average, make, pack
+from pyro_bpq.reruns.enumeration import Recipe, Term, average, make
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.tracing.traced_run import TracedRun, entropy_term
 
 
 @dataclass(frozen=True)
 class Elimination:
-    """The recipes by which the costs of a run were made; makes costs of other runs in the same way."""
+    """How enumerated sites were summed out of the costs of a run."""
 
     recipes: Mapping[str, Recipe]  # recipe of every cost, by name of the cost
-    terms: Mapping[str, Term]  # the model's terms, by site
-    log_q: Mapping[str, Packed]  # log-probabilities of the enumerated sites of the guide, by site
-    summed: Mapping[str, str]  # dimension name of each enumerated site of the model only, by site
-    averaged: Mapping[str, str]  # dimension name of each enumerated site of the guide, by site
-    order: tuple[str, ...]  # sites of the guide in program order
-    dims: Mapping[str, int]  # plate dimensions, by symbol
-
-    def can_flip(self, cost: str, site: str) -> bool:
-        """Whether a run of the model alone gives a cost at another value of a site.
-
-        The ``q`` that averages the cost must not read the site.
-        """
-        averaged = self.recipes[cost].averaged
-        if not averaged or site not in self.order:
-            return not averaged
-        return self.order.index(site) > max(self.order.index(name) for name in averaged)
-
-    def num_elements(self, cost: str) -> int:
-        """Number of elements of all tensors that a cost is made from."""
-        terms = [self.terms[name] for name in self.recipes[cost].sites]
-        return sum(t.cost.numel() * torch.Size(t.site["fn"].event_shape).numel() for t in terms)
-
-    def costs(self, trace: Any, names: Iterable[str], rows: int | None, batch_ndim: int) -> dict[str, Tensor]:
-        """Costs of another run of the model.
-
-        Returns:
-            Each cost in nats, with its plate dimensions, or ``(rows, 1.., plate dims)``. A cost that does not depend
-            on the rows has no dimension for them.
-        """
-        row: dict[int, str] = {}
-        if rows is not None:
-            used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
-            row[-1 - batch_ndim] = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
-        dims = {**self.dims, **{symbol: dim for dim, symbol in row.items()}}
-        found = {}
-        with shared_intermediates():
-            for cost in names:
-                recipe = self.recipes[cost]
-                made = make(recipe, {name: self._term(trace, name, row) for name in recipe.sites}, self.summed)
-                found[cost] = packed.unpack(average(made, recipe, self.log_q, self.averaged), dims)
-        return found
-
-    def _term(self, trace: Any, name: str, row: Mapping[int, str]) -> Term:
-        site, old = trace.nodes[name], self.terms[name]
-        site["unscaled_log_prob"] = site["fn"].log_prob(site["value"])
-        cost = scale_and_mask(site["unscaled_log_prob"], site["scale"], site["mask"])
-        symbols = {**old.symbols, **row}
-        return Term(site, symbols, old.ordinal, pack(name, cost, symbols), old.reads)
 
 
 class _Eliminator:
@@ -242,13 +193,6 @@ class _Eliminator:
         made = make(recipe, self.guide if recipe.is_guide else self.model, self.summed)
         return packed.unpack(average(made, recipe, self.log_q, self.averaged), self.dims)
 
-    def result(self, recipes: Mapping[str, Recipe]) -> Elimination:
-        """The :class:`Elimination`, which makes the costs of other runs."""
-        log_q = {name: tensor.detach() for name, tensor in self.log_q.items()}
-        for name, tensor in log_q.items():
-            tensor._pyro_dims = self.log_q[name]._pyro_dims
-        return Elimination(recipes, self.model, log_q, self.summed, self.averaged, tuple(self.guide), self.dims)
-
     def rows_meet(self, recipes: Iterable[Recipe]) -> bool:
         """Whether a mean over a site outside of a plate has weights that read the rows of the plate.
 
@@ -320,8 +264,8 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         entries=tuple(own_entries),
         run=Run(sites, costs, differentiable, loss),
         reads=None if traced.reads is None else {name: work.reads(recipe) for name, recipe in kept.items()},
-        elimination=work.result(kept),
-        crosses=traced.crosses or work.rows_meet(recipes),
+        elimination=Elimination(kept),
+        averages_rows=work.rows_meet(recipes),
         of_guide=frozenset(name for name, recipe in kept.items() if recipe.is_guide),
     )
 

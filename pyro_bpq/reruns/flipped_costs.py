@@ -1,140 +1,63 @@
-r"""Immediate costs of finite sites at all of their values, from one extra run of the model."""
+r"""Immediate costs of finite sites at all of their values, from the recording at rows of values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Rows
+from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
-from pyro_bpq.tracing.config import cost_options
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
-from pyro_bpq.tracing.watch import is_enumerated, samples
+from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 
 
 @torch.no_grad()
-def flipped_costs(
-    plan: Plan,
-    traced: Sequence[TracedRun],
-    rollout: Rollout,
-    program: Program,
-    runs: RowRuns,
-    learning: bool,
-    is_checked: bool = True,
-) -> dict[str, Tensor] | None:
-    """Runs the model at flipped values and collects the immediate costs.
+def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The immediate costs of each flipped site.
 
     Args:
         plan: The plan of the structure.
-        traced: The runs of the step.
+        values: The recording, and the runs of the step.
         rollout: The tensors of these runs.
-        program: Model, guide and arguments. If only cost statements count, the guide is the whole program.
-        runs: Chooses the way in which the rows run.
-        learning: Whether this run counts as a use of that way.
-        is_checked: Whether the costs of the first row are compared with those of the step.
 
     Returns:
-        The immediate costs of each flipped site in nats, ``(M, plate dims, D, K)``. ``None`` if the model cannot run
-        at other values.
+        The costs at all values in nats, ``(M, plate dims, D, K)``; and how much the recording gives for the sample
+        itself beyond what the run has cost, ``(M, plate dims)``: zero while the recording is not outdated.
     """
     graph, flips = plan.graph, plan.flips
     assert flips is not None
-    tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
-    for run in traced:
-        rows = _run_flipped(plan, run, program, runs, learning, is_checked)
-        if rows is None:
-            return None
-        for name, split in plan.components.items():
-            plates = graph.node(name).plates
-            shape = rollout.run_shape(plates)
-            costs = [reduced(rows[cost], graph.cost(cost).plates, plates, shape) for cost in flips.costs[name]]
-            total = sum(costs, next(iter(rows.values())).new_zeros(()))
-            index = sampled_index(run.run.sites[name].value, run.run.sites[name].fn, split, shape)
-            start = flips.start[name]
-            moved = total[start : start + split.size * (split.cardinality - 1)]
-            tables[name].append(table(torch.cat((total[:1], moved)), index, split.cardinality))
-    return {name: torch.cat(parts) for name, parts in tables.items()}
-
-
-def _run_flipped(
-    plan: Plan, traced: TracedRun, program: Program, runs: RowRuns, learning: bool, is_checked: bool
-) -> dict[str, Tensor] | None:
-    """The costs ``(rows, batch)`` of the extra run, by name."""
-    flips, records = plan.flips, traced.run.sites
-    assert flips is not None
-    model, guide, args, kwargs = program
-    part = guide if traced.only_costs else model
-    moved = {
-        name: flipped(records[name].value, records[name].fn, split, flips, name)
-        for name, split in plan.components.items()
-    }
-    sites = {n: (s["fn"], s["value"].detach()) for n, s in latents_of(traced).items() if is_varied(s)}
     wanted = tuple(dict.fromkeys(cost for costs in flips.costs.values() for cost in costs))
-    sampled = {name: traced.run.costs[name].detach() for name in wanted}
-
-    def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
-        trace, found = trace_at(values, part, args, kwargs), dict[str, Tensor]()
-        if traced.elimination is not None:
-            found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
-        add_costs(found, trace, False, sampled)
-        return found
-
-    shapes = {name: cost.shape for name, cost in sampled.items()}
-    again = RowProgram(costs, sites, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
-    rows = Rows(fixed_values(traced, sites, moved), moved)
-    return runs.run((traced.key, traced.batch_ndim), again, rows, sampled, learning, is_checked)
-
-
-def trace_at(values: Mapping[str, Any], program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The trace of a program at values of its sites, without the costs that may not be computed once more."""
-    return poutine.trace(SkipCosts(exact=True)(Substitute(values)(program))).get_trace(*args, **kwargs)
-
-
-def add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
-    """Adds those of the wanted costs that a trace of guide or model has, and that are not found yet."""
-    for site in samples(trace).values():
-        name = cost_of_site(site, is_guide)
-        if name in wanted and name not in found:
-            sign = 1.0 if is_guide and cost_options(site) is None else -1.0
-            cost = site["fn"].log_prob(site["value"])
-            found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
-
-
-def latents_of(traced: TracedRun) -> dict[str, Any]:
-    """The latent sites of guide and model, by name."""
-    return {
-        name: site
-        for trace in (traced.guide_trace, traced.model_trace)
-        for name, site in samples(trace).items()
-        if not site["is_observed"]
-    }
-
-
-def is_varied(site: Any) -> bool:
-    """Whether comparisons of runs also change the value of a latent site."""
-    return isinstance(site["value"], Tensor) and not is_enumerated(site)
-
-
-def fixed_values(traced: TracedRun, sites: Mapping[str, Any], moved: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The values that are the same in all rows: of varied ``sites`` that are not ``moved``, and of everything else."""
-    own = {name: value for name, (_, value) in sites.items() if name not in moved}
-    rest = {name: site["value"] for name, site in latents_of(traced).items() if not is_varied(site)}
-    return {**own, **rest, **traced.subsamples}
+    tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
+    shifts: dict[str, list[Tensor]] = {name: [] for name in plan.components}
+    for traced, bound in zip(values.traced, values.bound, strict=True):
+        run = traced.run
+        moved = {
+            n: flipped(run.sites[n].value, run.sites[n].fn, split, flips, n) for n, split in plan.components.items()
+        }
+        rows = bound.recorded.at_rows(wanted, bound, moved)
+        for name, split in plan.components.items():
+            plates, costs = graph.node(name).plates, flips.costs[name]
+            shape, start = rollout.run_shape(plates), flips.start[name]
+            number = split.size * (split.cardinality - 1)
+            kept = [torch.cat((rows[cost][:1], rows[cost][start : start + number])) for cost in costs]
+            parts = [
+                reduced(own, graph.cost(cost).plates, plates, shape) for own, cost in zip(kept, costs, strict=True)
+            ]
+            total = sum(parts[1:], parts[0])
+            index = sampled_index(run.sites[name].value, run.sites[name].fn, split, shape)
+            tables[name].append(table(total, index, split.cardinality))
+            cost_now = [reduced(run.costs[c].detach().unsqueeze(0), graph.cost(c).plates, plates, shape) for c in costs]
+            shifts[name].append((total[:1] - sum(cost_now[1:], cost_now[0]))[0].expand(shape))
+    return {n: torch.cat(own) for n, own in tables.items()}, {n: torch.cat(own) for n, own in shifts.items()}
 
 
 def flipped(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
     """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
-    delta = plan.steps(name, split, value.device)
+    delta, value = plan.steps(name, split, value.device), value.detach()
     if split.kind == "bernoulli":
         shape = (plan.rows, *(1,) * (value.dim() - split.value_ndim), *split.event_shape)
         return torch.where(delta.reshape(shape) > 0, 1 - value, value)

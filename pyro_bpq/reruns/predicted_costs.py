@@ -30,13 +30,14 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.estimators.noise import signs
-from pyro_bpq.reruns.flipped_costs import trace_at
-from pyro_bpq.reruns.held_costs import HeldRun, joined, law_name, law_of, unmasked
+from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide
+from pyro_bpq.plan.held import HeldPlan
+from pyro_bpq.reruns.held_costs import joined, unmasked
+from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.runs import Program, Rollout
+from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.tracing.config import cost_options
-from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
-from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
@@ -47,18 +48,18 @@ Expansions = tuple[dict[str, Expansion], dict[str, Expansion], dict[str, Expansi
 
 
 def predicted_costs(
-    run: HeldRun,
-    traced: Sequence[TracedRun],
-    programs: Sequence[Program],
+    plan: HeldPlan,
+    graph: StochasticComputationGraph,
+    values: Values,
     rollout: Rollout,
     generator: torch.Generator | None,
 ) -> dict[str, Changes]:
     """Predicts changes for the sites of which only some components are evaluated.
 
     Args:
-        run: The extra run.
-        traced: The runs of the step.
-        programs: Model, guide and arguments of each.
+        plan: The sites.
+        graph: The graph.
+        values: The recording, and the runs of the step.
         rollout: The tensors of these runs.
         generator: Source of random signs.
 
@@ -66,13 +67,13 @@ def predicted_costs(
         The changes by site, ``(M, plates, D, K)``, without those of the site's own log-probabilities; zero where
         nothing is known. Of bits the changes of the other values, ``(M, plates, D)``.
     """
-    parts: dict[str, list[Changes]] = {n: [] for n, site in run.plan.sites.items() if site.is_drawn}
+    parts: dict[str, list[Changes]] = {n: [] for n, site in plan.sites.items() if site.is_drawn}
     many = rollout.is_vectorized and rollout.num_particles > 1
-    for one, program in zip(traced, programs, strict=True):
-        expansions = _expansions(run, one, program, generator, rollout.plate_ndim + 1 if many else None)
+    for one in values.traced:
+        expansions = _expansions(plan, one, generator, rollout.plate_ndim + 1 if many else None)
         for name in parts:
-            shape = rollout.run_shape(run.graph.node(name).plates)
-            split, record = run.plan.sites[name].components, one.run.sites[name]
+            shape = rollout.run_shape(graph.node(name).plates)
+            split, record = plan.sites[name].components, one.run.sites[name]
             value, has_bits = record.value.detach(), split.kind == "bernoulli"
             if has_bits:
                 # The step of each bit to its other value.
@@ -91,32 +92,22 @@ def predicted_costs(
 
 
 def _expansions(
-    run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, nesting: int | None
+    plan: HeldPlan, traced: TracedRun, generator: torch.Generator | None, nesting: int | None
 ) -> Expansions:
     """Expansions by site; empty where the program has no gradients."""
-    sites, plan = traced.run.sites, run.plan
+    sites = traced.run.sites
     names = [name for name in plan.sites if name in plan.sloped and sites[name].value.is_floating_point()]
-    if not names or traced.elimination is not None:
-        return {}, {}, {}
     own = {name: leaf for name in names if (leaf := sites[name].leaf) is not None}
+    if not names or len(own) < len(names):
+        return {}, {}, {}
     blocks = {n: s.components.cardinality for n, s in plan.sites.items() if s.components.kind == "one_hot"}
     curves = any(plan.sites[name].curvature for name in names)
     try:
         with pyro.validation_enabled(False), torch.enable_grad():
-            if len(own) == len(names):
-                traces = traced.guide_trace, None if traced.only_costs else traced.model_trace
-                leaves = Leaves(own, traced.maps if curves else (), blocks, generator, nesting)
-                return _expanded(run, traced, traces, leaves)
-            model, guide, args, kwargs = program
-            new = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
-            values: dict[str, Any] = {name: record.value.detach() for name, record in sites.items()}
-            values |= {name: leaf.clone() for name, leaf in new.items()} | dict(traced.subsamples)
-            with Sandbox(traced.rng[0], run.has_buffers):
-                with LinearReads(new) as reads:
-                    first = trace_at(values, guide, args, kwargs)
-                    second = None if traced.only_costs else trace_at(values, model, args, kwargs)
-                leaves = Leaves(new, reads.found if curves else (), blocks, generator, nesting)
-                return _expanded(run, traced, (first, second), leaves)
+            traces = traced.guide_trace, None if traced.only_costs else traced.model_trace
+            return _expanded(
+                plan, traced, traces, Leaves(own, traced.maps if curves else (), blocks, generator, nesting)
+            )
     except BPQError:
         raise
     except RuntimeError as error:
@@ -130,12 +121,12 @@ def _expansions(
         return {}, {}, {}
 
 
-def _expanded(run: HeldRun, traced: TracedRun, traces: tuple[Any, Any], leaves: Leaves) -> Expansions:
-    of_model, of_guide, laws = _totals(run, traced, traces)
+def _expanded(plan: HeldPlan, traced: TracedRun, traces: tuple[Any, Any], leaves: Leaves) -> Expansions:
+    of_model, of_guide, laws = _totals(plan, traced, traces)
     found = leaves.expansion(laws)
     later = dict(found if of_guide is laws else leaves.expansion(of_guide))
     immediate: dict[str, Expansion] = {}
-    for group, total in zip(run.plan.groups, of_model, strict=True):
+    for group, total in zip(plan.groups, of_model, strict=True):
         for name, part in leaves.expansion(total).items():
             side = immediate if name in group.immediate else later
             if name in side:
@@ -146,13 +137,13 @@ def _expanded(run: HeldRun, traced: TracedRun, traces: tuple[Any, Any], leaves: 
 
 
 def _totals(
-    run: HeldRun, traced: TracedRun, traces: tuple[Any, Any]
+    plan: HeldPlan, traced: TracedRun, traces: tuple[Any, Any]
 ) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
     """The sums of the model's costs by group, of the guide's, and of the children's laws, as functions of the leaves.
 
     A site's own log-probability takes its plain value: at other values it is known.
     """
-    drawn = [site for site in run.plan.sites.values() if site.is_drawn]
+    drawn = [site for site in plan.sites.values() if site.is_drawn]
     wanted = {cost for site in drawn for cost in site.costs}
     children = {child for site in drawn for child in site.children}
     first, second = traces
@@ -162,15 +153,21 @@ def _totals(
         if cost_of_site(site, True) in wanted:
             costs.append((1.0 if cost_options(site) is None else -1.0) * _log_prob(site))
         if name in children:
-            is_cost = law_name(traced, name) != law_of(name)
-            laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(_plain(site)).sum())
+            laws.append(costs[-1] if _is_law(traced, name) else unmasked(site["fn"]).log_prob(_plain(site)).sum())
     of_model = {cost_of_site(site, False): site for site in ({} if second is None else samples(second)).values()}
-    groups = [_total([-_log_prob(of_model[cost]) for cost in g.costs if cost in of_model]) for g in run.plan.groups]
+    groups = [_total([-_log_prob(of_model[cost]) for cost in g.costs if cost in of_model]) for g in plan.groups]
     of_guide = _total(costs)
-    are_laws = all(law_name(traced, child) != law_of(child) for child in children)
+    are_laws = all(_is_law(traced, child) for child in children)
     are_laws &= not any(site["is_observed"] and cost_of_site(site, True) in wanted for site in samples(first).values())
     # The log-probability of a site that is nobody's child has no gradient to the leaves.
     return groups, of_guide, of_guide if are_laws and children else _total(laws)
+
+
+def _is_law(traced: TracedRun, child: str) -> bool:
+    """Whether the cost of a site is the log-probability of its value, neither scaled nor masked."""
+    record = traced.run.sites[child]
+    is_plain = isinstance(record.scale, float) and record.scale == 1.0 and record.mask is None
+    return is_plain and cost_of_guide(child) in traced.run.costs and not traced.only_costs
 
 
 def _log_prob(site: Any) -> Tensor:

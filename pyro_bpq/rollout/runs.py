@@ -202,3 +202,8 @@ class Particles:
     def has_plate(self) -> bool:
         """Whether the particles have a plate of their own."""
         return self.is_vectorized and self.number > 1
+
+    @property
+    def in_call(self) -> int:
+        """Number of particles in one call of the programs."""
+        return self.number if self.has_plate else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Signals:
         build: Whether missing critics may be built.
         rerun: Runs the program at other values; ``None`` if that is not possible.
         by_value: Whether all gradients go through ``log q`` of every value, or only where an estimator needs it.
+        shifts: For each site, how much ``tables`` give for the sample itself beyond what the runs have cost,
+            ``(M, plates)``.
     """
 
     def __init__(
@@ -44,8 +47,10 @@ class Signals:
         build: bool,
         rerun: Rerun | None = None,
         by_value: bool = True,
+        shifts: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
+        self._of_tables = shifts
         # Signals may need more of it than a Rerun offers.
         self.rerun: Any = rerun
         self.by_value = by_value
@@ -66,7 +71,9 @@ class Signals:
 
     def again(self) -> Signals:
         """The same with the critics as they are now; nothing is built."""
-        return Signals(self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.by_value)
+        return Signals(
+            self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.by_value, self._of_tables
+        )
 
     def _evaluated(self, groups: Mapping[int, QGroup], build: bool, slow: bool = False) -> dict[int, CriticBatch]:
         """Critics by group, without those that are missing."""
@@ -139,7 +146,7 @@ class Signals:
                 exact_cost=None if exact is None else batch.sampled(exact),
             )
         learned = self.learned.get(c) if uses else None
-        exact_cost = None if exact is None else sum_costs(self.layout, self.costs, Relation.TABLED, c)
+        exact_cost = None if exact is None else self._exact_cost(c)
         if gamma != 1.0 and estimator.replaces_costs:
             # An immediate cost is one level away.
             cost, exact = gamma * cost, None if exact is None else gamma * exact
@@ -165,6 +172,15 @@ class Signals:
             correction=_expand(correction, shape),
             exact_correction=_expand(exact_correction, shape),
         )
+
+    def _exact_cost(self, c: int) -> Tensor | None:
+        """What the tables say of the costs of the sample; outdated tables do not say what the runs have cost."""
+        cost, shifts = sum_costs(self.layout, self.costs, Relation.TABLED, c), self._of_tables
+        if cost is None or Known.MODEL not in self.layout.classes[c].spec.tabled:
+            return cost
+        found = [shifts.get(name) for name in self.layout.classes[c].names]
+        own = [None if shift is None else shift.expand(self.batches[c].batch_shape) for shift in found]
+        return cost if any(shift is None for shift in own) else cost + torch.stack(own)  # type: ignore[arg-type]
 
     def _exact(self, c: int) -> Tensor | None:
         tables = [table for table in (self._own_table(c), self._model_table(c)) if table is not None]

@@ -2,54 +2,24 @@ r"""Warnings about what a guide does that hardly is meant, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.tracing.config import cost_options
-from pyro_bpq.tracing.ledger import OperatorMode, memory_of, signature_of
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import leaf_of
 
 
-class ParameterReads(OperatorMode):
-    """Notes which parameters of the guide an operator reads, with or without a gradient.
-
-    Attributes:
-        read: Their names.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = set[str]()
-        self._names: dict[int, str] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Watches what ``pyro.param`` returned."""
-        self._names.update((storage.data_ptr(), name) for storage in memory_of(value))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carries the operator out."""
-        # Views read no numbers: what takes these reads the same memory.
-        for value in () if signature_of(func)[2] else tree_leaves((args, kwargs)):
-            for storage in memory_of(value) if isinstance(value, Tensor) else ():
-                name = self._names.get(storage.data_ptr())
-                self.read |= set() if name is None else {name}
-        return func(*args, **(kwargs or {}))
-
-
-def guide_warnings(
-    traced: TracedRun, model: Mapping[str, Any], guide: Mapping[str, Any], read: Collection[str]
-) -> Iterator[str]:
-    """Texts of warnings about a guide, from a tracked run, the sites of both programs and the parameters it reads."""
+def guide_warnings(traced: TracedRun, model: Mapping[str, Any], guide: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of warnings about a guide, from a recorded run and the sites of both programs."""
     if model:
         yield from _observed(guide.values())
     if torch.is_grad_enabled():
-        yield from _detached(traced, guide, read)
+        yield from _detached(traced, guide)
         yield from _by_hand(traced, guide)
 
 
@@ -70,9 +40,10 @@ def _observed(guide: Iterable[Any]) -> Iterator[str]:
         )
 
 
-def _detached(traced: TracedRun, guide: Mapping[str, Any], read: Collection[str]) -> Iterator[str]:
+def _detached(traced: TracedRun, guide: Mapping[str, Any]) -> Iterator[str]:
     """Warns if nothing that the guide draws or scores carries a gradient to its parameters."""
     own, shared = traced.guide_trace.nodes, traced.model_trace.nodes
+    read = frozenset() if traced.recorded is None else traced.recorded.read_parameters()
     still = [
         name
         for name, node in own.items()

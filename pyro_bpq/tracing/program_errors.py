@@ -15,8 +15,10 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.record.calls import Calls
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.tracing.config import cost_options, option_names
-from pyro_bpq.tracing.guide_warnings import ParameterReads, guide_warnings
+from pyro_bpq.tracing.guide_warnings import guide_warnings
 from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
@@ -34,10 +36,8 @@ from pyro_bpq.tracing.plate_errors import (
     told,
     unlike_line,
 )
-from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import (
-    HANDED,
     PARTICLES,
     Watch,
     distribution_name,
@@ -111,8 +111,8 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     if asks_for_one and watch.enumerated:
         # Enumerated sites have several values too, and an error of their own.
         return None
-    if asks_for_one and watch.tracker is not None:
-        return _one_value_error(error, watch.options.num_particles, watch.tracker)
+    if asks_for_one and watch.tape is not None:
+        return _one_value_error(error, watch.options.num_particles, watch.tape)
     if asks_for_one or (_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
         kind = PlateError if isinstance(error, ValueError) else UnsupportedProgramError
         return kind(told(error, *particle_advice(plates)))
@@ -126,14 +126,14 @@ def _differ(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return forms[0] != forms[1]
 
 
-def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) -> BPQError | None:
+def _one_value_error(error: Exception, number: int, tape: Tape) -> BPQError | None:
     """Says that Python asked for one value where each of so many particles has its own."""
     read, text = _read_tensor(error.__traceback__), own_text(error)
     if read is None:
         # NumPy or a list may complain later, after the value has left torch.
-        gone = tracker.escaped - {HANDED}
+        gone = tape.escaped
         return UnsupportedProgramError(left_torch(gone, number, text)) if gone else None
-    sites = tracker.sources_of(read) - {HANDED}
+    sites = tape.sources_of(read)
     # Else it is no sampled value, or one that has several elements in a run of one particle, too.
     return UnsupportedProgramError(left_torch(sites, number, text)) if sites and read.numel() == number else None
 
@@ -174,7 +174,7 @@ def _read_tensor(traceback: TracebackType | None) -> Tensor | None:
     found = None
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_code.co_name == "scalar" and frame.f_globals.get("__name__") == DependencyTracker.__module__:
+        if frame.f_code.co_name == "scalar" and frame.f_globals.get("__name__") == Calls.__module__:
             found = frame.f_locals["args"][0]
         traceback = traceback.tb_next
     return found if isinstance(found, Tensor) else None
@@ -241,27 +241,24 @@ def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
 
 
 def warn_of_program(
-    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], first: ParameterReads | None
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
 ) -> None:
-    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only.
-
-    ``first`` knows the parameters that the guide has read, in the first run.
-    """
+    """Warns of probable mistakes in programs that run. It reads values, so call it for recorded runs only."""
     # Replay gives sites of the model what the guide says of them.
-    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, first)):
+    for text in dict.fromkeys(_warnings(traced, model_sites, guide_sites, is_first)):
         warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def _warnings(
-    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], first: ParameterReads | None
+    traced: TracedRun, model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], is_first: bool
 ) -> Iterator[str]:
     everything = [*guide_sites.values(), *model_sites.values()]
-    if first is not None:
+    if is_first:
         for warn in (_repeated, _misspelt):
             for site in everything:
                 yield from warn(site)
-        yield from guide_warnings(traced, model_sites, guide_sites, first.read)
-    if first is not None and is_validation_enabled():
+        yield from guide_warnings(traced, model_sites, guide_sites)
+    if is_first and is_validation_enabled():
         for name, site in guide_sites.items():
             yield from _unlike(site, model_sites.get(name, site))
         yield from _other_plates(model_sites, guide_sites)

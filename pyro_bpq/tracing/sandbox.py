@@ -3,20 +3,15 @@ r"""Makes runs of a program free of side effects: generators and module buffers 
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import torch
 from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.critics.bank import is_of_critic
-from pyro_bpq.errors import ParticlesDifferError, StructureChangedError, TooManyOutcomesError
 
 
 class BufferedModules:
@@ -54,14 +49,6 @@ class BufferedModules:
 
     def _called(self, module: nn.Module) -> None:
         """Runs before the first call of a module; subclasses override it."""
-
-
-class UngraphedBuffers(BufferedModules):
-    """Detaches the buffers of modules after a run whose sampled values carry gradients."""
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        self._detach()
 
 
 class LentBuffers(BufferedModules):
@@ -144,39 +131,6 @@ class Sandbox:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 
 
-class Trial:
-    """Tries a step of many particles.
-
-    A program may fail in any way at values of another shape. ``reason`` says why the step does not count; it is empty
-    if the step succeeded. ``has_failed`` says whether an error was raised. Parameters that the step has made,
-    ``created``, are removed from Pyro's store: they might have the shape of many particles.
-    """
-
-    def __init__(self) -> None:
-        self.reason, self.has_failed, self.created = "", False, set[str]()
-        self._known = set(pyro.get_param_store().keys())
-
-    def __enter__(self) -> Trial:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> bool:
-        is_raised = isinstance(error, (StructureChangedError, TooManyOutcomesError))
-        if error is not None and (is_raised or not isinstance(error, Exception)):
-            return False
-        if error is not None:
-            # An error that has another cause comes again.
-            self.has_failed = not isinstance(error, ParticlesDifferError)
-            self.reason = f"it failed: {error}" if self.has_failed else str(error)
-        self.created = self.new_parameters()
-        for name in self.created:
-            del pyro.get_param_store()[name]
-        return True
-
-    def new_parameters(self) -> set[str]:
-        """Names of the parameters that the step has made so far."""
-        return set(pyro.get_param_store().keys()) - self._known
-
-
 class Draws:
     """Marks the state of the CPU's global generator, so that a step can run again with the same draws."""
 
@@ -200,29 +154,3 @@ def _mark() -> Any:
 @effectful(type="bpq_rewind")
 def _rewind(mark: Any) -> Any:
     return None
-
-
-class Wrapped(TorchFunctionMode):
-    """Collects the tensors with a hidden dimension that torch functions return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref[Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and is_wrapped(result):
-            self.seen.append(weakref.ref(result))
-        return result
-
-    def any_alive(self) -> bool:
-        """Whether a collected tensor is still alive, as by ``self.z = z``; after the run it is of no use."""
-        if any(ref() is not None for ref in self.seen):
-            # Traces hold reference cycles, which only the garbage collector frees.
-            gc.collect()
-        return any(ref() is not None for ref in self.seen)
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor has a hidden dimension: it is of no use after the run."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -17,13 +17,12 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
-from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
-from pyro_bpq.tracing.work import Work
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:
@@ -51,8 +50,6 @@ class TracedRun:
     batch_ndim: int  # largest number of batch dimensions of any site
     # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
     reads: Mapping[str, frozenset[str]] | None = None
-    # Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet
-    crosses: bool = False
     # Latent sites of the guide that Pyro leaves out of its traces. Their `log q` is not a cost.
     untraced: frozenset[str] = frozenset()
     escaped_sites: frozenset[str] = frozenset()  # the sites whose values left torch
@@ -61,19 +58,9 @@ class TracedRun:
     # Options of each cost statement, by name of the cost
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
     only_costs: bool = False  # whether only cost statements count
-    # By (site, cost), the component of the site that each element of the cost reads; tracked runs only
-    patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
-    # Costs of the model that read the guide's own values, not only replayed values; tracked runs only
-    handed: frozenset[str] = frozenset()
-    # Whether the run may have called modules with buffers; `True` if the run was not tracked
-    has_buffers: bool = True
-    # Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
-    met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Costs of which it is not known whether rows meet, with the plates; only where rows are looked for.
-    unfollowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    mixes: bool = False  # whether particles of a plate were seen to meet in a cost
     of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
-    work: tuple[Work, Work] | None = None  # what the guide and the model computed; `None` if that was not counted
+    averages_rows: bool = False  # whether weights of a mean over enumerated values read several rows
+    recorded: Recorded | None = None  # the recording of the run, if there is one
     maps: tuple[LinearRead, ...] = ()  # the linear maps that read leaves, if they were noted
     flags: tuple[Any, ...] = ()  # the flags among the arguments of the programs
 
@@ -87,10 +74,35 @@ class TracedRun:
         """Pyro's traces of model and guide."""
         return self.model_trace, self.guide_trace
 
+    @cached_property
+    def met(self) -> dict[str, tuple[str, str]]:
+        """Costs in which a row of a plate reads other rows: the plate, and an operator without a rule, or ``""``."""
+        found = {} if self.recorded is None else self.recorded.met
+        return {cost: pair for cost, pair in found.items() if pair[0] != PARTICLES}
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether rows of a plate may meet: in a cost, or where a value that is sampled in a plate leaves torch."""
+        in_plates = {name for name, info in self.infos.items() if info.plates}
+        return self.averages_rows or bool(in_plates & self.escaped_sites or self.met)
+
+    @cached_property
+    def mixes(self) -> tuple[str, str] | None:
+        """A cost in which a particle reads others, and an operator without a rule, or ``""``; ``None`` if none does."""
+        found = {} if self.recorded is None else self.recorded.met
+        return next(((cost, why) for cost, (plate, why) in found.items() if plate == PARTICLES), None)
+
     @property
     def escaped(self) -> bool:
         """Whether a sampled value left torch."""
         return bool(self.escaped_sites)
+
+    @property
+    def weights(self) -> dict[str, tuple[Any, Any]]:
+        """Scale and mask of each cost."""
+        sides = ((self.guide_trace, True), (self.model_trace, False))
+        sites = [(site, of_guide) for trace, of_guide in sides for site in samples(trace).values()]
+        return {cost_of_site(site, of_guide): (site["scale"], site["mask"]) for site, of_guide in sites}
 
     @property
     def leaked(self) -> frozenset[str]:

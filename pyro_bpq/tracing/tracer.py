@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.util import scale_and_mask
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
@@ -16,19 +18,26 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor, nn
-from torch.distributions import Distribution, Transform
+from torch.distributions import Distribution, OneHotCategorical, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.tracing.component_costs import ElementWatch
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
+from pyro_bpq.record.components import Drawn, Scored, elements_of
+from pyro_bpq.record.laws import relaxed_log_prob, unchecked
+from pyro_bpq.record.recorded import Recorded, inputs_in
+from pyro_bpq.record.recording import Recording
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.rollout.features import (
+    base_distribution,
+    batch_of,
+    element_log_prob,
+    finite_components,
+    independent_components,
+)
 from pyro_bpq.tracing.config import OthersDraw, cost_options
-from pyro_bpq.tracing.guide_warnings import ParameterReads
-from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
-from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
-from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
@@ -38,8 +47,14 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, carried, is_untraced, samples
-from pyro_bpq.tracing.work import WorkMode
+from pyro_bpq.tracing.watch import (
+    PARTICLES,
+    TraceOptions,
+    Watch,
+    carried,
+    is_untraced,
+    samples,
+)
 
 # Modules whose distributions keep a value only in tensors.
 _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
@@ -55,49 +70,47 @@ Heard = Mapping[tuple[bool, str], int]
 """Sources that may have steered a log-probability in Python, as bits, by (is of the guide, site name)."""
 
 
-def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> TracedRun:
-    """Runs the guide, replays the model against it, and records both."""
-    tracker = DependencyTracker() if options.track else None
-    components, elements = options.components and not options.only_costs, None
-    if tracker is not None and (options.rows or components):
-        elements = ElementWatch(tracker, components, options.rows)
-    work = WorkMode() if options.counts else None
-    is_first = options.track and options.warns and options.step == 0 and not options.has_told
-    parameters = ParameterReads() if is_first else None
-    watch = Watch(options, tracker, elements, work, parameters)
+def trace_run(
+    model: Part,
+    guide: Part,
+    args: Args,
+    kwargs: Kwargs,
+    options: TraceOptions,
+    finish: Callable[[TracedRun], TracedRun] = lambda traced: traced,
+) -> TracedRun:
+    """Runs the guide, replays the model against it, and records both.
+
+    ``finish`` makes the costs of the run from its log-probabilities.
+    """
+    tape = Tape() if options.track else None
+    watch = Watch(options, tape)
     maps = LinearReads(watch.leaves) if options.maps else None
-    modules = BufferedModules() if options.track else None
-    # The counter of work is the innermost mode: it does not see the operators of the others.
-    modes = (parameters, tracker, None if elements is None else elements.elements, work, maps, watch, modules)
     with contextlib.ExitStack() as stack:
-        for mode in modes:
+        for mode in (tape, maps, watch):
             if mode is not None:
                 stack.enter_context(mode)
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
-        tracked = {} if tracker is None else _tracked(tracker, watch, guide_sites, model_sites, heard)
-    traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-    if options.only_costs and options.step == 0 and tracked and not (traced.user_costs or tracked["escaped_sites"]):
+        traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+        if watch.leaves:
+            traced = replace(traced, run=traced.run.with_leaves(watch.leaves))
+        if watch.enumerated or maps is not None:
+            found = () if maps is None else tuple(maps.found)
+            traced = replace(traced, enumerated=frozenset(watch.enumerated), maps=found)
+        if tape is not None:
+            reads = {**_reads(tape, guide_sites, watch, heard, True), **_reads(tape, model_sites, watch, heard, False)}
+            traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
+        traced = finish(traced)
+        if tape is not None:
+            traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
+    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
             "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
         )
-    if not (options.track or options.only_costs or watch.enumerated or watch.leaves):
-        return traced
-    in_plates = {name for name, info in traced.infos.items() if info.plates}
-    traced = replace(
-        traced,
-        **tracked,
-        run=traced.run.with_leaves(watch.leaves),
-        enumerated=frozenset(watch.enumerated),
-        crosses=bool(tracked.get("met") or in_plates & tracked.get("escaped_sites", set())),
-        has_buffers=modules is None or bool(modules),
-        maps=() if maps is None else tuple(maps.found),
-        work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
-    )
     if options.track and options.warns:
-        warn_of_program(traced, model_sites, guide_sites, parameters)
+        warn_of_program(traced, model_sites, guide_sites, not options.has_told and options.step == 0)
     return _only_costs(traced) if options.only_costs else traced
 
 
@@ -117,6 +130,15 @@ def _record(
     rng, number = (watch.model_start, torch.get_rng_state()), watch.options.num_particles
     flags = flags_of(args, kwargs)
     return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, rng, flags)
+
+
+def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    """The truth values and missing values among the arguments of a program.
+
+    They often switch parts of a program on and off, so that other values may mean other dependencies.
+    """
+    places = (*enumerate(args), *kwargs.items())
+    return tuple((place, value) for place, value in places if value is None or value is True or value is False)
 
 
 def _explained_traces(
@@ -139,7 +161,6 @@ def importance_traces(
     compute from the value has a gradient to the leaf.
     """
     nesting, guide = watch.options.max_plate_nesting, watch.guide(guide)
-    ledger = None if watch.tracker is None else watch.tracker.ledger
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
         guide(*args, **kwargs)
@@ -149,7 +170,7 @@ def importance_traces(
         guide_trace, model_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs), Trace()
         if model is not None:
             # Replay hides what the model's own statements say of sites that the guide has drawn.
-            is_first = watch.tracker is not None or watch.options.step == 0
+            is_first = watch.tape is not None or watch.options.step == 0
             checked = OthersDraw("model", "guide", guide_trace, True)(model) if is_first else model
             replayed = poutine.replay(checked, trace=guide_trace)
             model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
@@ -162,8 +183,8 @@ def importance_traces(
             for name in trace.nodes.keys() & watch.leaves.keys():
                 trace.nodes[name]["value"] = trace.nodes[name]["value"].detach()  # type: ignore[union-attr]
         heard = {
-            **_score(model_trace, Trace.compute_log_prob, False, ledger),
-            **_score(guide_trace, Trace.compute_score_parts, True, ledger),
+            **_score(model_trace, Trace.compute_log_prob, False, watch),
+            **_score(guide_trace, Trace.compute_score_parts, True, watch),
         }
         if is_validation_enabled():
             for site in (*samples(model_trace).values(), *samples(guide_trace).values()):
@@ -174,25 +195,27 @@ def importance_traces(
     return model_trace, guide_trace, heard
 
 
-def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledger: Ledger | None) -> Heard:
-    """Computes the log-probabilities of a trace; with a ledger, site by site, to record the reads of each."""
-    if ledger is None:
+def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch: Watch) -> Heard:
+    """Computes the log-probabilities of a trace; on a tape site by site, to record the reads of each."""
+    tape = watch.tape
+    if tape is None:
         compute(trace)
         return {}
-    heard = {}
+    heard, everything = {}, tape.steering
     for name, site in samples(trace).items():
         one = Trace()
         one.nodes[name] = site
-        ledger.listen()
+        tape.listen()
         try:
-            compute(one)
+            with tape.steered_by(watch.steering_of(name, is_guide)):
+                compute(one)
         except ValueError:
             # The whole trace is computed again, so that the error message shows the shapes of all sites.
             compute(trace)
             raise
-        found = ledger.stop_listening()
+        found = tape.stop_listening()
         # A user's own object may have kept any value that has left torch so far.
-        heard[is_guide, name] = found | (ledger.escaped if ledger.escaped and _is_own(site["fn"]) else 0)
+        heard[is_guide, name] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
 
 
@@ -209,56 +232,111 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
     return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith(_LIBRARIES)
 
 
-def _tracked(
-    tracker: DependencyTracker, watch: Watch, guide_sites: Sites, model_sites: Sites, heard: Heard
-) -> dict[str, Any]:
-    """What the handlers of a tracked run know, as fields of its record; the handlers must be active."""
-    of_guide = _reads(tracker, guide_sites, watch, heard, True)
-    of_model = _reads(tracker, model_sites, watch, heard, False)
-    # The lowest bit is not a site: it marks the guide's own values.
-    bits = {cost: found >> 1 for cost, found in (of_guide | of_model).items()}
-    # A GuideMessenger runs guide and model as one program: the guide hands nothing over.
-    handed = frozenset(cost for cost, found in of_model.items() if found & watch.handed and watch.has_model)
-    handed |= _weighted_by_itself(tracker, model_sites)
-    # So does the log-probability of a value that carries more than its site's value shows.
-    handed |= {cost_of_site(site, False) for site in model_sites.values() if carried(site["value"])}
-    found: dict[str, Any] = {"reads": Reads(tuple(tracker.ledger.bits)[1:], bits), "handed": handed}
-    elements = watch.elements
-    if elements is not None:
-        scored, log_probs = _scored(guide_sites, model_sites, True), _scored(guide_sites, model_sites)
-        found["patterns"] = elements.patterns(log_probs)
-        if elements.rows is not None and elements.particles is not None:
-            found["met"] = elements.rows.meeting(scored)
-            found["unfollowed"] = elements.rows.unfollowed(log_probs)
-            found["mixes"] = bool(elements.particles.meeting(scored))
-    found["escaped_sites"] = tracker.escaped - {HANDED}
+def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
+    """The recording of a run with the names of its values; the tape must be active."""
+    follows = not (traced.only_costs or traced.enumerated or tape.escaped)
+    scored, drawn, values = {}, {}, {}
+    for cost, site in _scored(guide_sites, model_sites, True):
+        elements, ndim = (site["log_prob"], 0) if cost_options(site) or not follows else elements_of(site)
+        scored[cost] = Scored(site["name"], tape.value_of(elements), ndim, _plates(site))
+    for name, value in watch.drawn.items():
+        site = guide_sites.get(name)
+        if site is None:
+            continue
+        values[value] = site["value"]
+        fn, (law, ndim), is_pathwise = site["fn"], (site["log_prob"], 0), _is_pathwise(site)
+        number = 0 if is_pathwise else independent_components(fn) or 0
+        if follows and number > 1:
+            law, ndim = element_log_prob(unchecked(fn), site["value"])
+        plates = {plate: dim for plate, dim in _plates(site).items() if plate == PARTICLES or not is_pathwise}
+        drawn[name] = Drawn(value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, plates)
+    costs, unweighted = (
+        {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()},
+        set(),
+    )
+    for cost, site in _scored(guide_sites, model_sites) if traced.elimination is None else ():
+        if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(
+            base_distribution(site["fn"]), OneHotCategorical
+        ):
+            own = site["unscaled_log_prob"]
+            costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
+            unweighted.add(cost)
+    subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
+    reached, stored = inputs_in(tape, watch.options.call)
+    parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
+    assert isinstance(traced.reads, Reads)
+    laws = {}
+    for name in drawn:
+        site = guide_sites[name]
+        fn, law = site["fn"], site.get("unscaled_log_prob", site["score_parts"].score_function)
+        while isinstance(fn, MaskedDistribution):
+            fn, law = fn.base_dist, None
+        laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
+    return Recorded(
+        recording=Recording.of(tape, values),
+        reads=traced.reads,
+        self_read=_self_read(tape, model_sites),
+        drawn=drawn,
+        scored=scored,
+        costs=costs,
+        unweighted=frozenset(unweighted),
+        laws=laws,
+        reached=reached,
+        stored=stored,
+        subsamples=subsamples,
+        parameters=parameters,
+        num_of_guide=watch.num_of_guide,
+    )
+
+
+def _self_read(tape: Tape, sites: Sites) -> frozenset[str]:
+    """Costs of the model whose law, scale or mask reads the value that it scores."""
+    found = set()
+    for name, site in sites.items():
+        split = None if site["is_observed"] else finite_components(site["fn"])
+        if name in tape.bits and split is not None:
+            law = [split.parameters(site["fn"]), site["scale"], full_mask(site)]
+            if tape.mask_of(law) & tape.bits[name] or carried(site["value"]):
+                found.add(cost_of_site(site, False))
+    return frozenset(found)
+
+
+def _linear(traced: TracedRun) -> dict[str, Tensor]:
+    """The own costs of one-hot sites, as linear functions of their values."""
+    found = {}
+    for name, record in traced.run.sites.items():
+        if isinstance(base_distribution(record.fn), OneHotCategorical) and name not in traced.untraced:
+            sides = (
+                (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),
+                (cost_of_model(name), -1.0, record.prior, record.prior_scale, record.prior_mask),
+            )
+            for cost, sign, fn, scale, mask in sides:
+                if cost in traced.run.costs and fn is not None:
+                    found[cost] = sign * scale_and_mask(relaxed_log_prob(fn, record.value), scale, mask)
     return found
 
 
-def _reads(tracker: DependencyTracker, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:
+def _plates(site: Any) -> dict[str, int]:
+    return {frame.name: frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+
+
+def _is_pathwise(site: Any) -> bool:
+    return bool(getattr(site["fn"], "has_rsample", False))
+
+
+def _reads(tape: Tape, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:
     """The sources that each site's cost reads, as bits; for a guide site, also the sources of its draw."""
     reads = {}
     for name, site in sites.items():
-        # A GuideMessenger runs guide and model as one program: a model site may be noted as the guide's.
-        before = watch.escaped.get((is_guide, name), watch.escaped.get((True, name), 0))
+        before = watch.steering_of(name, is_guide)
         scored = site["score_parts"].score_function if is_untraced(site) else site["log_prob"]
-        found = tracker.mask_of(scored) | before | heard.get((is_guide, name), 0)
+        found = tape.mask_of(scored) | before | heard.get((is_guide, name), 0)
         if is_guide:
-            found |= tracker.ledger.origins.get(name, 0) | watch.heard.get(name, 0)
+            found |= tape.origins.get(name, 0) | watch.heard.get(name, 0)
             # A flow remembers what it drew, so that its log-probability may not look at the value again.
-            found |= tracker.ledger.bits.get(name, 0)
+            found |= tape.bits.get(name, 0)
         reads[cost_of_site(site, is_guide)] = found
     return reads
-
-
-def _weighted_by_itself(tracker: DependencyTracker, sites: Sites) -> frozenset[str]:
-    """Costs of model sites whose scale or mask reads the site's own value: unknown at other values."""
-    bits = tracker.ledger.bits
-    return frozenset(
-        cost_of_site(site, False)
-        for name, site in sites.items()
-        if name in bits and tracker.mask_of([site["scale"], full_mask(site)]) & bits[name]
-    )
 
 
 def _scored(guide_sites: Sites, model_sites: Sites, user: bool = False) -> list[tuple[str, Any]]:

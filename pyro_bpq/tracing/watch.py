@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.laws import Draw, tensors_of
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import base_distribution, finite_components
-from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
 from pyro_bpq.tracing.cost_statement import Given, check_particles
-from pyro_bpq.tracing.provenance import ContainedCalls, DependencyTracker
-from pyro_bpq.tracing.work import Work, WorkMode
 
 Frames = tuple[Any, ...]
 """The vectorised plates around a statement, as Pyro's frames."""
@@ -38,9 +38,6 @@ PARTICLES = "num_particles_vectorized"
 
 # Smallest number of entries of Bernoulli values for which it saves time to draw and to check them here.
 LARGE = 1 << 14
-
-HANDED = "what the guide hands over"
-"""Name of the source that marks the guide's own values, as opposed to values that the model replays."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +49,13 @@ class TraceOptions:
     num_particles: int = 1  # number of particles in all runs of the step
     # Returns the estimator in a site's `infer`, if that estimator attaches a gradient to the site's value
     attach: Callable[[Mapping[str, Any]], Any] | None = None
-    track: bool = False  # whether to track which values depend on which sites
+    track: bool = False  # whether the run is recorded
+    call: Call = field(default_factory=Call)  # what the call of the programs looks like
     noise: Callable[[], torch.Generator] = torch.Generator  # makes the generator that such estimators draw from
     only_costs: bool = False  # whether only cost statements count; the guide is then the whole program
     step: int = 0  # number of steps taken, for estimators with a schedule
-    components: bool = False  # whether to also track which components of a site a cost reads
     sloped: frozenset[str] = frozenset()  # sites whose values become autograd leaves of the costs
     maps: bool = False  # whether to note the linear maps that read these leaves
-    rows: bool = False  # whether to look for rows of a plate that meet
-    counts: bool = False  # whether to count what guide and model compute
     warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
     has_told: bool = False  # whether another run of the step has warned of those in the program
 
@@ -74,14 +69,10 @@ class Watch(Messenger):
     def __init__(
         self,
         options: TraceOptions,
-        tracker: DependencyTracker | None = None,
-        elements: ElementWatch | None = None,
-        work: WorkMode | None = None,
-        parameters: Any = None,
+        tape: Tape | None = None,
     ) -> None:
         super().__init__()
-        self.options, self.tracker, self.elements, self.work = options, tracker, elements, work
-        self.parameters = parameters
+        self.options, self.tape = options, tape
         self.is_guide = self.has_model = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
@@ -95,10 +86,9 @@ class Watch(Messenger):
         # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
-        self.model_start, self.guide_work = torch.empty(0), Work()
-        self._calls = None if tracker is None else ContainedCalls(tracker)
-        # This source is registered first, so that it has the lowest bit.
-        self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
+        self.drawn = dict[str, Any]()  # values of sites on the tape
+        self.model_start, self.num_of_guide = torch.empty(0), 0
+        self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @functools.cached_property
     def _noise(self) -> torch.Generator:
@@ -111,12 +101,11 @@ class Watch(Messenger):
         return functools.partial(_run_guide, self, guide)
 
     def _pyro_sample(self, msg: Any) -> None:
-        if self.tracker is not None:
-            ledger = self.tracker.ledger
-            self.escaped[self.is_guide, msg["name"]] = ledger.escaped
+        if self.tape is not None:
+            self.escaped[self.is_guide, msg["name"]] = self.tape.steering
             if self.is_guide:
                 # Reads count from here to the end of the statement, the draw included.
-                ledger.listen()
+                self.tape.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         self.has_model |= not self.is_guide
@@ -135,14 +124,14 @@ class Watch(Messenger):
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
-        if self.tracker is not None and self.is_guide:
+        if self.tape is not None and self.is_guide:
             # The end of a nested statement ends the listening of both statements.
-            found = self.tracker.ledger.stop_listening()
+            found = self.tape.stop_listening()
             self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
 
     def _pyro_post_param(self, msg: Any) -> None:
-        if self.parameters is not None and self.is_guide:
-            self.parameters.add(msg["name"], msg["value"])
+        if self.tape is not None and self.is_guide:
+            self.parameters[msg["name"]] = msg["value"]
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]
@@ -162,8 +151,6 @@ class Watch(Messenger):
             return
         elif self.is_guide:
             self._draw(msg)
-        elif self.tracker is not None:
-            self._replay(msg)
 
     def _draw(self, msg: Any) -> None:
         """Makes the value that the guide has drawn a source."""
@@ -178,15 +165,10 @@ class Watch(Messenger):
             # Otherwise the value carries all gradients.
             if score is None or is_identically_zero(score):
                 return
-        if self.tracker is not None and isinstance(msg["value"], Tensor):
-            msg["value"] = self.tracker.source(name, msg["value"])
-            is_pathwise = self._is_pathwise(msg)
-            if self.elements is not None:
-                frames = [frame for frame in self.plates[name] if frame.name != PARTICLES]
-                particles = [frame for frame in self.plates[name] if frame.name == PARTICLES]
-                self.elements.drawn(name, msg["fn"], msg["value"], () if is_pathwise else frames, particles)
-            if not is_pathwise:
-                self.tracker.ledger.taint(msg["value"], self.handed)
+        if self.tape is not None and isinstance(msg["value"], Tensor):
+            law = tensors_of(msg["fn"])
+            msg["value"] = self.tape.source(name, msg["value"])
+            self.drawn[name] = self.tape.drawn(msg["value"], Draw(name, msg["fn"]), law)
         if score is not None:
             self._keep(msg, score)
 
@@ -198,30 +180,23 @@ class Watch(Messenger):
         """Whether the value of a site of the guide carries all of its gradient."""
         return _has_rsample(msg) and self._choose(msg).is_pathwise
 
-    def _replay(self, msg: Any) -> None:
-        """Gives the model its own copy of a value, to tell it apart from values that the guide handed over."""
-        value = msg["value"]
-        assert self.tracker is not None
-        if isinstance(value, Tensor) and self.tracker.mask_of(value) & self.handed:
-            msg["value"] = self.tracker.source(msg["name"], value.clone())
-
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        if self._calls is not None:
-            self._calls.open()
+        if self.tape is not None:
+            self.tape.open_call()
 
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
         for frame in msg["cond_indep_stack"]:
             if frame.name == PARTICLES and isinstance(msg["value"], Tensor):
                 check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
         # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
-        if self._calls is not None and not msg["infer"]["exact"]:
+        if self.tape is not None and not msg["infer"]["exact"]:
             value = msg["value"]
-            self._calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
+            self.tape.close_call(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
 
     def _enumerate(self, msg: Any) -> None:
         """Makes the values of an enumerated site a source, to detect if they leave torch."""
-        if self.tracker is not None and msg["name"] not in self.enumerated:
-            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        if self.tape is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tape.source(msg["name"], msg["value"])
         self.enumerated.add(msg["name"])
 
     def _attach(self, msg: Any) -> None:
@@ -256,6 +231,11 @@ class Watch(Messenger):
         parts = ScoreParts(zero, score, torch.zeros(()))
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
 
+    def steering_of(self, name: str, is_guide: bool) -> int:
+        """What Python had read before a statement, as bits."""
+        # A GuideMessenger runs guide and model as one program: a model site may be noted as the guide's.
+        return self.escaped.get((is_guide, name), self.escaped.get((True, name), 0))
+
     def guide_sites(self, trace: Any) -> dict[str, Any]:
         """Returns the sites of the guide's trace and the sites that Pyro left out, in the order of draws."""
         sites = samples(trace)
@@ -280,8 +260,8 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
     finally:
         watch.is_guide = False
         watch.model_start = torch.get_rng_state()
-        if watch.work is not None:
-            watch.guide_work = watch.work.total
+        if watch.tape is not None:
+            watch.num_of_guide = len(watch.tape.nodes)
 
 
 def draw_bits(msg: Any) -> Tensor | None:

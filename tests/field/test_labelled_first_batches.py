@@ -38,7 +38,6 @@ def trained(*kinds: Tensor | None) -> TraceBackpropQ_ELBO:
     return elbo
 
 
-@pytest.mark.xfail(strict=True, reason="the number of particles is settled in the first step, for good")
 def test_the_number_of_particles_is_looked_at_where_a_noisy_site_is_new() -> None:
     plain = trained(None, None, None)
     assert plain.num_particles > 1

@@ -11,13 +11,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import coin, fill, real
+from pyro_bpq.tracing.ledger import Ledger
 from steps import trained
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased, exact_gradient
-from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.tracer import _is_own
 
 Program = Callable[[], None]

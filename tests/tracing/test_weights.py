@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import fill, real
 from pyro import poutine
+from pyro_bpq.tracing.component_costs import ElementWatch
 from steps import trained
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.estimators import CrossedLeaveOneOut, LeaveOneOut, SecondRun
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.component_costs import ElementWatch
 
 Program = Callable[[], None]
 DATA = real(0.7, -0.4, 1.3)

@@ -25,14 +25,14 @@ from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
-from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.record.tape import Tape as DependencyTracker
 
 Program = Callable[["Inputs"], Any]
 
 
 def origins_of(tracker: DependencyTracker, name: str) -> frozenset[str]:
     """What the values of a source depended on before they became it."""
-    return tracker.ledger.names(tracker.ledger.origins.get(name, 0))
+    return tracker.names(tracker.origins.get(name, 0))
 
 
 class Inputs:

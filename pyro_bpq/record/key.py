@@ -1,18 +1,28 @@
-r"""What a call of an objective hands to its programs, and what the programs can reach besides.
+r"""What a call hands to its programs, and what the programs can reach besides.
 
-A recorded step holds for calls that look the same: equal values of numbers and strings, tensors of equal shapes. The
-tensors themselves may differ, they are inputs. Reached are arguments, what functions close over, the globals that they
-name, the arguments of partials, settings of handlers, parameters, buffers and attributes of modules, attributes of
-plain objects, and plain attributes of their classes.
+A recording holds for calls that look the same: equal numbers, flags and texts, tensors of equal shapes and types. The
+tensors themselves may differ, they are inputs. Reached are arguments, parameters, what functions close over, the
+globals that they name, arguments of partials, settings of handlers, attributes of modules, of plain objects and of
+their classes.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
+import sys
 from argparse import Namespace
 from collections.abc import Hashable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy
@@ -21,28 +31,25 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_bpq.tracing.plain_values import is_of_library, names_of, of_every_module, slots_of
-
-_PLAIN = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, range, slice)
+# Libraries whose functions and classes are taken to be constant.
+_LIBRARIES = frozenset(
+    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
+)
+_PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
 # Most of what is reached is of these very types, which is sooner told.
-_PLAINEST = frozenset(kind for kind in _PLAIN if kind is not slice)
-# What is the same as long as it is the same object.
-_OPAQUE = (numpy.ndarray, ModuleType, BuiltinFunctionType, numpy.generic)
+_PLAINEST = frozenset(_PLAIN)
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
-# More things than these belong to a program that reaches a whole library or data set.
-_MOST = 20_000
-# Largest array of numpy whose numbers are compared. It may be written in place.
-_MOST_NUMBERS = 1000
-# Number of calls in a row with new arrays from which on they are told of.
-_MANY = 4
+# More things than these belong to a program that reaches a whole library or data set; arrays of more numbers are data.
+_MOST, _MOST_NUMBERS = 20_000, 1000
+# Number of changes after which a number counts the steps, and switches nothing.
+_MOST_CHANGES = 4
 
 # Where something is: a name, or a format, the place that it is in, and what tells it apart there. Most are never shown.
 Path = str | tuple[Any, ...]
-# Shape, strides, type, device, and whether a gradient is asked for.
 Kind = tuple[Any, ...]
+"""Shape, strides, type, device, and whether a gradient is asked for."""
 
 
 def kind_of(tensor: Tensor) -> Kind:
@@ -61,14 +68,15 @@ def in_words(path: Path) -> str:
 def reach(roots: Mapping[str, Any]) -> Call:
     """What can be reached from some roots, the handlers around the call, and the modes of torch."""
     call = Call()
-    call.note("torch's default dtype", torch.get_default_dtype())
-    call.note("inference mode", torch.is_inference_mode_enabled())
+    call.note("torch's default type", (torch.get_default_dtype(), torch.get_default_device()))
     for kind in ("cpu", "cuda"):
         call.note("autocast", torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
     for name, root in roots.items():
         call.visit(name, root)
     for handler in _PYRO_STACK:
-        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+        # The handler of SVI sees parameters only, and our own ones draw in place of the generator.
+        is_of_parameters = isinstance(handler, TraceMessenger) and handler.param_only
+        if not (is_of_parameters or type(handler).__module__.startswith("pyro_bpq.")):
             call.visit(f"the handler {type(handler).__name__}", handler)
     return call
 
@@ -81,7 +89,9 @@ class Call:
         paths: Where each entry of ``spec`` was found.
         tensors: The tensors, in the order in which they are reached, each once.
         sources: Where each tensor was found.
-        arrays: Arrays of numpy, and where each was found.
+        modes: Whether gradients are on, and whether torch infers only.
+        modules: Modules with buffers.
+        arrays: Large arrays of numpy, and where each was found: they are told apart by identity.
     """
 
     def __init__(self) -> None:
@@ -89,6 +99,8 @@ class Call:
         self.paths: list[Path] = []
         self.tensors: list[Tensor] = []
         self.sources: list[Path] = []
+        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.modules: list[nn.Module] = []
         self.arrays: list[tuple[Path, Any]] = []
         # What ``spec`` tells by its identity, which must not be given again.
         self._kept: list[Any] = []
@@ -122,13 +134,11 @@ class Call:
             self._opaque(path, item)
 
     def _visit(self, path: Path, item: Any, kind: type) -> None:
-        if kind in _PLAINEST:
+        if kind in _PLAINEST or isinstance(item, Enum):
             # True == 1 == 1.0, but not for a program.
             self.note(path, (kind, item))
         elif isinstance(item, Tensor):
             self._tensor(path, item)
-        elif isinstance(item, _PLAIN):
-            self.note(path, (kind, item if not isinstance(item, slice) else str(item)))
         elif id(item) in self._seen:
             self.note(path, ("again", self._seen[id(item)]))
         elif len(self.spec) < _MOST:
@@ -148,8 +158,9 @@ class Call:
             self.sources.append(path)
 
     def _inside(self, path: Path, item: Any) -> None:
+        kind = type(item)
         if isinstance(item, (tuple, list)):
-            self.note(path, (type(item), len(item)))
+            self.note(path, (kind, len(item)))
             for i, part in enumerate(item):
                 self.visit(("{}[{}]", path, i), part)
         elif isinstance(item, dict):
@@ -162,23 +173,21 @@ class Call:
             self._module(path, item)
         elif isinstance(item, functools.partial):
             self.note(path, functools.partial)
-            self.visit(path, item.func)
-            self.visit(("an argument of the partial {}", path), item.args)
-            self.visit(("an argument of the partial {}", path), item.keywords)
+            for part in (item.func, item.args, item.keywords):
+                self.visit(("the partial {}", path), part)
         elif isinstance(item, MethodType):
             self.note(path, MethodType)
             self.visit(path, item.__func__)
             self.visit(path, item.__self__)
-        elif isinstance(item, (Messenger, Namespace, SimpleNamespace)):
-            self._attributes(path, item)
         elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
-            self.note(path, (type(item), frozenset((type(part), part) for part in item)))
-        elif isinstance(item, _OPAQUE) or is_of_library(item if isinstance(item, type) else type(item)):
-            self._opaque(path, item)
+            self.note(path, (kind, frozenset((type(part), part) for part in item)))
+        elif isinstance(item, numpy.ndarray) and item.size <= _MOST_NUMBERS and item.dtype.kind in "biufc":
+            self.note(path, (kind, item.dtype.str, item.shape))
+            self.note(("the numbers of {}", path), item.tobytes())
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)
-        elif hasattr(item, "__dict__") or slots_of(item):
+        elif isinstance(item, (Messenger, Namespace, SimpleNamespace)) or not _is_closed(item):
             self._attributes(path, item)
         else:
             self._opaque(path, item)
@@ -188,8 +197,6 @@ class Call:
         self.note(path, (type(item), id(item)))
         if isinstance(item, numpy.ndarray):
             self.arrays.append((path, item))
-            if item.size <= _MOST_NUMBERS:
-                self.note(("the numbers of {}", path), item.tobytes())
 
     def _of_class(self, path: Path, item: type) -> None:
         """Notes the plain values among the attributes of a class, once: its objects read them too."""
@@ -223,13 +230,24 @@ class Call:
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
         if not is_foreign:
-            for name in names_of(code):
-                value = item.__globals__.get(name)
-                if value is not None and not isinstance(value, ModuleType):
-                    self.visit(("the global {}", name), value)
+            self._globals(item.__globals__, names_of(code))
+
+    def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        """Notes the globals that a function names, those of modules of the user's own too."""
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, ModuleType):
+                if not is_library(value.__name__) and id(value) not in self._seen:
+                    self._seen[id(value)] = len(self._seen)
+                    self._kept.append(value)
+                    self._globals(vars(value), names)
+            elif value is not None:
+                self.visit(("the global {}", name), value)
 
     def _module(self, path: Path, item: nn.Module) -> None:
         own, usual = vars(item), of_every_module()
+        if item._buffers:
+            self.modules.append(item)
         self.note(path, (type(item), item.training))
         self._of_class(path, type(item))
         for kind in ("_parameters", "_buffers", "_modules"):
@@ -241,42 +259,80 @@ class Call:
                 self.visit(("{}.{}", path, name), part)
 
 
-class Arguments:
-    """The arguments of the last call, as far as a recording cannot take them as they are."""
+class Keys:
+    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing."""
 
     def __init__(self) -> None:
-        # The arrays of numpy of the last call, and the number of calls in a row that had new ones.
-        self._arrays: list[weakref.ref[Any]] = []
-        self._new_arrays = 0
-        # The float arguments of the last call, by position, and those that have changed.
-        self._floats: dict[int, float] = {}
-        self._varying: set[int] = set()
+        self._last: list[Hashable] = []
+        self._changes: dict[int, int] = {}
 
-    def new_arrays(self, call: Call) -> list[int]:
-        """The arrays of numpy that were not there in the last call: a recording holds for the very same ones."""
-        last, self._arrays = self._arrays, [weakref.ref(array) for _, array in call.arrays]
-        known = {id(array) for array in (reference() for reference in last) if array is not None}
-        new = [i for i, (_, array) in enumerate(call.arrays) if id(array) not in known]
-        self._new_arrays = self._new_arrays + 1 if new else 0
-        return new
+    def of(self, call: Call) -> tuple[Any, ...]:
+        """The key of a call."""
+        spec = call.spec
+        if len(spec) != len(self._last):
+            self._changes = {}
+        for i, (old, new) in enumerate(zip(self._last, spec, strict=False)):
+            if old is not new and old != new and _is_number(old) and _is_number(new):
+                self._changes[i] = self._changes.get(i, 0) + 1
+        self._last = spec
+        varying = {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+        found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
+        return (*found, *map(kind_of, call.tensors))
 
     @property
-    def has_many_new_arrays(self) -> bool:
-        """Whether several calls in a row had new arrays."""
-        return self._new_arrays >= _MANY
+    def has_counters(self) -> bool:
+        """Whether numbers are left out."""
+        return any(number > _MOST_CHANGES for number in self._changes.values())
 
-    def with_tensors(self, program: Any) -> Any:
-        """The program with tensors in place of float arguments that change from step to step."""
-        leaves, tree = tree_flatten((program.args, program.kwargs))
-        floats = {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}
-        if not floats:
-            return program
-        self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
-        self._floats = floats
-        for i in self._varying & floats.keys():
-            leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
-        args, kwargs = tree_unflatten(leaves, tree)
-        return program._replace(args=args, kwargs=kwargs)
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)
+
+
+def _is_closed(item: Any) -> bool:
+    """Whether nobody looks into an object: it belongs to a library, or has no attributes."""
+    is_odd = isinstance(item, (numpy.ndarray, numpy.generic, ModuleType, BuiltinFunctionType))
+    return is_odd or is_of_library(type(item)) or not (hasattr(item, "__dict__") or slots_of(item))
+
+
+@functools.cache
+def of_every_module() -> frozenset[str]:
+    """Attributes of modules that are handled on their own, or hold nothing that a program reads."""
+    return frozenset(vars(nn.Module()))
+
+
+def slots_of(item: Any) -> tuple[str, ...]:
+    """The attributes of an object that lie in slots of its class."""
+    return _slots(type(item))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    spaces = [vars(part) for part in kind.__mro__ if "__slots__" in vars(part)]
+    return tuple(name for space in spaces for name, member in space.items() if isinstance(member, MemberDescriptorType))
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The global names in a function and in the functions that it makes."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def is_of_library(item: Any) -> bool:
+    """Whether a function or class belongs to a library, or to Python."""
+    module = getattr(item, "__module__", None)
+    return isinstance(module, str) and is_library(module)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_library(module: str) -> bool:
+    """Whether a module belongs to a library, or to Python."""
+    head = module.partition(".")[0]
+    if head in _LIBRARIES or head in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(head), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _short(value: Any) -> str:

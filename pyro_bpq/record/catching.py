@@ -7,7 +7,7 @@ import functools
 import sys
 from types import CodeType, FrameType
 
-from pyro_bpq.tracing.plain_values import is_library
+from pyro_bpq.record.key import is_library
 
 
 def catcher(outer: FrameType | None) -> FrameType | None:

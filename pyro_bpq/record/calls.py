@@ -1,0 +1,157 @@
+"""Sees the calls of torch's functions that no operator reports, and those whose operators report too little."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import FunctionType, MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from pyro_bpq.record.indexing import is_position, one_hot, put, remade, selected
+
+if TYPE_CHECKING:
+    from pyro_bpq.record.tape import Tape
+
+_LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
+_ALIASES = frozenset((torch.as_tensor, torch.asarray))
+# Number of leading arguments that Python does not read: operators follow them.
+_NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
+
+OWN = ("pyro_bpq.record.",)
+"""Modules of the tape. They look at memory only to follow it."""
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Calls(TorchFunctionMode):
+    """The function mode of a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        self._find = _handlers().get
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        if (handler := self._find(func)) is not None:
+            return handler(self, func, args, kwargs or {})
+        # This mode is off in the body of a user's function that torch dispatches to: it may read any source.
+        if func.__class__ is FunctionType and not (func.__module__ or "").startswith("torch"):
+            self.tape.steer((1 << len(self.tape.bits)) - 1)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def leave(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles calls that give the values of their arguments to Python."""
+        skip = _NOT_READ.get(func.__name__, 0)
+        leaves = [leaf for leaf in tree_leaves((args[skip:], kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **kwargs)
+        self.tape.read(leaves, _told(result), check=all(leaf.dtype is torch.bool for leaf in leaves))
+        return result
+
+    def scalar(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles reads of a number; ``torch.Tensor([z])`` reads it without an operator."""
+        result = func(*args)
+        self.tape.read(args[0], result, check=args[0].dtype is torch.bool)
+        return result
+
+    def expose(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles calls that give the memory of their argument to Python."""
+        if (sys._getframe(2).f_globals.get("__name__") or "").startswith(OWN):  # the tape looks up a storage
+            return func(*args, **kwargs)
+        self.tape.expose(args[0])  # whatever is written into it later is read at once
+        return self.leave(func, args, kwargs)
+
+    def copy(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles calls that make a tensor without an operator, or from memory outside torch."""
+        first = 1 if func.__name__ in ("new", "new_tensor", "__set__") else 0
+        data = args[first] if len(args) > first else kwargs.get("data", kwargs.get("obj"))
+        tape = self.tape
+        with tape.paused():
+            result = func(*args, **kwargs)
+        target = args[0] if result is None else result  # x.data = y
+        if func is _LIFT or (func in _ALIASES and not isinstance(data, (Tensor, list, tuple, int, float))):
+            tape.expose(target)
+        leaves = tree_leaves(data)
+        if all(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+            tape.constants.add(tape.value_of(target))
+        elif target is not data and any(isinstance(leaf, Tensor) for leaf in leaves):
+            tape.made(remade, (data, target.dtype, target.device), target)
+            if torch._C._functorch.is_functorch_wrapped_tensor(target):
+                tape.hide(target, func.__name__)
+        return result
+
+    def defer(self, func: Any, args: Args, kwargs: Kwargs, again: Any, mask: int = 0) -> Any:
+        """Runs a call that reads scalars only as positions; its result depends on them."""
+        tape = self.tape
+        tape.compute(mask)
+        outer, tape.deferred = tape.deferred, mask
+        try:
+            with tape.paused():
+                result = func(*args, **kwargs)
+        except IndexError:
+            found, tape.deferred = tape.deferred, outer
+            tape.steer(found | tape.mask_of(args))
+            raise
+        found, tape.deferred = tape.deferred, outer
+        tape.positions |= found
+        tape.made(
+            again, args if not kwargs else (*args, *kwargs.values()), result, found, args[:1] if result is None else ()
+        )
+        if torch._C._functorch.maybe_current_level() is not None and result is not None:
+            tape.hide(result, func.__name__)
+        return result
+
+    def one_hot(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles ``one_hot``: without ``num_classes`` its argument decides a shape, else it is only checked."""
+        num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs, one_hot)
+
+    def index(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles ``x[index]`` and ``x[index] = y``, which read the scalars in the index to make a view."""
+        is_write = func is Tensor.__setitem__
+        # Forward differentiation takes positions as numbers.
+        if not is_position(args[1], masks=is_write) or forward_ad._current_level >= 0:
+            return func(*args, **kwargs)
+        index = args[1]
+        if not any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in tree_leaves(index)):
+            return func(*args, **kwargs)
+        # Torch converts tensors inside lists without an operator.
+        listed = [item for item in index if isinstance(item, list)] if isinstance(index, tuple) else index
+        mask = self.tape.mask_of(listed) if isinstance(listed, list) else 0
+        return self.defer(func, args, kwargs, put if is_write else selected, mask)
+
+
+def _told(result: Any) -> Any:
+    """What Python has got, as long as it is small."""
+    return result if isinstance(result, (bool, int, float, str)) else None
+
+
+@cache
+def _handlers() -> Mapping[Any, Callable[[Calls, Any, Args, Kwargs], Any]]:
+    cls: Any = Tensor  # several of these names are missing from torch's stubs
+    calls: dict[Callable[..., Any], tuple[Any, ...]] = {
+        Calls.leave: (
+            *(cls.tolist, cls.apply_, cls.map_, cls.map2_, cls.storage_offset, cls.__repr__, cls.__format__),
+            *(cls.__reduce_ex__, cls.tensor_split, torch.tensor_split, torch.functional.tensordot),
+            *(torch.ctc_loss, torch.nn.functional.ctc_loss),
+        ),
+        Calls.scalar: (cls.item, cls.__bool__, cls.__int__, cls.__float__, cls.__index__, cls.__complex__),
+        Calls.expose: (
+            *(cls.numpy, cls.__array__, cls.__dlpack__, cls.data_ptr, cls.untyped_storage, cls.storage),
+            *(cls._typed_storage, cls.__cuda_array_interface__.__get__, cls.share_memory_),
+        ),
+        Calls.copy: (
+            *(torch.tensor, torch.as_tensor, torch.asarray, cls.new_tensor, cls.new, cls.__deepcopy__),
+            *(cls.data.__set__, _LIFT),
+        ),
+        Calls.one_hot: (torch.nn.functional.one_hot,),
+        Calls.index: (cls.__getitem__, cls.__setitem__),
+    }
+    return MappingProxyType({call: handler for handler, group in calls.items() for call in group})

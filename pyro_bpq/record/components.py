@@ -1,0 +1,223 @@
+r"""What a cost reads of a site, from a recording: which component, and whether rows of a plate or particles stay apart.
+
+A site with ``D`` independent components has one ``log q_d`` for each component ``d``. ``∇ log q_d`` needs only the
+costs that depend on component ``d``. An element of a cost that reads only component ``d`` is charged to it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
+from pyro_bpq.record.recording import Recording
+from pyro_bpq.record.tape import Value
+from pyro_bpq.rollout.features import batch_of, element_log_prob
+from pyro_bpq.rollout.runs import SiteRecord
+
+# Largest number of operators that are followed for components, over all sites.
+_MOST_FOLLOWED = 20_000
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The component of a site that each element of a cost reads."""
+
+    # Shape of the elements: batch dimensions (size 1 where all rows are alike), then event dimensions
+    shape: tuple[int, ...]
+    event_ndim: int  # number of event dimensions
+    # The component that each element reads, flattened; `NONE` where an element reads none
+    components: tuple[int, ...]
+    number: int  # number of components `D` of the site
+
+    def fits(self, batch: torch.Size) -> bool:
+        """Whether the pattern applies to a cost of this batch shape: if rows differ, their number must match."""
+        if self.is_uniform:
+            return True
+        own = self.shape[: len(self.shape) - self.event_ndim]
+        given = (1,) * (len(own) - len(batch)) + tuple(batch)
+        return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all rows of the cost are alike."""
+        return math.prod(self.shape[: len(self.shape) - self.event_ndim]) == 1
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """The components with the event dimensions flattened to one."""
+        return torch.tensor(self.components).reshape(*self.shape[: len(self.shape) - self.event_ndim], -1)
+
+    def charge(self, elements: Tensor, batch: torch.Size) -> Tensor:
+        """Sums elements ``batch_of_cost + event`` by component, ``batch + (D,)``, with the batch shape of the site."""
+        lead = elements.shape[: elements.dim() - self.event_ndim]
+        flat = elements.reshape(*lead, -1)
+        if not self.is_uniform or self.components != tuple(range(self.number)):
+            index = self._index.to(flat.device).expand(flat.shape)
+            # Elements that read no component are added to an extra component, which is dropped.
+            charged = flat.new_zeros(*lead, self.number + 1)
+            flat = charged.scatter_add(-1, index % (self.number + 1), flat)[..., : self.number]
+        return flat.sum_to_size(*batch, self.number)
+
+
+# Pairs of (site, cost) with their pattern.
+Patterns = frozenset[tuple[tuple[str, str], Pattern]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn site: its value, its batch shape, its components, the elements of its ``log q``, and its plates."""
+
+    value: Value
+    batch: torch.Size
+    number: int  # number of independent components; 0 if they are not known, or if it is reparameterised
+    elements: Value
+    event_ndim: int  # of the elements
+    plates: Mapping[str, int]  # dimension of each vectorised plate, from the right
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A cost: its elements in the batch and the event, and its plates."""
+
+    site: str
+    elements: Value
+    event_ndim: int
+    plates: Mapping[str, int]
+
+
+def elements_of(site: Any) -> tuple[Tensor, int]:
+    """The scaled, masked elements of a log-probability, and their number of event dimensions."""
+    log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
+    weights = [site["scale"], site["mask"]]
+    for i, weight in enumerate(weights):
+        if isinstance(weight, Tensor):
+            weights[i] = weight.reshape(weight.shape + (1,) * event_ndim)
+    return scale_and_mask(log_prob, *weights), event_ndim
+
+
+def rows_that_meet(
+    recording: Recording, drawn: Iterable[Drawn], costs: Mapping[str, Scored], plate: str
+) -> dict[str, str]:
+    """The costs in a plate in which a row reads other rows of it, with the operator that is not known, or ``""``."""
+    starts = {}
+    for site in drawn:
+        dim = site.plates.get(plate)
+        shape = recording.shapes[site.value]
+        if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
+            rank = len(shape) - len(site.batch)  # type: ignore[arg-type]
+            starts[site.value] = _rows(len(shape), dim - rank, site.batch[dim])  # type: ignore[arg-type]
+    own = {name: cost for name, cost in costs.items() if plate in cost.plates}
+    if not starts or not own:
+        return {}
+    found = {}
+    labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
+    for (name, cost), each in zip(own.items(), labels, strict=True):
+        dim, shape = cost.plates[plate] - cost.event_ndim, recording.shapes[cost.elements]
+        if isinstance(each, Unknown):
+            found[name] = str(each)
+        elif (each != NONE).any():
+            # Else the cost reads no site of the plate.
+            is_own = -dim <= each.ndim and bool(((each == NONE) | (each == _rows(each.ndim, dim, shape[dim]))).all())  # type: ignore[index]
+            found |= {} if is_own else {name: ""}
+    return found
+
+
+def _rows(rank: int, dim: int, size: int) -> Labels:
+    shape = [1] * rank
+    shape[dim] = size
+    return np.arange(size, dtype=np.int32).reshape(shape)
+
+
+def patterns_of(
+    recording: Recording, drawn: Mapping[str, Drawn], costs: Mapping[str, Scored], met: Mapping[str, Any]
+) -> dict[tuple[str, str], Pattern]:
+    """What components of sites costs read, where their rows stay apart; ``met`` are costs where rows meet."""
+    found, left = {}, _MOST_FOLLOWED
+    for name, site in drawn.items():
+        if site.number < 2 or left < 0:
+            continue
+        below = {name: site}
+        for other, own in drawn.items():
+            if own.value > site.value and any(recording.reads(own.elements, above.value) for above in below.values()):
+                below[other] = own
+        readers = [own.value for own in below.values()]
+        wanted = {
+            c: cost
+            for c, cost in costs.items()
+            if c not in met and any(recording.reads(cost.elements, value) for value in readers)
+        }
+        labels, number = _component_labels(recording, below, name, [cost.elements for cost in wanted.values()])
+        left -= number
+        for c, cost in wanted.items():
+            own = labels[cost.elements]
+            pattern = None if isinstance(own, Unknown) else _pattern(own, recording.shapes[cost.elements], cost, site)
+            if pattern is not None:
+                found[name, c] = pattern
+    return found
+
+
+def _component_labels(
+    recording: Recording, below: Mapping[str, Drawn], name: str, wanted: Sequence[Value]
+) -> tuple[dict[Value, Labels | Unknown], int]:
+    """The components of a site that elements read, and the number of operators that were followed.
+
+    ``below`` are the site and those that are drawn from it.
+    """
+    site, number = below[name], 0
+    shape, batch = recording.shapes[site.value], len(site.batch)
+    size = math.prod(shape[batch:]) // site.number  # type: ignore[index]
+    start = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])  # type: ignore[index]
+    starts: dict[Value, Labels | Unknown] = {site.value: start}
+    # What is drawn from it reads the elements that its law reads.
+    for other in below.values():
+        if other.value != site.value:
+            (own,), more = recording.labels([other.elements], starts)
+            number += more
+            extra = (1,) * (len(recording.shapes[other.value]) - len(recording.shapes[other.elements]))  # type: ignore[arg-type]
+            starts[other.value] = own if isinstance(own, Unknown) else own.reshape(own.shape + extra)
+    labels, more = recording.labels(wanted, starts)
+    return dict(zip(wanted, labels, strict=True)), number + more
+
+
+def _pattern(labels: Labels, shape: Any, cost: Scored, site: Drawn) -> Pattern | None:
+    """The pattern of a cost if its rows are rows of the site, all rows alike."""
+    lead = shape[: len(shape) - cost.event_ndim]
+    if (labels == MANY).any() or len(site.batch) > len(lead):
+        return None
+    own = (1,) * (len(lead) - len(site.batch)) + tuple(site.batch)
+    if any(size not in (1, have) for size, have in zip(own, lead, strict=True)):
+        return None
+    # Rows of a batch that is no plate may meet.
+    plates = {len(lead) + dim for dim in site.plates.values()}
+    if any(size > 1 and i not in plates for i, size in enumerate(own)) or any(
+        labels.shape[i] > 1 and size > 1 for i, size in enumerate(own)
+    ):
+        return None
+    event = np.broadcast_to(labels, (*labels.shape[: len(lead)], *shape[len(lead) :]))
+    while event.ndim > cost.event_ndim and event.shape[0] == 1:
+        event = event[0]
+    return Pattern(event.shape, cost.event_ndim, tuple(event.reshape(-1).tolist()), site.number)
+
+
+@torch.no_grad()
+def charge_sites(
+    records: Mapping[str, SiteRecord],
+    patterns: Mapping[tuple[str, str], Pattern],
+    elements: Mapping[str, tuple[float, Tensor]],
+) -> dict[str, SiteRecord]:
+    """Charges the components of sites with the elements of the costs that read them, each with its sign."""
+    charged: dict[str, Tensor] = {}
+    for (name, cost), pattern in patterns.items():
+        sign, own = elements[cost]
+        term = pattern.charge(sign * own, batch_of(records[name].fn, records[name].value))
+        charged[name] = charged[name] + term if name in charged else term
+    return {name: replace(record, charged=charged.get(name)) for name, record in records.items()}

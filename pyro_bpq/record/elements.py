@@ -1,0 +1,427 @@
+r"""Which element of a source each element of a value reads: a component, a row of a plate, a particle.
+
+*Labels* are an array of the rank of a value. A dimension in which labels are alike has size one. A rule maps the labels
+of an operator's arguments to those of its result. It may name more than the truth, and never less. An operator without
+a rule makes its results unknown, by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial, reduce
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_bpq.record.function import Function, arguments_of, values_in
+from pyro_bpq.record.indexing import copied, filled, one_hot, remade, selected, written
+from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.tape import MASKS, Value
+
+NONE, MANY = -1, -2
+"""``NONE``: reads no element of the source. ``MANY``: reads several, or an unknown one."""
+
+# Largest number of places of a write by index that are followed.
+_MOST_PLACES = 4096
+
+Labels = np.ndarray
+Shape = tuple[int, ...]
+
+
+class Unknown(Exception):
+    """Nothing is known of the elements that a value reads."""
+
+
+def combined(*parts: Labels) -> Labels:
+    """Labels of a result whose elements read what elements of all parts read, broadcast."""
+    return reduce(lambda a, b: np.where(a == NONE, b, np.where((b == NONE) | (b == a), a, MANY)), parts)
+
+
+def alike(labels: Labels) -> Labels:
+    """The same labels, with size one where they are alike."""
+    for axis, size in enumerate(labels.shape):
+        if size > 1:
+            first = labels.take([0], axis)
+            labels = first if bool((labels == first).all()) else labels
+    return labels
+
+
+def over(labels: Labels, dims: Any, keepdim: bool = True) -> Labels:
+    """Labels of a reduction over some dimensions."""
+    axis = tuple(range(labels.ndim)) if dims is None or dims == [] else tuple(np.atleast_1d(dims).tolist())
+    largest = np.iinfo(np.int32).max
+    high = labels.max(axis=axis, keepdims=keepdim, initial=MANY)
+    low = np.where(labels == NONE, largest, labels).min(axis=axis, keepdims=keepdim, initial=largest)
+    return np.where(high == NONE, np.where(low == MANY, MANY, NONE), np.where(low == high, high, MANY))
+
+
+class Reader:
+    """Follows elements through a function.
+
+    Args:
+        function: The operators; none writes in place.
+        starts: Labels of the source, by value.
+        known: Gives the numbers of an index that are the same in every run, or ``None``.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        starts: Mapping[Value, Labels | Unknown],
+        known: Callable[[Value], Tensor | None] = lambda value: None,
+    ) -> None:
+        self.shapes, self.dtypes, self.known = function.shapes, function.dtypes, known
+        self.found: dict[Value, Labels | Unknown] = dict(starts)
+        for node in function.nodes:
+            if not self.found.keys().isdisjoint(arguments_of(node)):
+                self._follow(node)
+
+    def _follow(self, node: Any) -> None:
+        name = name_of(node.func)
+        labels: Any
+        try:
+            labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
+        except Unknown as error:
+            labels = error
+        except (ValueError, IndexError, TypeError, ArithmeticError, RuntimeError):
+            labels = Unknown(name)
+        results = [*values_in(node.result)]
+        each = labels if isinstance(labels, list) else [labels] * len(results)
+        for value, own in zip(results, each, strict=False):
+            self.found[value] = own if isinstance(own, Unknown) else self._fitted(own, value, name)
+
+    def _fitted(self, labels: Labels, value: Value, name: str) -> Labels | Unknown:
+        shape = self.shape(value)
+        fits = labels.ndim == len(shape) and all(
+            own in (1, size) for own, size in zip(labels.shape, shape, strict=True)
+        )
+        if fits:
+            return alike(labels.astype(np.int32))
+        if not (labels == NONE).all():
+            labels = over(labels, None, False)
+        return labels.reshape((1,) * len(shape)) if labels.size == 1 else Unknown(name)
+
+    def shape(self, item: Any) -> Shape:
+        """The shape of a value."""
+        shape = self.shapes[item]
+        if shape is None:
+            raise Unknown("a nested tensor")
+        return tuple(shape)
+
+    def __call__(self, item: Any) -> Labels:
+        """The labels of an argument."""
+        if item.__class__ is not Value:
+            return np.full((), NONE, np.int32)
+        found = self.found.get(item)
+        if isinstance(found, Unknown):
+            raise found
+        return np.full((1,) * len(self.shape(item)), NONE, np.int32) if found is None else found
+
+    def labels(self, value: Value) -> Labels | Unknown:
+        """The labels of a value, or why they are unknown."""
+        try:
+            return self(value)
+        except Unknown as error:
+            return error
+
+    def whole(self, item: Any) -> Labels:
+        """The labels of an argument in its whole shape."""
+        return np.broadcast_to(self(item), self.shape(item))
+
+
+Rule = Callable[..., Any]
+_SHAPING = frozenset(("dim", "keepdim", "dims"))  # arguments given by name that rules must know
+
+
+def _pointwise(read: Reader, *args: Any, **_: Any) -> Labels:
+    return combined(np.full((), NONE, np.int32), *map(read, values_in(args)))
+
+
+def _sum(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
+    return over(read(tensor), dims, bool(keepdim))
+
+
+def _sum_all(read: Reader, *args: Any) -> Labels:
+    return combined(*(over(read(value), None, False) for value in values_in(args)))
+
+
+def _extreme(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
+    """Rule for ``max`` and ``min``: reductions, or elementwise if a second tensor is given."""
+    return _pointwise(read, tensor, dims) if dims.__class__ is Value else _sum(read, tensor, dims, keepdim)
+
+
+def _along(read: Reader, tensor: Any, dim: Any = -1, *rest: Any) -> Labels:
+    dims = [dim for dim in (dim, *rest) if isinstance(dim, int) and not isinstance(dim, bool)]
+    return over(read(tensor), dims[0] if dims else -1)
+
+
+def _last(number: int, read: Reader, *args: Any, **_: Any) -> Labels:
+    """Rule for operators on the last dimensions of all arguments, as on batches of matrices."""
+    parts = [read(value) for value in values_in(args)]
+    return combined(*(over(part, tuple(range(-min(number, part.ndim), 0))) for part in parts))
+
+
+def _matmul(read: Reader, left: Any, right: Any) -> Labels:
+    return combined(over(read(left), -1), over(read(right), -2))
+
+
+def _mv(read: Reader, left: Any, right: Any) -> Labels:
+    return combined(over(read(left), -1, False), over(read(right), -1, False))
+
+
+def _convolution(read: Reader, tensor: Any, weight: Any, bias: Any, *_: Any) -> Labels:
+    own = over(read(tensor), tuple(range(1, len(read.shape(tensor)))))
+    return combined(own, *(over(read(part), None, False) for part in values_in((weight, bias))))
+
+
+def _batch_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
+    own, ndim = read(tensor), len(read.shape(tensor))
+    parts = [read(part).reshape(1, -1, *(1,) * (ndim - 2)) for part in values_in(rest)]
+    is_training = next((flag for flag in rest if isinstance(flag, bool)), True)
+    return combined(over(own, (0, *range(2, ndim))) if is_training else own, *parts)
+
+
+def _group_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
+    own = read(tensor)
+    return combined(over(own, tuple(range(1, own.ndim))), *(over(read(part), None, False) for part in values_in(rest)))
+
+
+def _layer_norm(read: Reader, tensor: Any, shape: Any, weight: Any = None, bias: Any = None, *_: Any) -> Labels:
+    own = read(tensor)
+    spread = over(own, tuple(range(own.ndim - len(shape), own.ndim)))
+    return combined(spread, *(read(part) for part in values_in((weight, bias))))
+
+
+def _attention(read: Reader, query: Any, keys: Any, values: Any, *rest: Any) -> Labels:
+    """A row of the result reads its query, all keys and all values."""
+    others = [over(read(part), None, False) for part in values_in(rest)]
+    attended = combined(over(read(keys), (-2, -1)), over(read(values), (-2, -1)))
+    return combined(over(read(query), -1), attended, *others)
+
+
+def _recurrent(read: Reader, tensor: Any, *rest: Any) -> list[Labels]:
+    """Rule for layers ``(time, batch, features)``: rows of the batch stay apart."""
+    weights, states = rest[:4], rest[4:6]
+    own = [over(read(part), (0, -1)) for part in values_in((tensor, *states))]
+    found = combined(*own, *(over(read(part), None, False) for part in values_in(weights)))
+    return [found] * 3
+
+
+def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
+    """Rule for operators that only move elements: torch moves their labels. Zeros that fill read none."""
+
+    def numbers(item: Any) -> Any:
+        if item.__class__ is Value:
+            return torch.from_numpy(np.array(read.whole(item) - NONE, order="C"))
+        return [*map(numbers, item)] if item.__class__ in (list, tuple) else item
+
+    found = func(*map(numbers, args), **named)
+    return [part.numpy() + NONE for part in found] if isinstance(found, (list, tuple)) else found.numpy() + NONE
+
+
+def _positions(index: Sequence[Any], rank: int) -> tuple[list[int], int]:
+    """The dimensions that are indexed, and where those of the index come in the result."""
+    dims = [i for i, part in enumerate(index) if part is not None]
+    is_one_block = dims == list(range(dims[0], dims[-1] + 1))
+    return dims, dims[0] if is_one_block else 0
+
+
+def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
+    """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
+    labels, dims = read(table), [i for i, part in enumerate(index) if part is not None]
+    places = [part for part in index if part is not None]
+    chosen = combined(*map(read, places))
+    known = [read.known(part) for part in places]
+    if any(labels.shape[i] > 1 for i in dims) and all(part is not None for part in known) and (chosen == NONE).all():
+        given = {i: part.cpu().numpy() for i, part in zip(dims, known, strict=True) if part is not None}
+        return read.whole(table)[tuple(given.get(i, slice(None)) for i in range(labels.ndim))]
+    if any(read.dtypes[part] in MASKS for part in places):
+        raise Unknown("a mask as an index")
+    labels, at = over(labels, tuple(dims)), dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    rest = np.squeeze(labels, tuple(dims))
+    own = rest.reshape(*rest.shape[:at], *(1,) * chosen.ndim, *rest.shape[at:])
+    return combined(own, chosen.reshape(*chosen.shape, *(1,) * (rest.ndim - at)))
+
+
+def _selected(read: Reader, table: Any, index: Any) -> Labels:
+    """Rule for ``table[z]`` with numbers ``z``."""
+    parts = index if isinstance(index, tuple) else (index,)
+    chosen = [part for part in values_in(parts) if read.shape(part) == ()]
+    labels = _moved(partial(_at, len(read.shape(table))), read, table, parts)
+    mixed = over(read(table), None, False) if (read(table) != NONE).any() else labels
+    return combined(mixed if mixed is not labels else labels, *map(read, chosen))
+
+
+def _at(rank: int, table: Tensor, index: Any) -> Tensor:
+    return table[tuple(0 if isinstance(part, Tensor) and not part.dim() else part for part in index)]
+
+
+def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
+    """An entry reads its index, and all that it may be taken from."""
+    source, chosen = over(read(tensor), dim), read(index)
+    if not chosen.ndim:
+        return combined(chosen, over(source, None, False))
+    kept = [
+        slice(None) if own == 1 else slice(0, size) for own, size in zip(source.shape, read.shape(index), strict=True)
+    ]
+    return combined(chosen, source[tuple(kept)])
+
+
+def _select(read: Reader, tensor: Any, dim: int, index: Any) -> Labels:
+    """Rule for ``index_select``."""
+    own, known = read(tensor), read.known(index)
+    if known is not None and own.shape[dim] > 1:
+        return np.take(own, np.atleast_1d(known.cpu().numpy()), axis=dim)
+    shape = [1] * own.ndim
+    shape[dim] = read(index).size
+    return combined(over(own, dim), read(index).reshape(shape))
+
+
+def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None, *_: Any) -> Labels:
+    """Rule for ``scatter`` and ``index_add``: an entry keeps its own, and may get any one along the dimension."""
+    target, chosen = read(tensor), read(index)
+    chosen = over(chosen, None, False) if chosen.ndim < target.ndim else over(chosen, dim)
+    put = over(read(source), dim) if source.__class__ is Value else np.full((), NONE, np.int32)
+    return combined(target, put, chosen)
+
+
+def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) -> Labels:
+    """Rule for ``tensor[index] = values``. An index that is not known may lead to any entry of its dimension."""
+    places = [part for part in index if part is not None]
+    chosen, known = [read(part) for part in places], [read.known(part) for part in places]
+    is_mask = len(places) == 1 and read.dtypes[places[0]] in MASKS and read.shape(places[0]) == read.shape(tensor)
+    if is_mask and read.shape(values) == ():
+        return combined(read(tensor), chosen[0], read(values))
+    shape = np.broadcast_shapes(*map(read.shape, places))
+    put = combined(*(own if own.size == 1 else np.broadcast_to(own, shape) for own in chosen))
+    put = combined(
+        np.broadcast_to(put, shape), over(read(values), tuple(range(len(shape) - read(values).ndim, 0)), False)
+    )
+    if len(places) < len(index) or put.size > _MOST_PLACES or all(part is None for part in known):
+        return combined(read(tensor), over(put, None, False))
+    result = np.array(read.whole(tensor))
+    at = [None if part is None else np.broadcast_to(part.cpu().numpy(), shape) for part in known]
+    for each in np.ndindex(shape):
+        where = tuple(slice(None) if part is None else int(part[each]) for part in at)
+        result[where] = combined(result[where], put[each])
+    return result
+
+
+def _unknown(name: str, read: Reader, *_: Any, **__: Any) -> Labels:
+    raise Unknown(name)
+
+
+def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
+    return np.broadcast_to(read(source), np.broadcast_shapes(read(source).shape, (1,) * len(read.shape(target))))
+
+
+# Operators that share a rule.
+_SHARED: Mapping[str, Rule] = MappingProxyType(
+    {
+        "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift lift_fresh clone": _pointwise,
+        "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
+        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj view_as_real": _pointwise,
+        "_sample_dirichlet _dirichlet_grad multinomial": lambda read, *args, **_: _last(1, read, *args),
+        "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
+        "var_mean std_mean median nanmedian aminmax": _sum,
+        "max min": _extreme,
+        "cumsum cumprod logcumsumexp cummax cummin sort _softmax _log_softmax _safe_softmax renorm": _along,
+        "_fft_r2c _fft_c2r _fft_c2c": lambda read, tensor, dims, *_: over(read(tensor), dims),
+        "linalg_vector_norm norm": lambda read, tensor, order=2, *rest, **dims: _sum(read, tensor, *rest, **dims),
+        "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
+        "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
+        "dist": _sum_all,
+        "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
+        "masked_scatter": lambda read, target, mask, source: combined(
+            read(target), read(mask), over(read(source), None, False)
+        ),
+        "searchsorted": lambda read, bounds, tensor, *_, **__: combined(read(tensor), over(read(bounds), None, False)),
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention": _attention,
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math": _attention,
+        "mv dot vdot": _mv,
+        "mm bmm": _matmul,
+        "addmm baddbmm": lambda read, bias, left, right, *_: combined(read(bias), _matmul(read, left, right)),
+        "addmv": lambda read, bias, left, right, *_: combined(read(bias), _mv(read, left, right)),
+        "linalg_cholesky_ex linalg_inv_ex linalg_solve_triangular _linalg_solve_ex cholesky_inverse": partial(_last, 2),
+        "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh triangular_solve": partial(_last, 2),
+        "linalg_cross": partial(_last, 1),
+        "_linalg_det _linalg_slogdet": lambda read, tensor: over(read(tensor), (-2, -1), False),
+        "zero": lambda read, *_: np.full((), NONE, np.int32),
+        "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
+        "topk": lambda read, tensor, *_: over(read(tensor), [part for part in _ if isinstance(part, int)][1:2] or -1),
+        "take": lambda read, tensor, index: combined(over(read(tensor), None, False), read(index)),
+        "embedding": lambda read, table, index, *_: _index(read, table, [index]),
+        "index _unsafe_index": _index,
+        "index_select": _select,
+        "index_put _unsafe_index_put _index_put_impl": _put,
+        "gather": _gather,
+        "convolution": _convolution,
+        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d": partial(
+            _last, 2
+        ),
+        "upsample_bilinear2d max_pool2d mkldnn_max_pool2d grid_sampler_2d": lambda read, tensor, *_: over(
+            read(tensor), (-2, -1)
+        ),
+        "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": partial(_last, 3),
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm": _batch_norm,
+        "native_group_norm": _group_norm,
+        "native_layer_norm": _layer_norm,
+        "mkldnn_rnn_layer": _recurrent,
+        "_cdist_forward": lambda read, left, right, *_: combined(
+            over(read(left), -1), over(read(right), -1).swapaxes(-1, -2)
+        ),
+    }
+)
+_RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
+_MOVING = frozenset(
+    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
+    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter".split()
+)
+
+
+def name_of(func: Any) -> str:
+    """The name of an operator."""
+    return kind_of(func).name or getattr(func, "__name__", str(func))
+
+
+@cache
+def rule_of(func: Any) -> Rule:
+    """The rule of an operator."""
+    if func in _OF_FUNCTIONS:
+        return _OF_FUNCTIONS[func]
+    kind, name = kind_of(func), name_of(func)
+    if kind.is_blank:
+        return lambda read, *_, **__: np.full((), NONE, np.int32)
+    if name in _RULES:
+        return _RULES[name]
+    if name in _MOVING or kind.is_view or name in ("_unsafe_view", "_reshape_copy", "view_copy"):
+        return partial(_moved, func)
+    is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) or name == "same"
+    return _pointwise if is_pointwise else partial(_unknown, name)
+
+
+def _remade(read: Reader, data: Any, *_: Any) -> Labels:
+    if data.__class__ in (list, tuple):
+        parts = [_remade(read, part) for part in data]
+        rank = max(part.ndim for part in parts)
+        return np.stack(np.broadcast_arrays(*(part.reshape((1,) * (rank - part.ndim) + part.shape) for part in parts)))
+    return read(data)
+
+
+def _one_hot(read: Reader, tensor: Any, number: int) -> Labels:
+    return read(tensor)[..., None]
+
+
+_OF_FUNCTIONS: Mapping[Any, Rule] = MappingProxyType(
+    {
+        remade: _remade,
+        one_hot: _one_hot,
+        selected: _selected,
+        written: _put,
+        copied: _copied,
+        filled: lambda read, tensor, number: _copied(read, tensor, number),
+    }
+)

@@ -1,0 +1,191 @@
+r"""Parts of a recorded run as functions of some of its values: straight lines of operators, without the user's Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.record.indexing import copied, filled, written
+from pyro_bpq.record.laws import Draw, DrawRows
+from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.tape import Node, Tape, Value
+
+
+def values_in(item: Any) -> Iterator[Value]:
+    """The values among the arguments or results of a node, within lists too."""
+    if item.__class__ is Value:
+        yield item
+    elif item.__class__ is tuple or item.__class__ is list:
+        for part in item:
+            yield from values_in(part)
+
+
+def arguments_of(node: Node) -> Iterator[Value]:
+    """The values that a node takes."""
+    yield from values_in(node.args)
+    for part in node.kwargs.values():
+        yield from values_in(part)
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A straight line of operators.
+
+    Args:
+        nodes: The operators, in their order.
+        given: The values that it takes.
+        wanted: The values that it gives.
+        shapes: The shape of each value.
+        dtypes: Its type.
+    """
+
+    nodes: tuple[Node, ...]
+    given: tuple[Value, ...]
+    wanted: tuple[Value, ...]
+    shapes: Sequence[Any] = ()
+    dtypes: Sequence[torch.dtype] = ()
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """The wanted values, from tensors in place of the given ones."""
+        found: dict[Value, Tensor] = dict(zip(self.given, tensors, strict=True))
+
+        def put(item: Any) -> Any:
+            kind = item.__class__
+            if kind is Value:
+                return found[item]
+            return [put(part) for part in item] if kind is list else tuple(map(put, item)) if kind is tuple else item
+
+        for node, gone in zip(self.nodes, self._gone, strict=True):
+            named = {name: put(value) for name, value in node.kwargs.items()} if node.kwargs else {}
+            _bind(found, node.result, node.func(*map(put, node.args), **named))
+            for old, new in node.written:
+                found[new] = found[old]
+            for value in gone:
+                del found[value]
+        return [found[value] for value in self.wanted]
+
+    @cached_property
+    def _gone(self) -> list[tuple[Value, ...]]:
+        """For each node the values that nobody asks for later."""
+        needed, gone = set(self.wanted) | set(self.given), list[tuple[Value, ...]]()
+        for node in reversed(self.nodes):
+            pairs = [value for pair in node.written for value in pair]
+            own = {*arguments_of(node), *values_in(node.result), *pairs} - needed
+            needed |= own
+            gone.append(tuple(own))
+        return gone[::-1]
+
+    def with_means(self) -> Function:
+        """The same with means in place of draws."""
+        nodes = (n._replace(func=n.func.mean) if isinstance(n.func, Draw) else n for n in self.nodes)
+        return replace(self, nodes=tuple(nodes))
+
+    def in_rows(self, index: Tensor) -> Function:
+        """The same with draws for each number in ``index``, which has a dimension that is not seen."""
+        nodes = (n._replace(func=partial(n.func.rows, index)) if isinstance(n.func, Draw) else n for n in self.nodes)
+        return replace(self, nodes=tuple(nodes))
+
+    def in_double(self) -> Function:
+        """The same in double precision."""
+
+        def wide(item: Any) -> Any:
+            kind = item.__class__
+            if kind is list or kind is tuple:
+                return kind(wide(part) for part in item)
+            return torch.float64 if item is torch.float32 else item
+
+        nodes = (
+            n._replace(args=wide(n.args), kwargs={name: wide(part) for name, part in n.kwargs.items()})
+            for n in self.nodes
+        )
+        return replace(self, nodes=tuple(nodes))
+
+    def reading(self, sources: Set[Value]) -> list[Node]:
+        """The operators that depend on some of the given values."""
+        found, known = list[Node](), {*sources}
+        for node in self.nodes:
+            if not known.isdisjoint(arguments_of(node)):
+                found.append(node)
+                known.update(values_in(node.result), (new for _, new in node.written))
+        return found
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether an operator draws from a generator."""
+        return any(isinstance(node.func, (Draw, DrawRows)) or kind_of(node.func).is_random for node in self.nodes)
+
+    @cached_property
+    def writes(self) -> bool:
+        """Whether an operator writes in place."""
+        return any(node.written or kind_of(node.func).writes for node in self.nodes)
+
+
+def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
+    if names.__class__ is Value:
+        found[names] = result
+    elif names is not None:
+        for name, part in zip(names, result, strict=True):
+            _bind(found, name, part)
+
+
+def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:
+    """The operators that run when a function is called with some tensors; and the constants that they take besides.
+
+    The function takes these constants behind the tensors.
+
+    Raises:
+        NotImplementedError: If a result was made by something else than operators.
+    """
+    with Tape() as tape:
+        given = tuple(map(tape.value_of, tensors))
+        found = function(*tensors)
+        wanted = tuple(map(tape.value_of, found))
+    nodes, taken = pruned(tape.nodes, wanted, {*given})
+    nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in nodes)
+    if lost := [tape.opaque[value] for value in taken if value in tape.opaque]:
+        raise NotImplementedError(lost[0])
+    if tape.guards:
+        raise NotImplementedError("a number is read")
+    constants = [value for value in taken if value not in given]
+    return Function(nodes, (*given, *constants), wanted, tape.shapes, tape.dtypes), [
+        tape.inputs[value] for value in constants
+    ]
+
+
+# Operators that torch runs row by row, and functions that do the same for all rows at once.
+_INSTEAD: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
+    {
+        torch.ops.aten.copy.default: copied,
+        torch.ops.aten.fill.Scalar: filled,
+        torch.ops.aten.fill.Tensor: filled,
+        torch.ops.aten.index_put.default: written,
+    }
+)
+
+
+def pruned(nodes: Sequence[Node], wanted: Iterable[Value], given: Set[Value]) -> tuple[tuple[Node, ...], list[Value]]:
+    """The nodes that make what is wanted from what is given, and the values that they take and no node makes."""
+    maker: dict[Value, int] = {}
+    for i, node in enumerate(nodes):
+        maker.update(dict.fromkeys(values_in(node.result), i))
+        maker.update({new: i for _, new in node.written})
+    pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
+    while pending:
+        value = pending.pop()
+        if value in given or value not in maker:
+            taken[value] = None
+            continue
+        first = [maker[value]]
+        while first:
+            i = first.pop()
+            if i not in needed:
+                needed.add(i)
+                pending += arguments_of(nodes[i])
+                first += nodes[i].after
+    return tuple(nodes[i] for i in sorted(needed)), [*taken]

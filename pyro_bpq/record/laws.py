@@ -1,0 +1,173 @@
+"""Draws as operators: distributions with other tensors in place of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.distributions import OneHotCategorical
+from pyro.poutine.runtime import effectful
+from torch import Tensor
+from torch.distributions import Distribution, Transform
+
+from pyro_bpq.record.tape import noted
+from pyro_bpq.rollout.features import finite_components
+
+# What transforms and conditional distributions remember of their last call.
+_CACHES = frozenset(("_inv", "_cached_x_y"))
+
+
+@effectful(type="bpq_draw")
+def draw(name: str, fn: Any) -> Any:
+    """Draws from a distribution; a message, for handlers that draw in place of the generator."""
+    return fn()
+
+
+class Draw:
+    """The draw of a site as a function of the tensors of its distribution.
+
+    Args:
+        name: The site.
+        fn: Its distribution. Its tensors are not kept.
+        is_mean: Whether the mean takes the place of a draw, with its gradient.
+    """
+
+    def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
+        self.name, self.is_mean = name, is_mean
+        self._form = mapped(fn, lambda tensor: torch.empty(0))
+
+    def __repr__(self) -> str:
+        return f"Draw({self.name!r})"
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """A value of the site."""
+        own = iter(tensors)
+        fn = mapped(self._form, lambda _: next(own))
+        return fn.mean if self.is_mean else draw(self.name, fn)
+
+    def rows(self, index: Tensor, *tensors: Tensor) -> Any:
+        """A value for each number in ``index``, which has a dimension that the caller does not see."""
+        return _Rows.apply(self, index, *tensors)  # type: ignore[no-untyped-call]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Draw) and (self.name, self.is_mean) == (other.name, other.is_mean)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.is_mean))
+
+    @property
+    def mean(self) -> Draw:
+        """The same with the mean, where values may move continuously and have one."""
+        split = finite_components(self._form) if not self._form.has_rsample else None
+        has_mean = self._form.has_rsample or (split is not None and split.kind in ("bernoulli", "one_hot"))
+        found = copy.copy(self)
+        found.is_mean = has_mean
+        return found
+
+
+class DrawRows:
+    """Draws of a site in rows, each from tensors of its own.
+
+    Args:
+        draw: A draw.
+        number: Number of rows.
+        has_rows: For each tensor of the distribution whether each row has its own.
+    """
+
+    def __init__(self, draw: Draw, number: int, has_rows: tuple[bool, ...]) -> None:
+        self.draw, self.number, self.has_rows = draw, number, has_rows
+
+    def __repr__(self) -> str:
+        return f"DrawRows({self.draw}, {self.number})"
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The values, ``(rows, batch, event)``."""
+        rows = [tensor.unbind(0) if own else None for tensor, own in zip(tensors, self.has_rows, strict=True)]
+        pairs = [*zip(tensors, rows, strict=True)]
+        return torch.stack([self.draw(*(t if own is None else own[i] for t, own in pairs)) for i in range(self.number)])
+
+
+class _Rows(torch.autograd.Function):
+    """Draws in the dimension of :func:`torch.func.vmap`, row by row."""
+
+    @staticmethod
+    def forward(*_: Any) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:
+        own = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims[2:], strict=True)]
+        every = DrawRows(draw, info.batch_size, tuple(dim is not None for dim in dims[2:]))
+        return noted(every, own), 0
+
+
+def tensors_of(fn: Any) -> list[Tensor]:
+    """The tensors of a distribution, in a fixed order."""
+    found: list[Tensor] = []
+    mapped(fn, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors; a part without tensors, or whose tensors stay, is the same object."""
+    if isinstance(item, Tensor):
+        return change(item)
+    if isinstance(item, dict):
+        return _changed(item, change) or item
+    if isinstance(item, (list, tuple)):
+        parts = _changed(dict(enumerate(item)), change)
+        if parts is None:
+            return item
+        return type(item)(*parts.values()) if hasattr(item, "_fields") else type(item)(parts.values())
+    if isinstance(item, (Distribution, Transform)):
+        found = _changed({name: value for name, value in vars(item).items() if name not in _CACHES}, change)
+        if found is None:
+            return item
+        twin = copy.copy(item)
+        vars(twin).update(found)
+        vars(twin).update({name: None for name in _CACHES & vars(twin).keys()})
+        return twin
+    return item
+
+
+def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any] | None:
+    found = {key: mapped(value, change) for key, value in parts.items()}
+    return found if any(found[key] is not value for key, value in parts.items()) else None
+
+
+def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
+    """Log-probability at a value that may lie between support values: that of a one-hot site is linear in it."""
+    return unchecked(_linear(fn)).log_prob(value)
+
+
+def unchecked(fn: Any) -> Any:
+    """A copy of the distribution that does not check values."""
+    fn = copy.copy(fn)
+    fn._validate_args = False
+    if hasattr(fn, "base_dist"):
+        fn.base_dist = unchecked(fn.base_dist)
+    return fn
+
+
+class _LinearOneHot(OneHotCategorical):
+    def log_prob(self, value: Tensor) -> Tensor:
+        # A value of probability zero has a logit of -inf; the clamp keeps 0 * -inf from becoming NaN.
+        return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)
+
+
+def _linear(fn: Any) -> Any:
+    """The distribution, with a one-hot base distribution made linear in the value."""
+    if isinstance(fn, torch.distributions.OneHotCategorical):
+        return _LinearOneHot(logits=fn.logits, validate_args=False)
+    if hasattr(fn, "base_dist"):
+        base = _linear(fn.base_dist)
+        if base is not fn.base_dist:
+            fn = copy.copy(fn)
+            fn.base_dist = base
+    return fn

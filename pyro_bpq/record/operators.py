@@ -1,0 +1,67 @@
+"""What an operator of torch does besides computing new tensors: reads, writes, sizes that depend on values, draws."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+_SHAPE_FROM = MappingProxyType({"masked_select": 1, "index": 1, "sparse_mask": 1, "_pack_padded_sequence": 1})
+_UNTAGGED_SHAPES = re.compile(
+    r"(_coalesce|_?to_sparse|nonzero_numpy|repeat_interleave|tensor_split|unique_dim|_nested_tensor_from_mask)\..*"
+    r"|where\."
+)
+_METADATA = re.compile(
+    r"(sym_|_is_|is_(?!nonzero)|_use_|_dim|_nested_get|_debug_|_has_|\w*attention)\w*|_fused_sdp_choice|size|dim"
+    r"|numel|stride|(dense|sparse)_dim|result_type|_version|cudnn_is_acceptable|_batch_norm_impl_index"
+)
+
+
+class Kind(NamedTuple):
+    """What an operator does besides computing new tensors from its arguments."""
+
+    name: str = ""
+    reads: bool = False  # gives numbers to Python
+    is_sized: bool = False  # the shape of the result depends on values
+    shape_from: int | None = None  # position of the argument with these values; None: any argument
+    writes: tuple[int | str, ...] = ()  # positions, or names, of the arguments that it writes into
+    is_view: bool = False  # the result is another view of an argument's memory
+    is_blank: bool = False  # only the shape of its argument matters
+    is_random: bool = False  # draws from a generator
+    is_plain: bool = True  # does nothing of this but, maybe, give a view
+
+
+@cache
+def kind_of(func: Any) -> Kind:
+    """What an operator does."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return Kind()
+    name = schema.name.removeprefix("aten::")
+    writes = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    opaque = any("Tensor" not in str(result.type) for result in schema.returns)
+    sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
+    sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
+    if "batch_norm" in name:
+        # In training mode it updates its running statistics, but its schema does not declare the write.
+        writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
+    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+    kind = Kind(
+        name,
+        reads=torch.Tag.data_dependent_output in func.tags or (opaque and not _METADATA.fullmatch(name)),
+        is_sized=sized,
+        shape_from=_SHAPE_FROM.get(name),
+        writes=writes,
+        is_view=any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns),
+        # A value that decided the shape of the argument has been read already.
+        is_blank=tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name)),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+    return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view))

@@ -1,0 +1,408 @@
+r"""A recorded run of guide and model: its costs as functions of the values of its sites."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.scg import cost_of_guide
+from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
+from pyro_bpq.record.function import Function, arguments_of, flat, values_in
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.recording import Recording, Uncut
+from pyro_bpq.record.tape import Tape, Value
+from pyro_bpq.record.work import Work, work_of
+
+# Largest number of cost elements in rows that run at once.
+MOST_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """The tensors of a run with the operators of a recording.
+
+    Args:
+        recorded: The recording.
+        tensors: Its leaves by value.
+        weights: Scale and mask of each cost.
+    """
+
+    recorded: Recorded
+    tensors: Mapping[Value, Tensor]
+    weights: Mapping[str, tuple[Any, Any]]
+
+    def weighted(self, name: str, cost: Tensor) -> Tensor:
+        """A cost at other values, scaled and masked as that of the run."""
+        scale, mask = self.weights.get(name, (1.0, None))
+        return cost if mask is None and isinstance(scale, float) and scale == 1.0 else scale_and_mask(cost, scale, mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A recording whose values have names.
+
+    Args:
+        recording: The operators.
+        reads: The latent sites that each cost reads, by name of the cost.
+        self_read: Costs of the model whose law, scale or mask reads the value that it scores.
+        drawn: The latent sites of the guide.
+        scored: The costs that are log-probabilities, and cost statements.
+        costs: The value of each cost in nats, before it is scaled and masked if no site decides how.
+        unweighted: Costs that are to be scaled and masked.
+        laws: The log-probability of the value of each site of the guide, neither scaled nor masked.
+        reached: Values of tensors of the call, by their position in it.
+        subsamples: Values of the indices that plates have drawn, by name of the plate.
+        stored: Values of the parameters in Pyro's store, by name.
+        parameters: Values of the guide's parameters, by name, as ``pyro.param`` has returned them.
+        num_of_guide: Number of operators of the guide.
+        traced: The values of the tensors in the traces of the run, in a fixed order.
+        differentiable: The sum of all costs through which pathwise gradients flow.
+    """
+
+    recording: Recording
+    reads: Reads
+    self_read: frozenset[str]
+    drawn: Mapping[str, Drawn]
+    scored: Mapping[str, Scored]
+    costs: Mapping[str, Value]
+    unweighted: frozenset[str]
+    laws: Mapping[str, Value]
+    reached: Mapping[int, Value]
+    subsamples: Mapping[str, Value]
+    stored: Mapping[str, Value]
+    parameters: Mapping[str, Value]
+    num_of_guide: int
+    traced: tuple[Value, ...] = ()
+    differentiable: Value | None = None
+    # Functions that were asked for, by what was asked.
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def is_like(self, other: Recorded) -> bool:
+        """Whether another run did the same: the same operators on the same values, with the same numbers."""
+        return self.named == other.named and self._core == other._core
+
+    @cached_property
+    def _core(self) -> tuple[Any, ...]:
+        """The operators of all that may be asked for: scales and masks may change from run to run."""
+        return self.recording.cut(self.named.values(), sees_all=True).nodes
+
+    def take_over(self, other: Recorded) -> None:
+        """Takes over what an earlier run that did the same has been asked."""
+        self._made.update(other._made)
+        known = ("met", "patterns", "cuts", "work", "_core", "_direct")
+        vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
+
+    @cached_property
+    def met(self) -> dict[str, tuple[str, str]]:
+        """Costs in which a row of a plate reads other rows: the plate, and an operator without a rule, or ``""``."""
+        plates = dict.fromkeys(plate for site in self.drawn.values() for plate in site.plates)
+        found: dict[str, tuple[str, str]] = {}
+        for plate in plates:
+            meeting = rows_that_meet(self.recording, self.drawn.values(), self.scored, plate)
+            found |= {cost: (plate, why) for cost, why in meeting.items() if cost not in found}
+        return found
+
+    @cached_property
+    def patterns(self) -> dict[tuple[str, str], Pattern]:
+        """What components of sites costs read, by site and cost."""
+        return patterns_of(self.recording, self.drawn, self.scored, self.met)
+
+    @cached_property
+    def work(self) -> Work:
+        """The cost of the run."""
+        recording = self.recording
+        return work_of(recording.nodes, recording.shapes, recording.dtypes)
+
+    def read_parameters(self) -> frozenset[str]:
+        """The parameters of the guide that its operators read; views read no numbers."""
+        names, read = {value: name for name, value in self.parameters.items()}, set[str]()
+        for node in self.recording.nodes[: self.num_of_guide]:
+            found = {names[value] for value in arguments_of(node) if value in names}
+            if found and kind_of(node.func).is_view:
+                names.update(dict.fromkeys(values_in(node.result), found.pop()))
+            read |= found
+        return frozenset(read)
+
+    def bound(
+        self,
+        values: Mapping[str, Tensor],
+        subsamples: Mapping[str, Any],
+        call: Call,
+        weights: Mapping[str, tuple[Any, Any]],
+    ) -> Bound:
+        """The tensors of another run with the same operators.
+
+        Args:
+            values: The values of its sites.
+            subsamples: The indices that its plates have drawn.
+            call: The call that it was.
+            weights: Scale and mask of each of its costs.
+        """
+        found = dict(self.recording.tensors)
+        stored = dict(pyro.get_param_store().named_parameters())
+        found.update({value: stored[name] for name, value in self.stored.items()})
+        found.update({value: call.tensors[i] for i, value in self.reached.items()})
+        found.update({value: subsamples[name] for name, value in self.subsamples.items() if name in subsamples})
+        found.update({site.value: values[name].detach() for name, site in self.drawn.items() if name in values})
+        return Bound(self, found, {name: weight for name, weight in weights.items() if name in self.unweighted})
+
+    def can_compute(self, cost: str) -> bool:
+        """Whether a cost can be computed again."""
+        return cost in self._laws_and_costs and self._direct[self._laws_and_costs[cost]] >= 0
+
+    def can_cut(self, cost: str, site: str) -> bool:
+        """Whether a cost is known at other values of a site."""
+        mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
+        return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
+
+    def law(self, child: str) -> str:
+        """Name of the log-probability of the value of a site; that of its cost where this is the same."""
+        own = cost_of_guide(child)
+        return own if self.costs.get(own) == self.laws[child] else f"law({child})"
+
+    @cached_property
+    def named(self) -> dict[str, Value]:
+        """All that may be asked for: costs, laws, elements and sites, by name."""
+        laws = {self.law(name): value for name, value in self.laws.items()}
+        elements = {f"elements of {cost}": scored.elements for cost, scored in self.scored.items()}
+        sites = {name: site.value for name, site in self.drawn.items()}
+        return {**laws, **elements, **sites, **self.costs}
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """For each cost and law the sites that it reads as they are, as bits; -1 where it cannot be computed again."""
+        return tuple(self._direct[value] for value in self._laws_and_costs.values())
+
+    @cached_property
+    def _laws_and_costs(self) -> dict[str, Value]:
+        return {**{self.law(name): value for name, value in self.laws.items()}, **self.costs}
+
+    @cached_property
+    def _direct(self) -> list[int]:
+        """For each value the sites that it reads other than through a draw, as bits; -1 where nothing makes it."""
+        recording, bits = self.recording, {site.value: 1 << i for i, site in enumerate(self.drawn.values())}
+        found = [-1] * len(recording.masks)
+        for value in recording.leaves:
+            found[value] = bits.get(value, 0)
+        of_node = list[int]()
+        for node in recording.nodes:
+            mask, read = 0, [*(found[value] for value in arguments_of(node)), *(of_node[i] for i in node.after)]
+            for part in read:
+                mask = -1 if part < 0 or mask < 0 else mask | part
+            of_node.append(mask)
+            for value in (*values_in(node.result), *(new for _, new in node.written)):
+                if value not in recording.leaves:
+                    found[value] = -1 if value in recording.opaque else mask
+        return found
+
+    def num_elements(self, cost: str) -> int:
+        """Number of elements of a cost, or of what it is summed from."""
+        known = self.scored.get(cost)
+        values = [self.named[cost], *(() if known is None else (known.elements,))]
+        return max(torch.Size(self.recording.shapes[value]).numel() for value in values)  # type: ignore[arg-type]
+
+    def work_at(self, costs: Iterable[str], sites: Iterable[str]) -> Work:
+        """The cost of a row of :meth:`at_rows`."""
+        recording = self.recording
+        function = recording.cut([self.named[name] for name in costs], sees_all=True)
+        moved = {self.drawn[name].value for name in sites}
+        return work_of(function.reading(moved), recording.shapes, recording.dtypes)
+
+    def again(
+        self,
+        names: Sequence[str],
+        bound: Bound,
+        given: Mapping[str, Tensor],
+        redrawn: frozenset[str],
+        means: bool,
+        seed: int,
+    ) -> dict[str, Tensor]:
+        """What is named, and the values of redrawn sites, where sites have given values and others are drawn anew.
+
+        Args:
+            names: Costs, elements of costs, laws and sites.
+            bound: The tensors of the run.
+            given: Other values of sites.
+            redrawn: Sites that are drawn anew.
+            means: Whether these take their means, where they have one.
+            seed: Seed of these draws; the global generators stay as they are.
+
+        Raises:
+            Uncut: If something on the way cannot be computed again.
+        """
+        wanted, values = (*names, *sorted(redrawn)), {name: site.value for name, site in self.drawn.items()}
+        key = wanted, redrawn, means
+        if key not in self._made:
+            function = self.recording.cut(
+                [self.named[name] for name in wanted],
+                [values[name] for name in given],
+                frozenset(values[name] for name in redrawn),
+            )
+            self._made[key] = function.with_means() if means else function
+        function = self._made[key]
+        tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
+        taken = [tensors[value] for value in function.given]
+        taken = [tensor.clone() for tensor in taken] if function.writes else taken
+        with _drawing(function, seed):
+            found = zip(wanted, function(*taken), strict=True)
+            return {name: bound.weighted(name, value) for name, value in found}
+
+    def draws(self, cost: str) -> bool:
+        """Whether random numbers are drawn where it is computed again."""
+        return self.recording.cut([self.named[cost]], sees_all=True).draws
+
+    def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
+        """Costs at the values of a run, in double precision if asked.
+
+        Raises:
+            Uncut: If something on the way cannot be computed again.
+        """
+        function = self.recording.cut([self.named[cost] for cost in costs])
+        tensors = [bound.tensors[value] for value in function.given]
+        if in_double:
+            function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
+        tensors = [tensor.clone() for tensor in tensors] if function.writes else tensors
+        return {cost: bound.weighted(cost, value) for cost, value in zip(costs, function(*tensors), strict=True)}
+
+    def sign_of(self, cost: str) -> float:
+        """The sign with which the elements of a log-probability enter the loss."""
+        return 1.0 if cost == cost_of_guide(self.scored[cost].site) else -1.0
+
+    def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
+        names, sites, number = tuple(costs), tuple(moved), len(next(iter(moved.values())))
+        size = sum(torch.Size(self.recording.shapes[self.named[c]]).numel() for c in names)  # type: ignore[arg-type]
+        rows = max(1, min(number, MOST_ELEMENTS // max(size, 1)))
+        parts = []
+        for start in range(0, number, rows):
+            own = {name: value[start : start + rows] for name, value in moved.items()}
+            parts.append(self._at_few(names, sites, bound, own))
+        return {name: bound.weighted(name, torch.cat([part[i] for part in parts])) for i, name in enumerate(names)}
+
+    def many(self, number: int, bound: Bound) -> dict[Value, Tensor]:
+        """What the traces of so many new particles hold, by value, ``(number, ...)``; values that all share are left out.
+
+        Raises:
+            Uncut: If something cannot be computed again.
+            NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+        """
+        key = "many", number
+        if key not in self._made:
+            self._made[key] = self._of_many(number, bound)
+        wanted, function, given, constants = self._made[key]
+        first = torch.arange(number)
+        return dict(zip(wanted, function(first, *(bound.tensors[value] for value in given), *constants), strict=True))
+
+    def _of_many(self, number: int, bound: Bound) -> tuple[Any, ...]:
+        recording, sites = self.recording, frozenset(site.value for site in self.drawn.values())
+        wanted = tuple(dict.fromkeys(value for value in self.traced if recording.masks[value]))
+        function = recording.cut(wanted, (), sites)
+        if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
+            raise Uncut("noise")
+        given, constants = function.given, list[Tensor]()
+        tensors = [bound.tensors[value] for value in given]
+        with torch.random.fork_rng():
+            if function.writes:
+                function, constants = flat(
+                    torch.func.functionalize(_called(function)), [tensor.detach().clone() for tensor in tensors]
+                )
+            dims = (0, *(None for _ in (*given, *constants)))
+            run = torch.func.vmap(
+                lambda index, *own: tuple(function.in_rows(index)(*own)), dims, randomness="different"
+            )
+            function, more = flat(run, [torch.arange(number), *tensors, *constants])
+        return wanted, function, given, constants + more
+
+    @torch.no_grad()
+    def _at_few(
+        self, costs: tuple[str, ...], sites: tuple[str, ...], bound: Bound, moved: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        number = len(next(iter(moved.values())))
+        tensors = {**bound.tensors, **{self.drawn[name].value: value for name, value in moved.items()}}
+        key = costs, sites, number
+        if key not in self._made:
+            self._made[key] = self._flat(costs, sites, tensors)
+        function, given, constants = self._made[key]
+        with _drawing(function):
+            found = function(*(tensors[value] for value in given), *constants)
+        shapes = [self.recording.shapes[self.named[name]] for name in costs]
+        pairs = zip(found, shapes, strict=True)
+        return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]  # type: ignore[arg-type]
+
+    def _flat(
+        self, costs: tuple[str, ...], sites: tuple[str, ...], tensors: Mapping[Value, Tensor]
+    ) -> tuple[Function, tuple[Value, ...], list[Tensor]]:
+        """The function of all rows, the values that it takes, and constants."""
+        moved = {self.drawn[name].value for name in sites}
+        function = self.recording.cut([self.named[name] for name in costs], moved)
+        given, constants = function.given, list[Tensor]()
+        with torch.random.fork_rng():
+            if function.writes:
+                plain = [tensors[value].detach()[0] if value in moved else tensors[value].detach() for value in given]
+                plain = [tensor.clone() for tensor in plain]
+                function, constants = flat(torch.func.functionalize(_called(function)), plain)
+            dims = (*(0 if value in moved else None for value in given), *(None for _ in constants))
+            if all(dim is None for dim in dims):
+                return function, given, constants
+            asked = [tensors[value] for value in given]
+            run = torch.func.vmap(_called(function), dims, randomness="different")
+            try:
+                many, more = flat(run, [*asked, *constants])
+            except (NotImplementedError, RuntimeError):
+                # Torch does not run an operator for many rows at once.
+                return _InRows(function, dims), given, constants
+        return many, given, constants + more
+
+
+class _InRows:
+    """A function that runs row by row."""
+
+    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
+        self.function, self.dims, self.draws = function, dims, function.draws
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
+        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
+        found = [
+            self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True)))
+            for i in range(number)
+        ]
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def _called(function: Function) -> Callable[..., Any]:
+    return lambda *tensors: tuple(function(*tensors))
+
+
+@contextlib.contextmanager
+def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
+    """Draws of a function leave the global generators as they are."""
+    if not function.draws:
+        yield
+        return
+    with torch.random.fork_rng():
+        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value]]:
+    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into."""
+    values = {id(tensor): value for value, tensor in tape.inputs.items() if value not in tape.before}
+    stored = pyro.get_param_store().named_parameters()
+    return (
+        {i: values[id(tensor)] for i, tensor in enumerate(call.tensors) if id(tensor) in values},
+        {name: values[id(tensor)] for name, tensor in stored if id(tensor) in values},
+    )

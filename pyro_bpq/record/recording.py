@@ -1,0 +1,168 @@
+r"""A recorded run: what depends on what, and what it would cost at other values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.record.elements import Labels, Reader, Unknown
+from pyro_bpq.record.function import Function, arguments_of, flat, values_in
+from pyro_bpq.record.tape import Guard, Node, Tape, Value
+
+
+class Uncut(Exception):
+    """A part of a recording cannot run by itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A run as operators.
+
+    Args:
+        nodes: The operators, in their order.
+        masks: For each value the sources that it depends on, as bits.
+        shapes: The shape of each value.
+        dtypes: Its type.
+        leaves: Values that no operator has made: inputs, values of sites, noise.
+        tensors: Their tensors in the run, until :meth:`release` forgets those that another run has anew.
+        opaque: Values that cannot be made again, and why.
+        guards: What Python read where no source reaches.
+        bits: The bit of each source, by name.
+        constants: Leaves whose numbers stand in the program.
+        passing: Leaves that another run has anew: noise, and what a run writes into.
+        written: Tensors that the run has written into, and what was in them before.
+    """
+
+    nodes: tuple[Node, ...]
+    masks: Sequence[int]
+    shapes: Sequence[object]
+    dtypes: Sequence[object]
+    leaves: Set[Value]
+    tensors: dict[Value, Tensor]
+    opaque: Mapping[Value, str]
+    guards: tuple[Guard, ...]
+    bits: Mapping[str, int]
+    constants: Set[Value]
+    passing: Set[Value] = frozenset()
+    written: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
+        """What a tape has written down; ``sites`` are the values of the sources."""
+        found = {**tape.inputs, **tape.before, **tape.noise, **sites}
+        passing = tape.noise.keys() | tape.before.keys()
+        return cls(
+            *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
+            *((*tape.guards,), tape.bits, tape.constants, passing),
+            tuple((tape.inputs[value], kept) for value, kept in tape.before.items()),
+        )
+
+    @cached_property
+    def _maker(self) -> dict[Value, int]:
+        found: dict[Value, int] = {}
+        for i, node in enumerate(self.nodes):
+            found.update(dict.fromkeys(values_in(node.result), i))
+            found.update({new: i for _, new in node.written})
+        return found
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Gives tensors that the run has written into what was in them before."""
+        for tensor, kept in self.written:
+            tensor.copy_(kept)
+
+    def lasts(self, values: Iterable[Value]) -> bool:
+        """Whether no value is one that another run has anew."""
+        return self.passing.isdisjoint(values)
+
+    def reads(self, value: Value, source: Value) -> bool:
+        """Whether a value depends on the value of a site."""
+        return bool(self.masks[value] & self.masks[source])
+
+    @cached_property
+    def known(self) -> Callable[[Value], Tensor | None]:
+        """Gives the numbers of a value that are the same in every run, as those of ``torch.arange``."""
+        return functools.cache(self._known)
+
+    def _known(self, value: Value) -> Tensor | None:
+        if self.masks[value]:
+            return None
+        try:
+            function = self.cut([value])
+        except Uncut:
+            return None
+        if function.given and not all(given in self.constants for given in function.given):
+            return None
+        return function(*(self.tensors[given] for given in function.given))[0]
+
+    def labels(
+        self, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
+    ) -> tuple[list[Labels | Unknown], int]:
+        """What elements of a source each wanted value reads, and how many operators were followed.
+
+        Args:
+            wanted: The values.
+            starts: The labels of the source, and of what was drawn from it, by value.
+        """
+        function = self.cut(wanted, starts, sees_all=True)
+        given, known = function.given, self.known
+        if function.writes:
+            try:
+                function = self._without_writes(function)
+            except (RuntimeError, NotImplementedError, KeyError) as error:
+                return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
+            known = lambda value: None  # noqa: E731
+        moved = dict(zip(given, function.given, strict=False))
+        read = Reader(function, {moved[value]: own for value, own in starts.items() if value in moved}, known)
+        return [read.labels(value) for value in function.wanted], len(function.nodes)
+
+    def _without_writes(self, function: Function) -> Function:
+        """The same operators, none of which writes in place."""
+        given = [self.tensors[value].detach().clone() for value in function.given]
+        devices = {tensor.device for tensor in given if tensor.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng([device.index for device in devices]):
+            return flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
+
+    def cut(
+        self,
+        wanted: Iterable[Value],
+        given: Iterable[Value] = (),
+        redrawn: Set[Value] = frozenset(),
+        sees_all: bool = False,
+    ) -> Function:
+        """The operators between some given values, or leaves of the run, and what is wanted.
+
+        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run: values may be on the way that cannot be made again.
+
+        Raises:
+            Uncut: If a value on the way cannot be made again.
+        """
+        wanted, known = tuple(wanted), {*self.leaves, *given} - redrawn
+        pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
+        while pending:
+            value = pending.pop()
+            if value in known:
+                taken[value] = None
+                continue
+            if value in self.opaque and not sees_all:
+                raise Uncut(self.opaque[value])
+            if value not in self._maker:
+                if not sees_all:
+                    raise Uncut(self.opaque.get(value, "a tensor from elsewhere"))
+                taken[value] = None
+                continue
+            first = [self._maker[value]]
+            while first:
+                i = first.pop()
+                if i not in needed:
+                    needed.add(i)
+                    pending += arguments_of(self.nodes[i])
+                    first += self.nodes[i].after
+        return Function(
+            tuple(self.nodes[i] for i in sorted(needed)), tuple(sorted(taken)), wanted, self.shapes, self.dtypes
+        )

@@ -1,0 +1,380 @@
+r"""Graphs and recordings by structure, and when a run is recorded.
+
+A superset of a site's downstream costs gives an unbiased gradient. A subset in general does not. So dependencies of
+runs of one structure are joined and never replaced. A run whose structure is not known is recorded before it counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyro_bpq.errors import BPQWarning, check_choice
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.record.checks import Check, check_of
+from pyro_bpq.record.components import Patterns
+from pyro_bpq.record.graphs import build_graph, dense_graph
+from pyro_bpq.record.key import Call, Keys
+from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.tape import RecordingError
+from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.tracing.traced_run import TracedRun
+
+LOG = logging.getLogger("pyro_bpq")
+STRUCTURES = ("auto", "dynamic", "dense")
+
+# Programs of at most so many operators are recorded at every step.
+SMALL = 0
+# Largest number of steps in a row that are not recorded.
+_LONGEST = 64
+# Largest numbers of structures and of kinds of calls that are kept.
+_CAPACITY = 256
+# Fewer rows of a plate than these need no word.
+_FEW_ROWS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of a structure.
+
+    Args:
+        graph: Its graph.
+        reads: The sites that each cost reads, over all recorded runs.
+        patterns: What components costs read, where all recorded runs agree.
+        self_read: Costs of the model whose law, scale or mask reads the value that it scores.
+    """
+
+    graph: StochasticComputationGraph
+    reads: Reads
+    patterns: Patterns
+    self_read: frozenset[str]
+
+
+@dataclass(eq=False)
+class Alike:
+    """What is known of calls that look alike, in which Python reads the same numbers.
+
+    Recorded again are their runs after 1, 2, 4, ... steps, and then every 64.
+
+    Attributes:
+        particles: How their particles run; ``None`` before it is settled.
+        may_sum: Whether the loss may be summed over all values; ``unsummed`` how particles run where it is not.
+        always: Why every one of their runs is recorded; empty if it is not.
+        steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
+        recorded: The last recorded run, by modes of torch, structure and number of particles in it.
+    """
+
+    particles: Particles | None = None
+    may_sum: bool = True
+    unsummed: Particles | None = None
+    always: str = ""
+    steps: int = 0
+    next: float = 0
+    recorded: dict[Any, Recorded] = field(default_factory=dict)
+
+    def knows(self, modes: Any, number: int) -> bool:
+        """Whether a run of so many particles was recorded."""
+        return any(key[0] == modes and key[2] == number for key in self.recorded)
+
+
+@dataclass(eq=False)
+class _Kind:
+    """Calls that look alike, by the numbers that Python reads in them."""
+
+    checks: list[tuple[Check, OrderedDict[Any, Alike]]] = field(default_factory=list)
+
+    def find(self, call: Call) -> Alike | None:
+        """What is known of a call; ``None`` if nothing is."""
+        for check, found in self.checks:
+            alike = found.get(check.numbers(call))
+            if alike is not None:
+                return alike
+        return None
+
+    def put(self, check: Check, call: Call, alike: Alike) -> Alike:
+        """Notes what the recorded run of a call has shown: what Python reads in such calls."""
+        for known, found in self.checks:
+            if known == check:
+                return found.setdefault(known.numbers(call), alike)
+        self.checks.append((check, OrderedDict({check.numbers(call): alike})))
+        return alike
+
+
+class Recordings:
+    """What is known of the structures of a program, and when its runs are recorded.
+
+    The mode is one of:
+
+    - ``"auto"``: a run is recorded if its call looks new, after 1, 2, 4, ... steps and then every 64, and at every step
+      where what is computed from it must be fresh, or where sampled values steer the program;
+    - ``"dynamic"``: every run is recorded;
+    - ``"dense"``: none is; every earlier site is an ancestor.
+
+    Attributes:
+        call: The call that is looked at; ``now`` what is known of calls like it.
+        known: What is known of structures, by the key of their runs.
+        escaping: Sites whose values steer the program.
+        crosses: Whether rows of a plate may meet.
+        failed: What stopped a recording; empty if nothing has.
+        in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
+        said: What was found last.
+    """
+
+    def __init__(self, mode: str) -> None:
+        check_choice("structure", mode, STRUCTURES)
+        self.mode = mode
+        self.escaping: tuple[str, ...] = ()
+        self.crosses = self.in_order = self.needs_graphs = False
+        self.known: OrderedDict[Any, Known] = OrderedDict()
+        self.said, self.failed, self.num_recorded = "", "", 0
+        self.call, self.now = Call(), Alike()
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._keys, self._kind, self._must = Keys(), _Kind(), False
+
+    def __repr__(self) -> str:
+        return f"Recordings({self.mode!r}, {len(self.known)} structures, steered by {self.escaping or 'nothing'})"
+
+    def __reduce__(self) -> Any:
+        return _loaded, (self.mode, self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What runs have shown of the program; recordings are made again."""
+        names = ("escaping", "crosses", "in_order")
+        # It is saved only if values steer the program; else it has no meaning.
+        return {**{name: getattr(self, name) for name in names}, "needs_graphs": self.escapes and self.needs_graphs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.escaping, self.crosses = tuple(state["escaping"]), state["crosses"]
+        self.in_order, self.needs_graphs = state["in_order"], state["needs_graphs"]
+
+    @property
+    def escapes(self) -> bool:
+        """Whether sampled values steer the program, as far as is known."""
+        return bool(self.escaping or self.failed)
+
+    # When a run is recorded.
+
+    def meet(self, call: Call) -> None:
+        """Looks at a call before its programs run."""
+        key = self._keys.of(call)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
+            if len(self._kinds) > _CAPACITY:
+                self._kinds.popitem(last=False)
+        self.call, self._kind, self.now = call, kind, kind.find(call) or Alike()
+
+    def is_new(self) -> None:
+        """Notes that a run has a structure that no run of such calls had: from now on they are recorded."""
+        self.now.always = self.now.always or "it has another structure from step to step"
+
+    def look_again(self) -> None:
+        """Records the next run: what is known may no longer be so."""
+        self._must = True
+
+    def wants(self, number: int) -> bool:
+        """Whether the next run, of so many particles in one call, is recorded."""
+        if self.is_ordered or self.is_dense:
+            return False
+        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
+            return True
+        return not self.now.knows(self.call.modes, number)
+
+    @property
+    def always(self) -> bool:
+        """Whether every run whose graph is asked for is recorded, also the runs of stored rollouts."""
+        return not self.failed and (self.mode == "dynamic" or (self.escapes and self.mode == "auto"))
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether values are known to steer the program, and every cost is to count."""
+        return self.escapes and (self.is_dense or (self.mode == "auto" and self.in_order))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no run is recorded."""
+        return self.mode == "dense" or bool(self.failed)
+
+    def give_up(self, error: RecordingError) -> None:
+        """Records no further run."""
+        self.failed = str(error)
+        warnings.warn(
+            f"The program cannot be recorded, because of {error} ({error.__cause__}). Steps go in program order: "
+            "unbiased, each site is charged with all later costs. That has more variance.",
+            BPQWarning,
+            stacklevel=3,
+        )
+
+    def when(self) -> str:
+        """When runs are recorded, in words."""
+        if self.is_dense or self.is_ordered:
+            return "No run is recorded."
+        if self.mode == "dynamic":
+            return 'Every run is recorded, because you wrote structure="dynamic".'
+        if self.now.always:
+            return f"Every run is recorded, because {self.now.always}."
+        if self.now.next == math.inf:
+            return "Runs like it are not recorded again."
+        return f"It was recorded {self.now.steps} steps ago." if self.now.steps else "It was recorded."
+
+    # What is known.
+
+    def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
+        """The recording in force for a run of so many particles."""
+        return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
+
+    def knows(self, traced: TracedRun, number: int) -> bool:
+        """Whether the structure of a run is known."""
+        return self.is_dense or self.recorded(traced, number) is not None
+
+    def of(self, traced: TracedRun) -> Known | None:
+        """What is known of the structure of a run."""
+        return self.known.get(traced.key)
+
+    def is_dynamic(self, traced: TracedRun) -> bool:
+        """Whether sampled values may steer the program, so that the next run may differ in structure.
+
+        A value must leave torch before it can steer Python, and it does so in every run. So one recorded run shows it.
+        """
+        return self.escapes or traced.escaped or self._is_unseen(traced)
+
+    def cuts_plates(self, traced: TracedRun) -> bool:
+        """Whether rows of a plate stay apart: no rows met, and no value sampled in a plate left torch."""
+        return not (self.crosses or traced.crosses or self._is_unseen(traced))
+
+    def _is_unseen(self, traced: TracedRun) -> bool:
+        return self.is_dense and traced.key not in self.known
+
+    def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
+        """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
+        if traced.recorded is None:
+            self.now.steps += learn
+            known = self.known.get(traced.key)
+            return dense_graph(traced) if known is None else known.graph
+        self._must &= not learn
+        # Where the structure may depend on sampled values, reads of other runs of it are not joined.
+        is_joined = not (self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)))
+        known = self._joined(traced, traced.recorded, number) if is_joined else None
+        if learn:
+            self._note(traced)
+        if known is None:
+            return build_graph(traced, traced.recorded.reads)
+        self.known[traced.key] = known
+        self.known.move_to_end(traced.key)
+        if len(self.known) > _CAPACITY:
+            self.known.popitem(last=False)
+        return known.graph
+
+    def _note(self, traced: TracedRun) -> None:
+        assert traced.recorded is not None
+        self.num_recorded += 1
+        now = self.now
+        if now.steps or not now.next:  # else another run of the same step was recorded
+            now.next = min(2 * now.next, _LONGEST) or 1
+        now.steps = 0
+        if traced.escaped and not self.escapes:
+            self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is recorded.")
+        self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
+        if not self.crosses and traced.crosses:
+            if text := _crossing(traced):
+                warnings.warn(text, BPQWarning, stacklevel=2)
+            self.crosses = True
+
+    def _joined(self, traced: TracedRun, new: Recorded, number: int) -> Known:
+        """What is known of a structure after a recorded run of it."""
+        key = self.call.modes, traced.key, number
+        old, before = self.known.get(traced.key), self.now.recorded.get(key)
+        if before is not None and before.is_like(new):
+            new.take_over(before)
+            self.now.recorded[key] = new
+        else:
+            check = check_of(new)
+            if check is None:
+                check, self.now.always = Check(), "Python reads numbers that change from step to step"
+            self.now = self._kind.put(check, self.call, self.now)
+            self.now.recorded[key] = new
+        patterns = frozenset(new.patterns.items())
+        if old is None:
+            return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)
+        reads, kept = old.reads.union(new.reads), old.patterns & patterns
+        if reads.bits == old.reads.bits and kept == old.patterns:
+            return old
+        added = {cost: sorted(reads[cost] - old.reads[cost]) for cost in reads}
+        lost = sorted({pair for pair, _ in old.patterns - kept})
+        texts = [f"{cost} also reads {names}" for cost, names in added.items() if names]
+        texts += [f"{cost} reads other components of {site}" for site, cost in lost]
+        if texts and before is not None and self.now.steps:
+            warnings.warn(
+                f"Dependencies changed within the last {self.now.steps} steps: {'; '.join(texts)}. They are "
+                'taken into account from now on; write structure="dynamic" to record every step.',
+                BPQWarning,
+                stacklevel=3,
+            )
+        graph = old.graph if reads.bits == old.reads.bits else build_graph(traced, reads)
+        return Known(graph, reads, kept, old.self_read | new.self_read)
+
+    def settle_order(self, fits: bool) -> None:
+        """Settles whether steps of a program that values steer go in program order; once refused, they never do."""
+        self.needs_graphs |= not fits
+        if not self.escapes or self.mode != "auto" or self.in_order is not self.needs_graphs:
+            return
+        self.in_order = not self.needs_graphs
+        if self.in_order:
+            self._say(f"Values of {', '.join(self.escaping)} steer the program: steps go in program order, unrecorded.")
+        else:
+            self._say(
+                "A site in a plate, a choice at a site or a cost statement needs the graph: every run is recorded."
+            )
+
+    def _say(self, text: str) -> None:
+        self.said = text
+        LOG.info("%s", text)
+
+
+def _loaded(mode: str, state: Mapping[str, Any]) -> Recordings:
+    """Recordings of another process, or of a copy: they are made again."""
+    found = Recordings(mode)
+    found.load_state_dict(state)
+    return found
+
+
+def _crossing(traced: TracedRun) -> str:
+    """Says that rows of a plate may meet, although the plate declares them independent; empty for few rows."""
+    if not traced.met:
+        return _left_a_plate(traced)
+    assert traced.recorded is not None
+    cost, (plate, why) = next(iter(traced.met.items()))
+    inside = [n for n in sorted(traced.recorded.reads[cost]) if any(own.name == plate for own in traced.plates[n])]
+    first = f"a row of it reads other rows of {', '.join(map(repr, inside))}"
+    if why:
+        first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"
+    return (
+        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From now "
+        "on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own ELBOs "
+        f"would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, flips "
+        "or indexes; if it is, take the dimension into the event with .to_event()."
+    )
+
+
+def _left_a_plate(traced: TracedRun) -> str:
+    # Gradients of sites without a score come through their values: no costs are charged to them.
+    scored = {name for name, record in traced.run.sites.items() if record.score is not None}
+    sites = [name for name in sorted(scored & traced.escaped_sites) if traced.plates[name]]
+    plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
+    rows = math.prod(traced.plate_sizes[plate] for plate in plates)
+    if rows < _FEW_ROWS:
+        return ""
+    return (
+        f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
+        "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "
+        f"the costs of all {rows} rows, which is unbiased, with a variance that grows with their number. Stay "
+        "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or give what a simulator in numpy returns "
+        "as the cost of each row, pyro_bpq.cost(name, function, z)."
+    )

@@ -1,0 +1,97 @@
+r"""Further particles of a program that cannot run in a plate: the recording of one particle, for many at once.
+
+The first particle is the user's own run. What the others draw and cost are rows of one flat function, so that
+``z[0]`` and ``z.sum()`` mean what they mean in a run of one particle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.laws import mapped
+from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recording import Uncut
+from pyro_bpq.tracing.traced_run import TracedRun, record_run
+from pyro_bpq.tracing.watch import samples
+
+# What of a site's message is computed anew.
+_PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")
+
+
+def further_particles(recorded: Recorded, first: TracedRun, call: Call, number: int) -> list[TracedRun]:
+    """Runs of further particles, which differ from the first one in what they draw.
+
+    Raises:
+        Uncut: If something cannot be computed again.
+        NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+    """
+    if not recorded.traced:
+        raise Uncut("a value that no operator has made")
+    values = {name: record.value for name, record in first.run.sites.items()}
+    bound = recorded.bound(values, first.subsamples, call, {})
+    found = recorded.many(number, bound)
+    rows = {value: tensor.unbind(0) for value, tensor in found.items()}
+    return [_particle(first, iter(recorded.traced), rows, i) for i in range(number)]
+
+
+def _particle(first: TracedRun, names: Iterator[Any], rows: Any, i: int) -> TracedRun:
+    """One of them."""
+
+    def own(tensor: Tensor) -> Tensor:
+        name = next(names)
+        return rows[name][i] if name in rows else tensor
+
+    guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
+    number = next(iter(first.infos.values())).num_particles
+    again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
+    return replace(again, elimination=first.elimination)
+
+
+def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:
+    """The tensors of traces in a fixed order."""
+    found: list[Tensor] = []
+    for trace in (guide_trace, model_trace):
+        _changed(trace, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
+    copied = Trace()
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample":
+            new = {part: mapped(site[part], change) for part in _PARTS if part in site}
+            copied.nodes[name] = {**site, **new}
+        elif site["type"] == "param":
+            copied.nodes[name] = site
+    return copied
+
+
+def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
+    """Whether the operators of a run have the gradient of the run itself: hooks and ``no_grad`` are not among them."""
+    wanted, loss = recorded.differentiable, traced.run.differentiable
+    if wanted is None or not loss.requires_grad:
+        return wanted is not None
+    values = {name: record.value for name, record in traced.run.sites.items()}
+    bound = recorded.bound(values, traced.subsamples, call, {})
+    function = recorded.recording.cut([wanted])
+    (again,) = function(*(bound.tensors[value] for value in function.given))
+    leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
+    native = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    if not again.requires_grad:
+        return all(gradient is None for gradient in native)
+    other = torch.autograd.grad(again, leaves, allow_unused=True)
+    return all(_agree(*pair) for pair in zip(native, other, strict=True))
+
+
+def _agree(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        known = first if second is None else second
+        return known is None or not bool(known.any())
+    return torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max()))

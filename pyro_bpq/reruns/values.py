@@ -1,0 +1,96 @@
+r"""The recording in force of a step, with the tensors of its runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.recorded import Bound, Recorded
+from pyro_bpq.tracing.traced_run import TracedRun
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What costs at other values are computed from.
+
+    Args:
+        recorded: The recording of each run.
+        alone: That of a run of one particle; ``None`` if all particles run in one call and none has run alone.
+        traced: The runs of the step.
+        call: What the call of the programs looks like.
+        nesting: Number of batch dimensions where all particles run in one call, that of the particles included.
+    """
+
+    recorded: tuple[Recorded, ...]
+    alone: Recorded | None
+    traced: tuple[TracedRun, ...]
+    call: Call
+    nesting: int = 0
+
+    @cached_property
+    def bound(self) -> tuple[Bound, ...]:
+        """The tensors of each run."""
+        return tuple(
+            own.bound(_values(run), run.subsamples, self.call, run.weights)
+            for own, run in zip(self.recorded, self.traced, strict=True)
+        )
+
+    def of_particle(self, index: Tensor) -> Bound:
+        """The tensors of one of the particles that ran in one call, by its number ``(1,)``."""
+        assert self.alone is not None
+        (run,), alone = self.traced, self.alone
+        values = {name: self._alone(run, name, value, index) for name, value in _values(run).items()}
+        weights = {name: tuple(self.particle_of(part, index) for part in pair) for name, pair in run.weights.items()}
+        return alone.bound(values, run.subsamples, self.call, weights)
+
+    def _alone(self, run: TracedRun, name: str, value: Tensor, index: Tensor) -> Tensor:
+        """The value of a site in one particle, in the shape of a run of that particle alone."""
+        own = self.alone.recording.shapes[self.alone.drawn[name].value]  # type: ignore[union-attr]
+        event_ndim = len(run.run.sites[name].fn.event_shape)
+        if value.dim() - event_ndim >= self.nesting and value.shape[0] > 1:
+            value = value.index_select(0, index)
+        return value.reshape(own)
+
+    def particle_of(self, item: Any, index: Tensor) -> Any:
+        """The entry of one particle; the whole if it does not depend on the particle."""
+        if not isinstance(item, Tensor) or item.dim() < self.nesting or item.shape[0] == 1:
+            return item
+        return item.index_select(0, index)[0]
+
+
+def _values(run: TracedRun) -> dict[str, Tensor]:
+    return {name: record.value for name, record in run.run.sites.items()}
+
+
+@torch.no_grad()
+def is_alike(values: Values, number: int) -> bool:
+    """Whether the particle of that number, which ran among others, has cost what it costs alone.
+
+    A program may read a shape, as of ``z.mean()``. Numbers that are nearly equal are computed again in double precision.
+    """
+    (run,), (recorded,), (among,), index = values.traced, values.recorded, values.bound, torch.tensor([number])
+    alone = values.of_particle(index)
+    own = alone.recorded
+    names = [name for name in own.costs if name in recorded.costs and own.can_compute(name) and not own.draws(name)]
+    found = own.evaluated(names, alone)
+    if all(_is_close(found[name], values.particle_of(run.run.costs[name], index)) for name in names):
+        return True
+    names = [name for name in names if recorded.can_compute(name)]
+    try:
+        found, many = own.evaluated(names, alone, True), recorded.evaluated(names, among, True)
+    except RuntimeError:  # an operator of single precision
+        return False
+    return all(_is_close(found[name], values.particle_of(many[name], index), 1e-7) for name in names)
+
+
+def _is_close(first: Tensor, second: Tensor, tolerance: float = 1e-4) -> bool:
+    if first.numel() != second.numel():
+        first, second = torch.broadcast_tensors(first, second)
+    first, second = first.reshape(-1), second.reshape(-1)
+    scale = torch.maximum(first.abs(), second.abs()).nan_to_num(0.0, 0.0, 0.0).clamp(min=1.0)
+    return bool(((first - second).abs() <= tolerance * scale).logical_or(first == second).all())
