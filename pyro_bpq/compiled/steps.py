@@ -124,8 +124,8 @@ class CompiledSteps:
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            text = f"it was recorded {self._made} times{self._why(call)}; further kinds of calls run eagerly. "
-            self._tell(text + "Batches of one size need one recording; or write Compile(max_recordings=...)", "many kinds")
+            text = f"it was recorded {self._made} times{self._why(call)}; further kinds of calls run eagerly. Batches "
+            self._tell(text + "of one size need one recording; or write Compile(max_recordings=...)", "many kinds")
             return None
         start = time.perf_counter()
         try:
