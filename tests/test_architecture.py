@@ -247,7 +247,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 17656,
+    "pyro_bpq": 17652,
     "modules": 163,
     "top": 104,
     "batching/": 539,
@@ -260,7 +260,7 @@ BUDGETS = {
     "plan/": 1109,
     "reruns/": 1664,
     "rollout/": 459,
-    "step/": 1419,
+    "step/": 1415,
     "svi/": 312,
     "targets/": 172,
     "testing/": 872,

@@ -77,8 +77,7 @@ class CompiledSteps:
             self.outside = updates.refuses()
             if self.outside:
                 return None
-        refusal = outdated(torch.__version__) or subject.refuses()
-        if refusal:
+        if refusal := outdated(torch.__version__) or subject.refuses():
             self._tell(refusal)
             return None
         if not subject.is_settled(program):
@@ -104,6 +103,11 @@ class CompiledSteps:
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
+    def _why(self, call: Call) -> str:
+        """Where a call differs from that of the last recording, in words; empty where there is none."""
+        changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
+        return f", the last time because {changed}" if changed else ""
+
     def _recorded(
         self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None
     ) -> Entry | None:
@@ -115,16 +119,14 @@ class CompiledSteps:
         if self._seen[kind] == 1 and 1 < len(self._seen) <= _MOST_LOOKS:
             # A number among the arguments may switch a part of a program on.
             subject.look_again()
-        changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
-        why = f", the last time because {changed}" if changed else ""
         if self._seen[kind] == 1 and len(self._seen) == _MOST_LOOKS:
-            text = f"calls differed {_MOST_LOOKS} times{why}; hand over what changes as a tensor or a float"
+            text = f"calls differed {_MOST_LOOKS} times{self._why(call)}; hand over what changes as a tensor or a float"
             self._tell(text, "many kinds")
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly. Batches of one size "
-            self._tell(text + "need one recording; or write Compile(max_recordings=...)", "many kinds")
+            text = f"it was recorded {self._made} times{self._why(call)}; further kinds of calls run eagerly. Batches "
+            self._tell(text + "of one size need one recording; or write Compile(max_recordings=...)", "many kinds")
             return None
         start = time.perf_counter()
         try:

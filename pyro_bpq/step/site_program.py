@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Relation
-from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
+from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
@@ -122,10 +121,6 @@ class SiteProgramRuns:
             return total
         return component_cost_to_go(self.layout, replace(self.batch.rollout, runs=runs), self.c, total)
 
-    def remaining(self) -> Tensor:
-        """Cost-to-go of the :meth:`independent` run minus the costs known at every value of the site."""
-        return self._cost_to_go(self.rerun.fresh(), is_remaining=True)
-
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go at other values, and the gradient of all costs downstream."""
         costs, gradients = [], []
@@ -192,12 +187,10 @@ class SiteProgramRuns:
         held = None if self.downstream is None else self.downstream[i]
         return self.rerun(self.names[i], value, held, self.means)
 
-    def _cost_to_go(self, runs: tuple[Run, ...], is_remaining: bool = False) -> Tensor:
-        """Costs-to-go ``(G, M, plates)`` of other runs, without the costs known at every value if ``is_remaining``."""
+    def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
+        """Costs-to-go ``(G, M, plates)`` of other runs."""
         costs = stack_costs(self.layout, replace(self.batch.rollout, runs=runs))
-        total = cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
-        known = sum_costs(self.layout, costs, Relation.TABLED, self.c) if is_remaining else None
-        return total if known is None else total - known
+        return cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
 
 
 def of_class(signals: Signals, c: int) -> SiteProgramRuns:
