@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pyro
 import torch
@@ -25,16 +23,11 @@ from pyro_bpq.estimators import (
     DebiasedStraightThrough,
     Hindsight,
     SecondRun,
-    debiased_straight_through,
-    disarm,
 )
-from pyro_bpq.plan import rules
-from pyro_bpq.reruns import predicted_costs
-from pyro_bpq.step import hindsight_signal
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
+from pyro_bpq.testing.enumerable import enumerable_noise, where_it_serves
 from pyro_bpq.testing.parameters import GradientReader
-from pyro_bpq.tracing.watch import site_info
 
 __all__ = ["CONFIGS", "Config", "Verdict", "check", "draw"]
 
@@ -201,7 +194,9 @@ def _short(tensor: Tensor) -> str:
 
 def _trained_gradient(program: Program, config: Config) -> dict[str, Tensor]:
     elbo, noise = config.make(), ChoiceNoise()
-    guide = _choosing(program.guide, config) if config.estimator is not None else program.guide
+    guide = program.guide
+    if config.estimator is not None:
+        guide = where_it_serves(guide, config.estimator, config.particles)
     num_states = program.num_states
     pyro.clear_param_store()
     pyro.set_rng_seed(program.seed)
@@ -209,7 +204,7 @@ def _trained_gradient(program: Program, config: Config) -> dict[str, Tensor]:
         # Else parameters are made in the steps themselves.
         with torch.no_grad():
             poutine.replay(program.model, trace=poutine.trace(program.guide).get_trace())()
-    with _enumerable_noise(noise):
+    with enumerable_noise(noise):
         for _ in range(3 + program.seed % 4):
             elbo.loss_and_grads(program.model, guide)
         if hasattr(elbo, "eval"):
@@ -241,47 +236,6 @@ def expectation(elbo: Any, model: Any, guide: Any, noise: ChoiceNoise) -> dict[s
             for key, g in gradient.items():
                 mean[key] = mean.get(key, 0.0) + probability * g
     return reader.named(mean)
-
-
-def _choosing(guide: Any, config: Config) -> Any:
-    def choose(site: Any) -> dict[str, Any]:
-        info = site_info(site, (), config.particles)
-        is_served = not info.has_rsample and config.estimator.unsupported(info) is None
-        return {"bpq": {"estimator": config.estimator}} if is_served else {}
-
-    return poutine.infer_config(guide, choose)
-
-
-@contextmanager
-def _enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
-    """Estimators that draw noise draw one of few values, with the chances of what it decides.
-
-    The default runs four particles at most.
-    """
-
-    def entry(chance: Tensor, generator: torch.Generator) -> Tensor:
-        flat = chance.flatten(-2)
-        index = noise.draw_choice(flat / flat.sum(-1, keepdim=True))
-        return torch.zeros_like(flat).scatter_(-1, index.unsqueeze(-1), 1.0).reshape(chance.shape)
-
-    def partner(p: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
-        # The antithetic value is one with this chance, given the value.
-        one = torch.where(value == 1, (2 * p - 1).clamp(min=0.0) / p, torch.minimum(p, 1 - p) / (1 - p))
-        return noise.draw_choice(torch.stack((1 - one, one), -1)).to(p)
-
-    def component(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
-        return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
-
-    def signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-        return [torch.ones_like(slope) for slope in slopes]
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(hindsight_signal, "_draw", component))
-        stack.enter_context(mock.patch.object(predicted_costs, "_signs", signs))
-        stack.enter_context(mock.patch.object(debiased_straight_through, "_draw", entry))
-        stack.enter_context(mock.patch.object(disarm, "uniform_given", partner))
-        stack.enter_context(mock.patch.object(rules, "MOST_PARTICLES", rules.FEW_PARTICLES))
-        yield
 
 
 # What it is compared with.
