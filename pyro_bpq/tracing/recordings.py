@@ -65,7 +65,7 @@ class Alike:
     Attributes:
         particles: How their particles run; ``None`` before it is settled.
         may_sum: Whether the loss may be summed over all values; ``unsummed`` how particles run where it is not.
-        always: Why every one of their runs is recorded; empty if it is not.
+        always: Why every one of their runs is recorded; empty if it is not. ``needs_fresh`` the same by the last plan.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
     """
@@ -74,6 +74,7 @@ class Alike:
     may_sum: bool = True
     unsummed: Particles | None = None
     always: str = ""
+    needs_fresh: str = ""
     steps: int = 0
     next: float = 0
     recorded: dict[Any, Recorded] = field(default_factory=dict)
@@ -183,7 +184,7 @@ class Recordings:
         """Whether the next run, of so many particles in one call, is recorded."""
         if self.is_ordered or self.is_dense:
             return False
-        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
+        if self._must or self.always or self.now.always or self.now.needs_fresh or self.now.steps >= self.now.next:
             return True
         return not self.now.knows(self.call.modes, number)
 
@@ -218,8 +219,8 @@ class Recordings:
             return "No run is recorded."
         if self.mode == "dynamic":
             return 'Every run is recorded, because you wrote structure="dynamic".'
-        if self.now.always:
-            return f"Every run is recorded, because {self.now.always}."
+        if why := self.now.always or self.now.needs_fresh:
+            return f"Every run is recorded, because {why}."
         if self.now.next == math.inf:
             return "Runs like it are not recorded again."
         return f"It was recorded {self.now.steps} steps ago." if self.now.steps else "It was recorded."

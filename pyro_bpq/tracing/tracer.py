@@ -36,6 +36,7 @@ from pyro_bpq.rollout.features import (
     independent_components,
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
+from pyro_bpq.tracing.further import parts_of
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.traced_run import (
@@ -286,6 +287,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         subsamples=subsamples,
         parameters=parameters,
         num_of_guide=watch.num_of_guide,
+        traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if follows else (),
+        differentiable=tape.value_of(traced.run.differentiable) if follows else None,
     )
 
 
