@@ -264,7 +264,6 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
     reached, stored = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
-    assert isinstance(traced.reads, Reads)
     laws = {}
     for name in drawn:
         site = guide_sites[name]
@@ -274,7 +273,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
     return Recorded(
         recording=Recording.of(tape, values),
-        reads=traced.reads,
+        reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,
         scored=scored,
