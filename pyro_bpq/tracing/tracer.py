@@ -181,7 +181,11 @@ def importance_traces(
         guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
         for trace in (guide_trace, model_trace) if model is not None else ():
             for name in trace.nodes.keys() & watch.leaves.keys():
-                trace.nodes[name]["value"] = trace.nodes[name]["value"].detach()  # type: ignore[union-attr]
+                site: Any = trace.nodes[name]
+                plain = site["value"].detach()
+                if watch.tape is not None:
+                    watch.tape.rename(plain, site["value"])
+                site["value"] = plain
         heard = {
             **_score(model_trace, Trace.compute_log_prob, False, watch),
             **_score(guide_trace, Trace.compute_score_parts, True, watch),
