@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.key import Call, reach
-from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import ExactSum
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 
 

@@ -220,7 +220,7 @@ class ParticleCount:
     ) -> Observation | None:
         """The step of many particles in some way; ``None``, and why, where they do not run so.
 
-        ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be that of an earlier call.
+        ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be known.
         """
         created, reason = set(pyro.get_param_store().keys()), ""
         known = {*runner.recordings.known}

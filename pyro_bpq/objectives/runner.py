@@ -23,17 +23,17 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
-from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.recordings import Recordings
-from pyro_bpq.record.tape import RecordingError
+from pyro_bpq.record.values import RecordingError
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.further import further_particles
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.tracing.graphs import merged_graph
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run

@@ -14,7 +14,7 @@ from pyro_bpq.record.function import Function
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.record.tape import Value
+from pyro_bpq.record.values import Value
 
 # Largest number of entries whose numbers are compared.
 _MOST = 4096

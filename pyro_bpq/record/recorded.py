@@ -20,7 +20,8 @@ from pyro_bpq.record.function import Function, arguments_of, flat, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
-from pyro_bpq.record.tape import Tape, Value
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import Value
 from pyro_bpq.record.work import Work, work_of
 
 # Largest number of cost elements in rows that run at once.
@@ -290,7 +291,7 @@ class Recorded:
         return {name: bound.weighted(name, torch.cat([part[i] for part in parts])) for i, name in enumerate(names)}
 
     def many(self, number: int, bound: Bound) -> dict[Value, Tensor]:
-        """What the traces of so many new particles hold, by value, ``(number, ...)``; values that all share are left out.
+        """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
 
         Raises:
             Uncut: If something cannot be computed again.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyro_bpq.record.elements import Labels, Reader, Unknown
 from pyro_bpq.record.function import Function, arguments_of, flat, values_in
-from pyro_bpq.record.tape import Guard, Node, Tape, Value
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import Guard, Node, Value
 
 
 class Uncut(Exception):
@@ -137,7 +138,8 @@ class Recording:
     ) -> Function:
         """The operators between some given values, or leaves of the run, and what is wanted.
 
-        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run: values may be on the way that cannot be made again.
+        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run:
+        values may be on the way that cannot be made again.
 
         Raises:
             Uncut: If a value on the way cannot be made again.

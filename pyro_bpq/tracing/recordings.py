@@ -19,11 +19,11 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
-from pyro_bpq.record.graphs import build_graph, dense_graph
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.tape import RecordingError
+from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.tracing.graphs import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
@@ -356,10 +356,10 @@ def _crossing(traced: TracedRun) -> str:
     if why:
         first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"
     return (
-        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From now "
-        "on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own ELBOs "
-        f"would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, flips "
-        "or indexes; if it is, take the dimension into the event with .to_event()."
+        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From "
+        "now on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own "
+        f"ELBOs would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, "
+        "flips or indexes; if it is, take the dimension into the event with .to_event()."
     )
 
 
