@@ -50,6 +50,7 @@ class Staged:
 
     traced: tuple[TracedRun, ...]  # the runs
     programs: tuple[Any, ...]  # model, guide, arguments and keyword arguments of each run
+    particles: Particles  # how the particles of the step ran
     signals: Signals  # their tensors
     result: Step | None = None  # what the step yielded, with all its particles; ``None`` before
 

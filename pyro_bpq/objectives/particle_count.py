@@ -76,6 +76,15 @@ class ParticleCount:
         self.is_open = self.is_open and "number" not in changes
         self.now = self.written
 
+    @contextlib.contextmanager
+    def running(self, way: Particles) -> Iterator[None]:
+        """Particles run in a given way within."""
+        now, self.now = self.now, way
+        try:
+            yield
+        finally:
+            self.now = now
+
     def leave_open(self) -> None:
         """Leaves the number open."""
         self.is_open = True

@@ -204,7 +204,6 @@ class StepRunner(Runner):
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             sites = frozenset().union(*(traced.escaped_sites for traced in runs))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        facts = self.facts(runs, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and planner.orders:
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
@@ -219,7 +218,7 @@ class StepRunner(Runner):
                     traced=tuple(runs[i] for i in ids),
                     programs=tuple(programs[i] for i in ids),
                     graph=graphs[ids[0]],
-                    facts=facts,
+                    facts=self.facts([runs[i] for i in ids], is_dynamic, particles, mode),
                     plate_ndim=ndim,
                 ).staged(program)
                 for ids in members

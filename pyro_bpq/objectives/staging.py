@@ -53,7 +53,7 @@ class Staging:
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in self.traced)
             rollout = replace(rollout, runs=runs)
         signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, mode.by_value, shifts)
-        return Staged(self.traced, self.programs, signals)
+        return Staged(self.traced, self.programs, self.particles, signals)
 
     def _rollout(self) -> Rollout:
         first, has_plate = self.traced[0], self.particles.has_plate
