@@ -231,7 +231,7 @@ class ParticleCount:
             run = found.runs[0] if found.runs else None
             if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):
                 return None
-            reason = self._difference(runner, program, run, way, one) if way.has_plate else ""
+            reason = self._difference(runner, program, run, way, one)
         except (StructureChangedError, TooManyOutcomesError):
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
@@ -277,6 +277,7 @@ class ParticleCount:
             nesting = way.nesting if way.has_plate else 1 + self._nesting(traced)
             now.unsummed = way
             now.particles = Particles(rows, True, False, nesting, sums=True, is_compact=True)
+            self._say("All values run in one call, in a plate of their own.")
 
     def _summed(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
         """The step whose loss is summed over all values; particles are drawn where that fails."""

@@ -28,7 +28,7 @@ from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.further import further_particles
+from pyro_bpq.reruns.further import further_particles, gradients_agree
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.graphs import merged_graph
@@ -98,9 +98,11 @@ class StepRunner(Runner):
 
     def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
         """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
-        recorded = self.recordings.recorded(run, particles.number)
+        recorded = self.recordings.recorded(run, particles.in_call)
         if recorded is None or one.recorded is None:
             return True
+        if particles.is_hidden:
+            return gradients_agree(recorded, run, self.recordings.call)
         values = Values((recorded,), one.recorded, (run,), call, int(particles.nesting))
         return is_alike(values, particles.number - 1)
 
@@ -199,6 +201,7 @@ class StepRunner(Runner):
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered and (ordered := ordered_runs(planner, runs)) is not None:
             return Observation((), (), ordered)
+        recordings.now.steps += mode.learning and runs[0].recorded is None
         graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
@@ -232,14 +235,14 @@ class StepRunner(Runner):
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         if mode.learning and not is_dynamic:
-            self._settle(runs[0], items[0])
+            self._settle(runs[0], particles)
         return Observation(tuple(runs), tuple(items))
 
-    def _settle(self, traced: TracedRun, staged: Staged) -> None:
+    def _settle(self, traced: TracedRun, particles: Particles) -> None:
         """When runs like this one are recorded again."""
         now, plan = self.recordings.now, self.plans.last
-        if plan is not None and plan.plan.needs_fresh:
-            now.always = now.always or plan.plan.needs_fresh
+        fresh = "further particles run as the first one has" if particles.is_hidden else ""
+        now.always = now.always or fresh or (plan.plan.needs_fresh if plan is not None else "")
         if all(record.score is None for record in traced.run.sites.values()):
             now.next = math.inf
 

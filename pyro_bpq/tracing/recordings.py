@@ -254,13 +254,15 @@ class Recordings:
 
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
+        # Where the structure may depend on sampled values, reads of other runs of it are not joined.
+        is_joined = not (self.is_dense or self.mode == "dynamic" or self.escapes or traced.escaped)
+        if not is_joined:
+            # Which numbers Python reads is not looked at.
+            self.now = self._kind.put(Check(), self.call, self.now)
         if traced.recorded is None:
-            self.now.steps += learn
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
-        # Where the structure may depend on sampled values, reads of other runs of it are not joined.
-        is_joined = not (self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)))
         known = self._joined(traced, traced.recorded, number) if is_joined else None
         if learn:
             self._note(traced)

@@ -27,7 +27,7 @@ from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
-from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.tape import Tape, Value
 from pyro_bpq.rollout.features import (
     base_distribution,
     batch_of,
@@ -46,6 +46,7 @@ from pyro_bpq.tracing.traced_run import (
     plain_run,
     record_run,
     total,
+    with_tensors,
 )
 from pyro_bpq.tracing.watch import (
     PARTICLES,
@@ -104,6 +105,7 @@ def trace_run(
         traced = finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
+    traced = _only_costs(traced) if options.only_costs else traced
     if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
@@ -111,7 +113,7 @@ def trace_run(
         )
     if options.track and options.warns:
         warn_of_program(traced, model_sites, guide_sites, not options.has_told and options.step == 0)
-    return _only_costs(traced) if options.only_costs else traced
+    return traced
 
 
 def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> PlainRun | TracedRun:
@@ -127,9 +129,8 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
 def _record(
     watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
 ) -> TracedRun:
-    rng, number = (watch.model_start, torch.get_rng_state()), watch.options.num_particles
-    flags = flags_of(args, kwargs)
-    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, rng, flags)
+    number, flags = watch.options.num_particles, flags_of(args, kwargs)
+    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, flags)
 
 
 def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
@@ -272,6 +273,11 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         while isinstance(fn, MaskedDistribution):
             fn, law = fn.base_dist, None
         laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
+    traced_values, differentiable = list[Value](), None
+    if follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes):
+        for trace in (traced.guide_trace, traced.model_trace):
+            with_tensors(trace, lambda tensor: traced_values.append(tape.value_of(tensor)) or tensor)  # type: ignore[func-returns-value]
+        differentiable = tape.value_of(traced.run.differentiable)
     return Recorded(
         recording=Recording.of(tape, values),
         reads=traced.reads,
@@ -286,6 +292,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         subsamples=subsamples,
         parameters=parameters,
         num_of_guide=watch.num_of_guide,
+        traced=tuple(traced_values),
+        differentiable=differentiable,
     )
 
 
