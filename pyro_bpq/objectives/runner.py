@@ -122,8 +122,10 @@ class StepRunner(Runner):
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
-        plan = self._static_plan(traced)
-        return 0 if plan is None else num_rows_for(plan, traced, particles)
+        plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
+        if plan is None or recorded is None or any(map(recorded.draws, recorded.named)):
+            return 0
+        return num_rows_for(plan, traced, particles)
 
     def _static_plan(self, traced: TracedRun) -> Plan | None:
         """The last plan; ``None`` if values steer the program, or its runs are recorded at every step."""
@@ -191,6 +193,7 @@ class StepRunner(Runner):
         if particles.sums:
             found = Summing(self, program, particles, mode).observation()
             assert found.summed is not None
+            recordings.now.steps += mode.learning and found.runs[0].recorded is None
             self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -251,7 +254,7 @@ class StepRunner(Runner):
     ) -> tuple[list[Program], list[TracedRun]]:
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
-        programs, draws = programs_of(program, particles), Draws()
+        programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
         record = not mode.is_recorded and (recordings.wants(number) or (recordings.always and not is_ordered))
         try:
             runs = self._runs(programs, particles, mode, record)
@@ -268,7 +271,7 @@ class StepRunner(Runner):
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
         # With two particles leave-one-out has a plan too.
-        few, draws = replace(particles, number=min(particles.number, 2)), Draws()
+        few, draws = replace(particles, number=min(particles.number, 2)), Draws(self.recordings.call.modules)
         self.observe(program, few, replace(mode, learning=False, may_order=False))
         draws.again()
 
@@ -289,7 +292,7 @@ class StepRunner(Runner):
         last = self.plans.last if torch.is_grad_enabled() else None
         if last is None or not last.plan.led_back:
             return self._each(programs, particles, mode, track=record)
-        draws, plan = Draws(), last.plan
+        draws, plan = Draws(self.recordings.call.modules), last.plan
         try:
             runs = self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
         except BPQError:
@@ -331,7 +334,7 @@ class StepRunner(Runner):
         recordings = self.recordings
         key = recordings.call.modes, traced.key, 1
         if key not in recordings.now.recorded:
-            one, draws = Particles(nesting=particles.nesting - 1), Draws()
+            one, draws = Particles(nesting=particles.nesting - 1), Draws(recordings.call.modules)
             run = self.trace(program, one, 1, track=True, warns=False)
             draws.again()
             assert run.recorded is not None

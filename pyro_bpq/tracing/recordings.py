@@ -63,16 +63,17 @@ class Alike:
     Recorded again are their runs after 1, 2, 4, ... steps, and then every 64.
 
     Attributes:
-        particles: How their particles run; ``None`` before it is settled.
-        may_sum: Whether the loss may be summed over all values; ``unsummed`` how particles run where it is not.
+        particles: How their particles run, once that is settled, by what the user asks for.
+        may_sum: Whether the loss may be summed over all values; ``sums`` how they run, after ``drawn`` steps that draw.
         always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
     """
 
-    particles: Particles | None = None
+    particles: dict[Any, Particles] = field(default_factory=dict)
     may_sum: bool = True
-    unsummed: Particles | None = None
+    sums: Particles | None = None
+    drawn: int = 0
     always: str = ""
     steps: int = 0
     next: float = 0
