@@ -22,12 +22,12 @@ from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.plan.written import unread_options
-from pyro_bpq.reruns.further import further_particles
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
 from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
+from pyro_bpq.tracing.further import further_particles
 from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run

@@ -28,9 +28,9 @@ from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.further import further_particles, gradients_agree
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.tracing.further import further_particles, gradients_agree
 from pyro_bpq.tracing.graphs import merged_graph
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.recordings import Recordings
@@ -244,8 +244,8 @@ class StepRunner(Runner):
     def _settle(self, traced: TracedRun, particles: Particles) -> None:
         """When runs like this one are recorded again."""
         now, plan = self.recordings.now, self.plans.last
-        fresh = "further particles run as the first one has" if particles.is_hidden else ""
-        now.always = now.always or fresh or (plan.plan.needs_fresh if plan is not None else "")
+        fresh = "" if plan is None else plan.plan.needs_fresh
+        now.needs_fresh = "further particles are computed from it" if particles.is_hidden else fresh
         if all(record.score is None for record in traced.run.sites.values()):
             now.next = math.inf
 

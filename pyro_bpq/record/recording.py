@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ class Recording:
 
     nodes: tuple[Node, ...]
     masks: Sequence[int]
-    shapes: Sequence[object]
-    dtypes: Sequence[object]
+    shapes: Sequence[Any]
+    dtypes: Sequence[torch.dtype]
     leaves: Set[Value]
     tensors: dict[Value, Tensor]
     opaque: Mapping[Value, str]

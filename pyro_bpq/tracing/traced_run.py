@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,22 +12,17 @@ from typing import Any
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero, scale_and_mask
-from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.record.laws import mapped
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
-
-# What of a site's message another run has anew.
-_PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:
@@ -184,17 +179,6 @@ def record_run(
         of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
         flags=flags,
     )
-
-
-def with_tensors(trace: Trace, change: Callable[[Tensor], Tensor]) -> Trace:
-    """A trace of other tensors, which are asked for in a fixed order."""
-    copied = Trace()
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample":
-            copied.nodes[name] = {**site, **{part: mapped(site[part], change) for part in _PARTS if part in site}}
-        elif site["type"] == "param":
-            copied.nodes[name] = site
-    return copied
 
 
 def _no_counterpart(name: str, known: list[str]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
@@ -27,7 +26,7 @@ from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
-from pyro_bpq.record.tape import Tape, Value
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import (
     base_distribution,
     batch_of,
@@ -36,6 +35,7 @@ from pyro_bpq.rollout.features import (
     independent_components,
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
+from pyro_bpq.tracing.further import parts_of
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.traced_run import (
@@ -46,7 +46,6 @@ from pyro_bpq.tracing.traced_run import (
     plain_run,
     record_run,
     total,
-    with_tensors,
 )
 from pyro_bpq.tracing.watch import (
     PARTICLES,
@@ -273,11 +272,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         while isinstance(fn, MaskedDistribution):
             fn, law = fn.base_dist, None
         laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
-    traced_values, differentiable = list[Value](), None
-    if follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes):
-        for trace in (traced.guide_trace, traced.model_trace):
-            with_tensors(trace, lambda tensor: traced_values.append(tape.value_of(tensor)) or tensor)  # type: ignore[func-returns-value]
-        differentiable = tape.value_of(traced.run.differentiable)
+    # From such runs those of further particles are computed.
+    is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
         recording=Recording.of(tape, values),
         reads=traced.reads,
@@ -292,8 +288,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         subsamples=subsamples,
         parameters=parameters,
         num_of_guide=watch.num_of_guide,
-        traced=tuple(traced_values),
-        differentiable=differentiable,
+        traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_one else (),
+        differentiable=tape.value_of(traced.run.differentiable) if is_one else None,
     )
 
 

@@ -6,28 +6,33 @@ The first particle is the user's own run. What the others draw and cost are rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.laws import mapped
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.tracing.traced_run import TracedRun, record_run, with_tensors
+from pyro_bpq.tracing.traced_run import TracedRun, record_run
 from pyro_bpq.tracing.watch import samples
 
+# What of a site's message is computed anew.
+_PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")
 
-def further_particles(recorded: Recorded, first: TracedRun, call: Call, number: int) -> list[TracedRun]:
+
+def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, number: int) -> list[TracedRun]:
     """Runs of further particles, which differ from the first one in what they draw.
 
     Raises:
         Uncut: If something cannot be computed again.
         NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
     """
-    if first.untraced or not recorded.traced:
+    if recorded is None or first.untraced or not recorded.traced:
         raise Uncut("a value that no operator has made")
     values = {name: record.value for name, record in first.run.sites.items()}
     bound = recorded.bound(values, first.subsamples, call, {})
@@ -43,10 +48,29 @@ def _particle(first: TracedRun, names: Iterator[Any], rows: Any, i: int) -> Trac
         name = next(names)
         return rows[name][i] if name in rows else tensor
 
-    guide, model = (with_tensors(trace, own) for trace in (first.guide_trace, first.model_trace))
+    guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
     number = next(iter(first.infos.values())).num_particles
     again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
     return replace(again, elimination=first.elimination)
+
+
+def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:
+    """The tensors of traces in a fixed order."""
+    found: list[Tensor] = []
+    for trace in (guide_trace, model_trace):
+        _changed(trace, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
+    copied: Any = Trace()
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample":
+            new = {part: mapped(site[part], change) for part in _PARTS if part in site}
+            copied.nodes[name] = {**site, **new}
+        elif site["type"] == "param":
+            copied.nodes[name] = site
+    return copied
 
 
 def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
