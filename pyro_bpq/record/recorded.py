@@ -260,8 +260,9 @@ class Recorded:
             return {name: bound.weighted(name, value) for name, value in found}
 
     def draws(self, cost: str) -> bool:
-        """Whether random numbers are drawn where it is computed again."""
-        return self.recording.cut([self.named[cost]], sees_all=True).draws
+        """Whether it reads random numbers besides the values of sites."""
+        function = self.recording.cut([self.named[cost]], sees_all=True)
+        return function.draws or not self.recording.noise.isdisjoint(function.given)
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.

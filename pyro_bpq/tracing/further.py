@@ -32,7 +32,7 @@ def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, n
         Uncut: If something cannot be computed again.
         NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
     """
-    if recorded is None or not recorded.traced:
+    if recorded is None or first.untraced or not recorded.traced:
         raise Uncut("a value that no operator has made")
     values = {name: record.value for name, record in first.run.sites.items()}
     bound = recorded.bound(values, first.subsamples, call, {})
@@ -50,7 +50,7 @@ def _particle(first: TracedRun, names: Iterator[Any], rows: Any, i: int) -> Trac
 
     guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
     number = next(iter(first.infos.values())).num_particles
-    again = record_run(model, guide, samples(guide), number, first.subsamples, first.rng, first.flags)
+    again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
     return replace(again, elimination=first.elimination)
 
 
