@@ -165,10 +165,10 @@ class Recorded:
         mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
         return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
 
-    def law(self, child: str) -> str:
-        """Name of the log-probability of the value of a site; that of its cost where this is the same."""
-        own = cost_of_guide(child)
-        return own if self.costs.get(own) == self.laws[child] else f"law({child})"
+    @staticmethod
+    def law(child: str) -> str:
+        """Name of the log-probability of the value of a site, neither scaled nor masked."""
+        return f"law({child})"
 
     @cached_property
     def named(self) -> dict[str, Value]:
