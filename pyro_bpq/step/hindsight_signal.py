@@ -2,7 +2,6 @@ r"""What other values of sites change while all other sites, their children too,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
+from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.graph.scg import cost_of_model
@@ -53,7 +52,7 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     if is_drawn:
         inexact = _with_own(signals, c, inexact, log_q.detach(), value, sign)
     changes = Changes(*map(torch.stack, zip(*inexact, strict=True)))
-    plan: HeldPlan | None = None if found is None else signals.rerun.held_plan()
+    plan: HeldPlan | None = signals.rerun.held_plan()
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
@@ -78,7 +77,7 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
     plan: HeldPlan | None = signals.rerun.held_plan()
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
-        return drawn, None, None, {}
+        return drawn, None, {}, {}
     number, particle, group = signals.rollout.num_particles, None, None
     groups, generator = 1 + max(plan.group_of.values()), signals.rerun.generator
     if plan.all_drawn:
@@ -100,17 +99,7 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
             drawn[c] = index, share
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
     found = signals.rerun.at_other_values(by_site, signals.rollout, particle, group)
-    if found is None and plan.asked:
-        names = ", ".join(repr(name) for name in plan.sites if name in plan.asked)
-        warnings.warn(
-            f"Sites {names}: guide and model do not run at other values of them, so "
-            "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
-            BPQWarning,
-            stacklevel=2,
-        )
-    predicted = {}
-    if drawn and found is not None:
-        predicted = signals.rerun.predicted(signals.rollout, generator)
+    predicted = signals.rerun.predicted(signals.rollout, generator) if drawn else {}
     return drawn, particle, found, predicted
 
 
@@ -156,7 +145,7 @@ def _row(
     """Changes of one site, and the true changes of drawn components."""
     has_bits = log_q.dim() == value.dim()
     at = drawn if drawn is None or has_bits else drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])
-    if found is None or name not in found:
+    if name not in found:
         # No changes are known. With all weight on the drawn value the estimator is the plain score function.
         kept, none = torch.full_like(log_q, -torch.inf), torch.zeros_like(log_q)
         plain = Changes(kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)
