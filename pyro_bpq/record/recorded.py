@@ -168,7 +168,7 @@ class Recorded:
         return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
 
     def is_noisy(self, cost: str, site: str) -> bool:
-        """Whether a cost reads random numbers that are drawn from the value of a site, and has others at other values."""
+        """Whether a cost reads random numbers that are drawn from the value of a site: others at other values."""
         if not self._has_noise:
             return False
         moved = {self.drawn[site].value}
