@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class StoredRollout:
     # For each run, detached values of sites and indices of subsampled plates, by name
     values: tuple[Mapping[str, Tensor], ...]
     programs: tuple[Any, ...]  # Model, guide, arguments and keyword arguments of each run, by reference
-    particles: Particles = Particles()  # How the particles of the step ran
+    particles: Particles = field(default_factory=Particles)  # How the particles of the step ran
     # Whether sampled values may steer the program; the sites after a redrawn site may then change
     is_steered: bool = False
     # For each run, the return values of the cost functions, by name of the statement

@@ -2,6 +2,7 @@ r"""Whether Python reads the same numbers in another call, without running its p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ def check_of(recorded: Recorded) -> Check | None:
         return None
     place = {value: i for i, value in recorded.reached.items()}
     others = [value for value in function.given if value not in place]
-    size = sum(torch.Size(recording.shapes[value]).numel() for value in wanted)  # type: ignore[arg-type]
+    size = sum(math.prod(recording.shapes[value]) for value in wanted)
     if function.draws or function.writes or size > _MOST or not recording.lasts(others):
         return None
     sized = frozenset(

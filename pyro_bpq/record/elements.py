@@ -325,7 +325,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift clone": _pointwise,
         "lift_fresh": _pointwise,
         "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
-        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj view_as_real": _pointwise,
+        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj": _pointwise,
         "_sample_dirichlet _dirichlet_grad multinomial": lambda read, *args, **_: _last(1, read, *args),
         "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
         "var_mean std_mean median nanmedian aminmax": _sum,
@@ -336,6 +336,8 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
         "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
         "dist": _sum_all,
+        "view_as_real": lambda read, tensor: read(tensor)[..., None],
+        "view_as_complex": lambda read, tensor: over(read(tensor), -1, False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
         "masked_scatter": lambda read, target, mask, source: combined(
             read(target), read(mask), over(read(source), None, False)

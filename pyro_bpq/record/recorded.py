@@ -3,6 +3,7 @@ r"""A recorded run of guide and model: its costs as functions of the values of i
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -210,7 +211,7 @@ class Recorded:
         """Number of elements of a cost, or of what it is summed from."""
         known = self.scored.get(cost)
         values = [self.named[cost], *(() if known is None else (known.elements,))]
-        return max(torch.Size(self.recording.shapes[value]).numel() for value in values)  # type: ignore[arg-type]
+        return max(math.prod(self.recording.shapes[value]) for value in values)
 
     def work_at(self, costs: Iterable[str], sites: Iterable[str]) -> Work:
         """The cost of a row of :meth:`at_rows`."""
@@ -259,8 +260,9 @@ class Recorded:
             return {name: bound.weighted(name, value) for name, value in found}
 
     def draws(self, cost: str) -> bool:
-        """Whether random numbers are drawn where it is computed again."""
-        return self.recording.cut([self.named[cost]], sees_all=True).draws
+        """Whether it reads random numbers besides the values of sites."""
+        function = self.recording.cut([self.named[cost]], sees_all=True)
+        return function.draws or not self.recording.noise.isdisjoint(function.given)
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.
@@ -282,7 +284,7 @@ class Recorded:
     def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
         names, sites, number = tuple(costs), tuple(moved), len(next(iter(moved.values())))
-        size = sum(torch.Size(self.recording.shapes[self.named[c]]).numel() for c in names)  # type: ignore[arg-type]
+        size = sum(math.prod(self.recording.shapes[self.named[c]]) for c in names)
         rows = max(1, min(number, MOST_ELEMENTS // max(size, 1)))
         parts = []
         for start in range(0, number, rows):
@@ -338,11 +340,11 @@ class Recorded:
             found = function(*(tensors[value] for value in given), *constants)
         shapes = [self.recording.shapes[self.named[name]] for name in costs]
         pairs = zip(found, shapes, strict=True)
-        return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]  # type: ignore[arg-type]
+        return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
 
     def _flat(
         self, costs: tuple[str, ...], sites: tuple[str, ...], tensors: Mapping[Value, Tensor]
-    ) -> tuple[Function, tuple[Value, ...], list[Tensor]]:
+    ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
         """The function of all rows, the values that it takes, and constants."""
         moved = {self.drawn[name].value for name in sites}
         function = self.recording.cut([self.named[name] for name in costs], moved)

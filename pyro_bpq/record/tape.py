@@ -252,7 +252,7 @@ class Tape(TorchDispatchMode):
                 self.deferred |= self.mask_of(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
-            self._mask, self._after, targets = 0, (), ()
+            self._mask, self._after, targets = 0, (), list[Tensor]()
             taken = self.taken(args)
             named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
             call = func, taken, named, self._mask, self._after
