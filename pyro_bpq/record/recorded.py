@@ -401,11 +401,18 @@ def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value]]:
-    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into."""
+def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:
+    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into.
+
+    Also the tensors of parameters that the run has made.
+    """
     values = {id(tensor): value for value, tensor in tape.inputs.items() if value not in tape.before}
-    stored = pyro.get_param_store().named_parameters()
+    stored = dict(pyro.get_param_store().named_parameters())
+    met = {*map(id, tape.inputs.values())}
+    new = {name: own for name, own in stored.items() if id(own) not in met and tape.knows(own)}
+    made = {name: tape.value_of(own) for name, own in new.items() if not tape.mask_of(own)}
     return (
         {i: values[id(tensor)] for i, tensor in enumerate(call.tensors) if id(tensor) in values},
-        {name: values[id(tensor)] for name, tensor in stored if id(tensor) in values},
+        {name: values[id(own)] for name, own in stored.items() if id(own) in values} | made,
+        {value: new[name] for name, value in made.items()},
     )
