@@ -358,7 +358,8 @@ class Recorded:
             if all(dim is None for dim in dims):
                 return function, given, constants
             asked = [tensors[value] for value in given]
-            run = torch.func.vmap(_called(function), dims, randomness="different")
+            # With noise of its own the row of the sample would differ from the others in more than its value.
+            run = torch.func.vmap(_called(function), dims, randomness="same")
             try:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
@@ -376,10 +377,11 @@ class _InRows:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
         number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
-        found = [
-            self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True)))
-            for i in range(number)
-        ]
+        found = []
+        for i in range(number):
+            with _drawing(self.function):  # the same noise in each row
+                own = (row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))
+                found.append(self.function(*own))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
