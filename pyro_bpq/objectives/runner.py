@@ -210,7 +210,6 @@ class StepRunner(Runner):
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             sites = frozenset().union(*(traced.escaped_sites for traced in runs))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        facts = self.facts(runs, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and planner.orders:
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
@@ -225,7 +224,7 @@ class StepRunner(Runner):
                     traced=tuple(runs[i] for i in ids),
                     programs=tuple(programs[i] for i in ids),
                     graph=graphs[ids[0]],
-                    facts=facts,
+                    facts=self.facts([runs[i] for i in ids], is_dynamic, particles, mode),
                     plate_ndim=ndim,
                 ).staged(program)
                 for ids in members
@@ -244,8 +243,7 @@ class StepRunner(Runner):
     def _settle(self, traced: TracedRun, particles: Particles) -> None:
         """When runs like this one are recorded again."""
         now, plan = self.recordings.now, self.plans.last
-        fresh = "" if plan is None else plan.plan.needs_fresh
-        now.needs_fresh = "further particles are computed from it" if particles.is_hidden else fresh
+        now.needs_fresh = "" if plan is None else plan.plan.needs_fresh
         if all(record.score is None for record in traced.run.sites.values()):
             now.next = math.inf
 

@@ -5,10 +5,12 @@ The plan says which sites take other values, and which of their costs are known 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
@@ -71,13 +73,11 @@ class HeldPlan:
     Args:
         flips: Which rows flip which sites.
         sites: The sites that are flipped. A site whose children have unknown laws is not among them.
-        asked: Those of them for which the user has chosen the estimator.
         groups: The model's costs that slopes predict.
     """
 
     flips: FlipPlan
     sites: Mapping[str, HeldSite]
-    asked: frozenset[str] = frozenset()
     groups: tuple[SlopedCosts, ...] = ()
 
     @cached_property
@@ -132,10 +132,20 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     if structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
         return None
     sites: dict[str, HeldSite] = {}
+    unknown = []
     for name, estimator in estimators.items():
         if isinstance(estimator, Hindsight) and traced.infos[name].components is not None:
             if all(_has_law(structure, name, child, estimators[child]) for child in graph.children(name)):
                 sites[name] = _site(structure, name, estimator)
+            elif is_chosen or not traced.options[name].leaves_estimator:
+                unknown.append(repr(name))
+    if unknown:
+        warnings.warn(
+            f"Sites {', '.join(unknown)}: the law of a site that reads them is not known at other values of them, so "
+            "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
+            BPQWarning,
+            stacklevel=2,
+        )
     if not sites:
         return None
     if any(site.is_drawn for site in sites.values()):
@@ -148,8 +158,7 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     # What the probabilities of the children's values read, as bits.
     children = {name: graph.bits_of(site.children) for name, site in sites.items()}
     laws = {name: own | union(graph.parent_bits, own) for name, own in children.items()}
-    asked = frozenset(name for name in sites if is_chosen or not traced.options[name].leaves_estimator)
-    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked, _groups(graph, sites))
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, _groups(graph, sites))
 
 
 def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[SlopedCosts, ...]:
@@ -212,9 +221,12 @@ def _is_known(structure: Structure, name: str, cost: str) -> bool:
 
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
     """Whether the probability of a child's value is known at other values of a site."""
-    record = structure.traced.run.sites[child]
+    record, recorded = structure.traced.run.sites[child], structure.facts.recorded
     is_unknown = child in structure.traced.untraced or estimator.attaches or carried(record.value)
-    if is_unknown or _is_masked_within(record.fn):
+    if is_unknown or _is_masked_within(record.fn) or recorded is None:
+        return False
+    law = recorded.law(child)
+    if not recorded.can_compute(law) or recorded.is_noisy(law, name):
         return False
     return _keeps_rows(structure, name, structure.graph.node(child).plates)
 

@@ -31,7 +31,7 @@ class Recording:
         shapes: The shape of each value.
         dtypes: Its type.
         leaves: Values that no operator has made: inputs, values of sites, noise.
-        tensors: Their tensors in the run, until :meth:`release` forgets those that another run has anew.
+        tensors: Their tensors in the run.
         opaque: Values that cannot be made again, and why.
         guards: What Python read where no source reaches.
         bits: The bit of each source, by name.

@@ -167,7 +167,7 @@ class Reruns:
     @property
     def runs_apart(self) -> bool:
         """Whether one particle of several can be evaluated at other values."""
-        return self.values.alone is not None
+        return not self.values.nesting or self.values.alone is not None
 
     def at_other_values(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None

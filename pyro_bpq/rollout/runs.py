@@ -60,12 +60,13 @@ class Run:
 
     def with_leaves(self, leaves: Mapping[str, Tensor]) -> Run:
         """Returns the run with autograd leaves of its costs; the values themselves carry no gradients."""
-        found = {
-            name: replace(self.sites[name], value=self.sites[name].value.detach(), leaf=leaf)
-            for name, leaf in leaves.items()
-            if name in self.sites
-        }
-        return replace(self, sites={**self.sites, **found}) if found else self
+        sites = dict(self.sites)
+        for name in leaves.keys() & sites.keys():
+            value = sites[name].value
+            sites[name] = replace(
+                sites[name], value=value.detach() if value.requires_grad else value, leaf=leaves[name]
+            )
+        return replace(self, sites=sites)
 
     def leaves(self) -> list[Tensor]:
         """The autograd leaves among the values."""

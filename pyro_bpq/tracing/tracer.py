@@ -182,7 +182,11 @@ def importance_traces(
         guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
         for trace in (guide_trace, model_trace) if model is not None else ():
             for name in trace.nodes.keys() & watch.leaves.keys():
-                trace.nodes[name]["value"] = trace.nodes[name]["value"].detach()  # type: ignore[union-attr]
+                site: Any = trace.nodes[name]
+                plain = site["value"].detach()
+                if watch.tape is not None:
+                    watch.tape.rename(plain, site["value"])
+                site["value"] = plain
         heard = {
             **_score(model_trace, Trace.compute_log_prob, False, watch),
             **_score(guide_trace, Trace.compute_score_parts, True, watch),
@@ -265,7 +269,6 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
     reached, stored, made = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
-    assert isinstance(traced.reads, Reads)
     laws = {}
     for name in drawn:
         site = guide_sites[name]
@@ -277,7 +280,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
         recording=Recording.of(tape, values | made),
-        reads=traced.reads,
+        reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,
         scored=scored,

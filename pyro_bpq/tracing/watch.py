@@ -25,7 +25,7 @@ from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw, tensors_of
-from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.rollout.features import base_distribution, finite_components
 from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
 from pyro_bpq.tracing.cost_statement import Given, check_particles
@@ -196,7 +196,9 @@ class Watch(Messenger):
     def _enumerate(self, msg: Any) -> None:
         """Makes the values of an enumerated site a source, to detect if they leave torch."""
         if self.tape is not None and msg["name"] not in self.enumerated:
+            support = self.tape.value_of(msg["value"])
             msg["value"] = self.tape.source(msg["name"], msg["value"])
+            self.tape.drawn(msg["value"], same, (support,))
         self.enumerated.add(msg["name"])
 
     def _attach(self, msg: Any) -> None:
