@@ -27,6 +27,7 @@ ORDER = (
     "critics",
     "estimators",
     "batching",
+    "record",
     "tracing",
     "plan",
     "step",
@@ -39,7 +40,9 @@ ORDER = (
     "__init__",
 )
 TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
-MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "compiled", "objectives", "svi", "testing", "diagnostics"))
+MAY_IMPORT_PYRO = frozenset(
+    ("record", "tracing", "plan", "reruns", "compiled", "objectives", "svi", "testing", "diagnostics")
+)
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.
 CONSTANT_MAKERS = frozenset(

@@ -346,11 +346,11 @@ def test_largest_error_sees_a_planted_bias(options: dict[str, Any]) -> None:
 def test_largest_error_sees_a_missing_dependency() -> None:
     # A graph that lost an edge: the cost downstream of the last site is not counted.
     case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO(1)
-    train(elbo, case, 10)
+    train(elbo, case, 12)
     lost = {"-log p(x)": frozenset({"b"})}
-    for key, (reads, agreements) in list(elbo.runner.structure.reads.items()):
-        elbo.runner.structure.reads[key] = (Reads.over(reads.sites, {**reads, **lost}), agreements)
-        elbo.runner.structure.graphs[key] = _without(elbo.runner.structure.graphs[key], "-log p(x)", "c")
+    for key, known in elbo.runner.recordings.known.items():
+        graph, reads = _without(known.graph, "-log p(x)", "c"), Reads.over(known.reads.sites, {**known.reads, **lost})
+        elbo.runner.recordings.known[key] = replace(known, graph=graph, reads=reads)
     elbo.runner.plans.forget()
     assert error(elbo, case) > 1e-3
 

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.catching import catcher
-from pyro_bpq.record.tape import memory_of
+from pyro_bpq.record.frames import catcher
+from pyro_bpq.record.values import memory_of
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(

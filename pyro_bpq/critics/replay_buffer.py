@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, check_option, check_whole
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan
+from pyro_bpq.rollout.runs import Particles
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class StoredRollout:
     # For each run, detached values of sites and indices of subsampled plates, by name
     values: tuple[Mapping[str, Tensor], ...]
     programs: tuple[Any, ...]  # Model, guide, arguments and keyword arguments of each run, by reference
+    particles: Particles = field(default_factory=Particles)  # How the particles of the step ran
     # Whether sampled values may steer the program; the sites after a redrawn site may then change
     is_steered: bool = False
     # For each run, the return values of the cost functions, by name of the statement
@@ -128,9 +130,8 @@ class ReplayBuffer:
     def drop(self, rollout: StoredRollout) -> None:
         """Removes a rollout that can no longer be replayed, and counts it in ``num_dropped``."""
         kept = [other for other in self._rollouts if other is not rollout]
-        if len(kept) < len(self._rollouts):
-            self.num_dropped += 1
-            self._rollouts = deque(kept, maxlen=self.capacity)
+        self.num_dropped += len(self._rollouts) - len(kept)
+        self._rollouts = deque(kept, maxlen=self.capacity)
 
     def snapshot(self) -> tuple[Any, ...]:
         """A mark of the present state; :meth:`restore` takes the buffer back to it."""

@@ -201,6 +201,8 @@ class Estimator:
         corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
         replaces_costs: Whether Q-functions replace costs in it. They are then discounted as targets are.
         takes_discount: Whether it serves with a discount below 1.
+        takes_outdated: Whether costs at other values that are outdated add variance and no bias. Else, if it needs
+            ``"program"``, every run is recorded.
     """
 
     is_unbiased: ClassVar[bool] = False
@@ -210,6 +212,7 @@ class Estimator:
     corrects: ClassVar[bool] = False
     replaces_costs: ClassVar[bool] = False
     takes_discount: ClassVar[bool] = True
+    takes_outdated: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

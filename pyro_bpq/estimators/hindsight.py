@@ -54,6 +54,8 @@ class HeldCosts(NamedTuple):
             are.
         share: For each of them the inverse of the number of times that it is drawn on average.
         exact: True changes ``(G, M or 1, plates, n, K)`` of the drawn components.
+        excess: Of later and of immediate costs, how much more they were in the run than where ``exact`` comes from,
+            ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.
     """
 
     names: tuple[str, ...]
@@ -67,6 +69,7 @@ class HeldCosts(NamedTuple):
     drawn: Tensor | None = None
     share: Tensor | None = None
     exact: Changes | None = None
+    excess: tuple[Tensor, Tensor] | None = None
 
     @property
     def has_bits(self) -> bool:
@@ -126,6 +129,7 @@ class Hindsight(Estimator):
     crossed: bool = False
 
     is_unbiased: ClassVar[bool] = True
+    takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
 
     def __post_init__(self) -> None:
@@ -156,8 +160,8 @@ class Hindsight(Estimator):
             table = _coefficients(means, level, kept, held.has_bits)
             if held.drawn is not None:
                 table = _corrected(table, log_q, level, kept, held)
-            if held.rest is not None:
-                rest, own = _centred(held.rest, context, "rest")
+            if (uncut := _uncut(held, later)) is not None:
+                rest, own = _centred(uncut, context, "rest")
                 table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
             table = table if held.sign is None else table.mul_(held.sign)
         return SiteTerm(table * held.log_q, statistics)
@@ -233,6 +237,16 @@ def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:
     return rest[..., None, None] * torch.zeros_like(log_q).scatter_(-1, held.value.unsqueeze(-1), 1.0)
 
 
+def _uncut(held: HeldCosts, like: Tensor) -> Tensor | None:
+    """What is not known at other values, in expectation over the particle that is drawn."""
+    if held.excess is None:
+        return held.rest
+    excess = sum(held.excess)
+    if held.particle is not None:
+        excess = torch.zeros_like(like).index_copy_(1, held.particle, (like.shape[1] * excess).to(like))
+    return excess if held.rest is None else held.rest + excess
+
+
 def _moments(centred: Tensor, immediate: Tensor, crossed: Tensor | None, context: SiteContext) -> Tensor:
     """Running mean of crossed costs ``c``, and of ``A²``, ``A c``, ``c²``, ``T A``, ``T c`` for centred costs."""
     other = torch.zeros_like(centred) if crossed is None else crossed
@@ -263,7 +277,11 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: 
     if not held.has_bits:
         dim, at, share = -2, drawn.unsqueeze(-1).expand(*drawn.shape, table.shape[-1]), share.unsqueeze(-1)
     own, values = pick(table), pick(log_q).gather(dim, at)
-    exact = _coefficients(_means(values, held.exact, held.has_bits), pick(level), kept, held.has_bits)
+    level = pick(level)
+    if held.excess is not None:
+        later, immediate = (part.unsqueeze(-1) for part in held.excess)
+        level = level - later - kept * immediate
+    exact = _coefficients(_means(values, held.exact, held.has_bits), level, kept, held.has_bits)
     own = own.scatter_add(dim, at, ((exact - own.gather(dim, at)) * share).to(own))
     return own if held.particle is None else table.index_copy_(1, held.particle, own)
 

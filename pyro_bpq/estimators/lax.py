@@ -41,6 +41,7 @@ class LAX(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")

@@ -78,6 +78,7 @@ class QControlVariate(Scaled):
 
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,6 +193,7 @@ class QRelaxation(Tempered, _LocalCost):
     temperature: Temperature = 0.5
 
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
 
     def __call__(self, context: SiteContext) -> SiteTerm:

@@ -21,6 +21,7 @@ class Relaxed(Tempered, Scaled):
     """Base of the estimators whose control variate is a function ``c`` of a relaxed value. Unbiased."""
 
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
 
     def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
         """``c(z̃)``, and the derivative of ``c(z) - c(z̃)`` with respect to the parameters, detached."""
@@ -114,6 +115,7 @@ class RELAX(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
 
     def __post_init__(self) -> None:

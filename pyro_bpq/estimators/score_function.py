@@ -236,6 +236,7 @@ class SecondRun(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program"})
+    takes_outdated: ClassVar[bool] = True
     by_component = True
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class MuProp(WithBaseline):
     mean_field: bool = False
 
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be set to their mean, and the requirements of the baseline."""

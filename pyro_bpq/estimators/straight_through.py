@@ -134,6 +134,7 @@ class Concrete(Tempered):
     temperature: Temperature = 0.5
 
     needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
     unsupported = needs_float_value
 
     def __call__(self, context: SiteContext) -> SiteTerm:

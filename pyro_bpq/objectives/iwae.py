@@ -22,13 +22,13 @@ from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.plan.written import unread_options
-from pyro_bpq.record.recordings import Recordings
-from pyro_bpq.reruns.further import further_particles
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
 from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
+from pyro_bpq.tracing.further import further_particles
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -169,13 +169,6 @@ class TraceBackpropQ_IWAE(Objective):
 class BoundRunner(Runner):
     """Runs the programs of a bound, whose rows are those of a plate if it has a name.
 
-    MEANS = ("geometric", "arithmetic", None)
-    _NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."
-
-    def trace(
-        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
-    ) -> TracedRun:
-
     Attributes:
         estimators: The estimators of the sites that were met last; empty before the first step.
     """
@@ -183,6 +176,7 @@ class BoundRunner(Runner):
     def __init__(self, plate: str | None) -> None:
         self.plate, self.noise = plate, NoiseSource(0)
         self.recordings = Recordings("auto")
+        self.recordings.crosses = True  # rows that meet are told of in words of its own
         self.estimators: dict[str, Estimator] = {}
         # The plate of the rows by structure.
         self._rows: dict[Any, Plate | None] = {}

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.key import Call, reach
-from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import ExactSum
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 
 
@@ -50,6 +50,7 @@ class Staged:
 
     traced: tuple[TracedRun, ...]  # the runs
     programs: tuple[Any, ...]  # model, guide, arguments and keyword arguments of each run
+    particles: Particles  # how the particles of the step ran
     signals: Signals  # their tensors
     result: Step | None = None  # what the step yielded, with all its particles; ``None`` before
 

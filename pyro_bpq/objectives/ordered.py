@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.plan.rules import plain_score
-from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.tracer import run_in_order

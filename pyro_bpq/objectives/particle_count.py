@@ -76,6 +76,15 @@ class ParticleCount:
         self.is_open = self.is_open and "number" not in changes
         self.now = self.written
 
+    @contextlib.contextmanager
+    def running(self, way: Particles) -> Iterator[None]:
+        """Particles run in a given way within."""
+        now, self.now = self.now, way
+        try:
+            yield
+        finally:
+            self.now = now
+
     def leave_open(self) -> None:
         """Leaves the number open."""
         self.is_open = True
@@ -89,32 +98,36 @@ class ParticleCount:
     def is_settled(self, runner: Runner) -> bool:
         """Whether number and way are settled for the call that was looked at last."""
         now = runner.recordings.now
-        return not self.is_open or (now.particles is not None and (now.particles.sums or not now.may_sum))
+        is_drawn = self._way(runner) is not None and not now.may_sum
+        return not self.is_open or is_drawn or (now.sums is not None and self.now is now.sums)
+
+    def _way(self, runner: Runner) -> Particles | None:
+        """How the particles of such calls run, if that is settled."""
+        return runner.recordings.now.particles.get((self.written, self.is_open))
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The runs of a step, and the signals of their sites."""
         runner.meet(program, mode)
-        way = runner.recordings.now.particles
+        way = self._way(runner)
         if not self.is_open:
             self.now = way or self.written
             return runner.observe(program, self.now, mode) if way else self._given(runner, program, mode)
         if way is None and not mode.settles:
             self.now = self.one
             return runner.observe(program, self.now, mode)
-        if way is not None and way.sums:
-            return self._summed(runner, program, way, mode)
+        if self._sums(runner, mode):
+            return self._summed(runner, program, mode)
         found = None if way is not None else self._like_before(runner, program, mode)
         if way is not None:
             self.now = way
             found = runner.observe(program, way, mode)
         found = found or self._first(runner, program, mode)
-        if mode.learning and not (mode.is_recorded or found.ordered):
-            self._turn_to_sums(runner, found.runs[0], mode)
+        self._plan_sums(runner, found, mode)
         return found
 
     def _use(self, runner: Runner, way: Particles) -> None:
         """Settles how the particles of such calls run."""
-        self.now = runner.recordings.now.particles = way
+        self.now = runner.recordings.now.particles[self.written, self.is_open] = way
 
     def _say(self, *texts: str) -> None:
         self.said = " ".join(texts)
@@ -124,7 +137,7 @@ class ParticleCount:
 
     def _given(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """Particles as the user has written; those that do not keep apart in a plate run in another way."""
-        draws, self.now = Draws(), self.written
+        draws, self.now = Draws(runner.recordings.call.modules), self.written
         if self.now.has_plate and isinstance(poutine.unwrap(program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
             make_parameters(runner, program, self.one, mode.num_steps)
@@ -163,8 +176,13 @@ class ParticleCount:
 
     def _first(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The step of a call that looks new: one particle shows what number the program is good for."""
-        start, call, self.now = torch.get_rng_state(), runner.recordings.call, self.one
+        draws, call, self.now = Draws(runner.recordings.call.modules), runner.recordings.call, self.one
         found = runner.observe(program, self.one, mode)
+        self._plan_sums(runner, found, mode)
+        if self._sums(runner, mode):
+            _undo(found.runs[0])
+            draws.again()
+            return self._summed(runner, program, mode)
         number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
         if number == 1:
             why = "sampled values steer the program" if found.ordered else runner.why_one(found.runs[0])
@@ -172,27 +190,26 @@ class ParticleCount:
             self._say(f"One particle runs, because {'several processes learn' if mode.has_ranks else why}.")
             return found
         one = found.runs[0]
-        end, refused = torch.get_rng_state(), list[str]()
+        refused = list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
-        if one.recorded is not None:
-            one.recorded.recording.undo()
+        _undo(one)
         for way in (plate, Particles(number, False, True, self.nesting)):
-            torch.set_rng_state(start)
+            draws.again()
             many = self._tried(runner, program, way, mode, (one, call), refused)
             if many is not None:
                 self._say(f"{number} particles run {way.way}.", *refused)
                 return many
-        torch.set_rng_state(end)
+        draws.again()
         self._say("One particle runs.", *refused)
         runner.meet(program, mode)
         self._use(runner, self.one)
-        return found
+        return runner.observe(program, self.one, mode)
 
     def _like_before(self, runner: Runner, program: Program, mode: Mode) -> Observation | None:
         """The step of a call that looks new, with the particles of the last one, if its structure is no news."""
         if not self.now.has_plate or self.now.sums or mode.is_recorded:
             return None
-        draws, way = Draws(), self.now
+        draws, way = Draws(runner.recordings.call.modules), self.now
         found = self._tried(runner, program, way, mode, is_known=True)
         if found is None:
             draws.again()
@@ -211,7 +228,7 @@ class ParticleCount:
     ) -> Observation | None:
         """The step of many particles in some way; ``None``, and why, where they do not run so.
 
-        ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be that of an earlier call.
+        ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be known.
         """
         created, reason = set(pyro.get_param_store().keys()), ""
         known = {*runner.recordings.known}
@@ -221,8 +238,11 @@ class ParticleCount:
                 found = runner.observe(program, way, mode)
             run = found.runs[0] if found.runs else None
             if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):
-                return None
-            reason = self._difference(runner, program, run, way, one) if way.has_plate else ""
+                reason = "it is another program"
+            else:
+                reason = self._difference(runner, program, run, way, one)
+            if reason and run is not None:
+                _undo(run)
         except (StructureChangedError, TooManyOutcomesError):
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
@@ -249,6 +269,8 @@ class ParticleCount:
             return f"{cost} reads them by {why!r}" if why else f"{cost} of a particle reads values of others"
         if one is None or runner.is_alike(run, one[0], way, one[1]):
             return ""
+        if way.is_hidden:
+            return "its gradient is not that of its operators, as with hooks or torch.no_grad()"
         return "the costs of a particle depend on the particles that it runs with"
 
     def _nesting(self, one: TracedRun) -> float:
@@ -257,47 +279,66 @@ class ParticleCount:
 
     # Sums over all values.
 
-    def _turn_to_sums(self, runner: Runner, traced: TracedRun, mode: Mode) -> None:
+    def _plan_sums(self, runner: Runner, found: Observation, mode: Mode) -> None:
         """Sums from a step on that is fixed beforehand, where the loss can be summed over all values."""
         now, way = runner.recordings.now, self.now
-        if not now.may_sum or way.is_hidden or mode.asks_for_more:
+        is_asked = mode.learning and not (mode.is_recorded or mode.asks_for_more or found.ordered or way.is_hidden)
+        if not (is_asked and now.may_sum) or now.sums is not None:
             return
-        rows = runner.rows_for(traced, way.number)
+        run = found.runs[0]
+        rows = runner.rows_for(run, way.number)
         now.may_sum = rows > 0
-        if rows and mode.num_steps + 1 >= num_drawn_steps(traced):
-            nesting = way.nesting if way.has_plate else 1 + self._nesting(traced)
-            now.unsummed = way
-            now.particles = Particles(rows, True, False, nesting, sums=True, is_compact=True)
+        if rows:
+            nesting = way.nesting if way.has_plate else 1 + self._nesting(run)
+            now.sums = Particles(rows, True, False, nesting, sums=True, is_compact=True)
+            now.drawn = num_drawn_steps(run)
 
-    def _summed(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
+    def _sums(self, runner: Runner, mode: Mode) -> bool:
+        """Whether a step is one of those that are summed."""
+        return runner.recordings.now.sums is not None and mode.num_steps >= runner.recordings.now.drawn
+
+    def _summed(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The step whose loss is summed over all values; particles are drawn where that fails."""
-        now, draws, reason = runner.recordings.now, Draws(), ""
+        draws, now = Draws(runner.recordings.call.modules), runner.recordings.now
+        way, before = now.sums, self.now
+        assert way is not None
         if mode.asks_for_more:
             return runner.observe(program, self.one, mode)
         self.now = way
         try:
             with _silenced():
-                return runner.observe(program, way, mode)
+                found = runner.observe(program, way, mode)
         except (StructureChangedError, TooManyOutcomesError):
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
             reason = str(error).split("\n")[0].rstrip(".")
+        else:
+            if not before.sums:
+                self._say("All values run in one call, in a plate of their own.")
+            return found
         draws.again()
-        now.particles = replace(way, is_compact=False) if way.is_compact else now.unsummed
-        if not way.is_compact:
-            now.may_sum = False
-            self._say(f"The loss is not summed over all values: {reason}.")
-        return self.observe(runner, program, mode)
+        self.now = before
+        now = runner.recordings.now
+        now.sums = replace(way, is_compact=False) if way.is_compact else None
+        now.may_sum = way.is_compact
+        found = self.observe(runner, program, mode)
+        if not now.may_sum:
+            self._say(self.said, f"The loss is not summed over all values: {reason}.")
+        return found
 
 
 def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:
     """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
-    draws = Draws()
+    draws = Draws(runner.recordings.call.modules)
     with torch.no_grad():
-        run = runner.trace(program, one, num_steps, track=True)
+        _undo(runner.trace(program, one, num_steps, track=True))
+    draws.again()
+
+
+def _undo(run: TracedRun) -> None:
+    """Gives tensors that a run has written into what was in them before."""
     if run.recorded is not None:
         run.recorded.recording.undo()
-    draws.again()
 
 
 @contextlib.contextmanager

@@ -70,7 +70,8 @@ class Replayer:
             return
         form = self._form(layout.is_steered)
         values = tuple(stored_values(network, traced, form) for traced in staged.traced)
-        stored = StoredRollout(staged.traced[0].key, network, values, staged.programs, layout.is_steered)
+        key, programs = staged.traced[0].key, staged.programs
+        stored = StoredRollout(key, network, values, programs, staged.particles, layout.is_steered)
         if self.replay.costs == "stored":
             stored = replace(stored, **_with_costs(staged, layout))
         self.buffer.add(stored)
@@ -213,7 +214,7 @@ class Replayer:
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
         # Where nothing may be called, neither may be a function that was not reached before.
         skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
-        with isolated(seed), torch.enable_grad():
+        with isolated(seed), torch.enable_grad(), owner.particles.running(stored.particles):
             traced = []
             for program, held, paid in zip(stored.programs, values, costs, strict=True):
                 try:

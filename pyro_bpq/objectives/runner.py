@@ -23,17 +23,17 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
-from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.recordings import Recordings
-from pyro_bpq.record.tape import RecordingError
+from pyro_bpq.record.values import RecordingError
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.further import further_particles
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.tracing.further import further_particles, gradients_agree
+from pyro_bpq.tracing.graphs import merged_graph
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
@@ -98,9 +98,11 @@ class StepRunner(Runner):
 
     def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
         """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
-        recorded = self.recordings.recorded(run, particles.number)
+        recorded = self.recordings.recorded(run, particles.in_call)
         if recorded is None or one.recorded is None:
             return True
+        if particles.is_hidden:
+            return gradients_agree(recorded, run, self.recordings.call)
         values = Values((recorded,), one.recorded, (run,), call, int(particles.nesting))
         return is_alike(values, particles.number - 1)
 
@@ -120,8 +122,10 @@ class StepRunner(Runner):
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
-        plan = self._static_plan(traced)
-        return 0 if plan is None else num_rows_for(plan, traced, particles)
+        plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
+        if plan is None or recorded is None or any(map(recorded.draws, recorded.named)):
+            return 0
+        return num_rows_for(plan, traced, particles)
 
     def _static_plan(self, traced: TracedRun) -> Plan | None:
         """The last plan; ``None`` if values steer the program, or its runs are recorded at every step."""
@@ -189,6 +193,7 @@ class StepRunner(Runner):
         if particles.sums:
             found = Summing(self, program, particles, mode).observation()
             assert found.summed is not None
+            recordings.now.steps += mode.learning and found.runs[0].recorded is None
             self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -199,12 +204,12 @@ class StepRunner(Runner):
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered and (ordered := ordered_runs(planner, runs)) is not None:
             return Observation((), (), ordered)
+        recordings.now.steps += mode.learning and runs[0].recorded is None
         graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             sites = frozenset().union(*(traced.escaped_sites for traced in runs))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        facts = self.facts(runs, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and planner.orders:
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
@@ -219,7 +224,7 @@ class StepRunner(Runner):
                     traced=tuple(runs[i] for i in ids),
                     programs=tuple(programs[i] for i in ids),
                     graph=graphs[ids[0]],
-                    facts=facts,
+                    facts=self.facts([runs[i] for i in ids], is_dynamic, particles, mode),
                     plate_ndim=ndim,
                 ).staged(program)
                 for ids in members
@@ -232,14 +237,14 @@ class StepRunner(Runner):
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         if mode.learning and not is_dynamic:
-            self._settle(runs[0], items[0])
+            self._settle(runs[0], particles)
         return Observation(tuple(runs), tuple(items))
 
-    def _settle(self, traced: TracedRun, staged: Staged) -> None:
+    def _settle(self, traced: TracedRun, particles: Particles) -> None:
         """When runs like this one are recorded again."""
         now, plan = self.recordings.now, self.plans.last
-        if plan is not None and plan.plan.needs_fresh:
-            now.always = now.always or plan.plan.needs_fresh
+        fresh = "" if plan is None else plan.plan.needs_fresh
+        now.needs_fresh = "further particles are computed from it" if particles.is_hidden else fresh
         if all(record.score is None for record in traced.run.sites.values()):
             now.next = math.inf
 
@@ -248,7 +253,7 @@ class StepRunner(Runner):
     ) -> tuple[list[Program], list[TracedRun]]:
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
-        programs, draws = programs_of(program, particles), Draws()
+        programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
         record = not mode.is_recorded and (recordings.wants(number) or (recordings.always and not is_ordered))
         try:
             runs = self._runs(programs, particles, mode, record)
@@ -265,7 +270,7 @@ class StepRunner(Runner):
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
         # With two particles leave-one-out has a plan too.
-        few, draws = replace(particles, number=min(particles.number, 2)), Draws()
+        few, draws = replace(particles, number=min(particles.number, 2)), Draws(self.recordings.call.modules)
         self.observe(program, few, replace(mode, learning=False, may_order=False))
         draws.again()
 
@@ -286,7 +291,7 @@ class StepRunner(Runner):
         last = self.plans.last if torch.is_grad_enabled() else None
         if last is None or not last.plan.led_back:
             return self._each(programs, particles, mode, track=record)
-        draws, plan = Draws(), last.plan
+        draws, plan = Draws(self.recordings.call.modules), last.plan
         try:
             runs = self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
         except BPQError:
@@ -328,7 +333,7 @@ class StepRunner(Runner):
         recordings = self.recordings
         key = recordings.call.modes, traced.key, 1
         if key not in recordings.now.recorded:
-            one, draws = Particles(nesting=particles.nesting - 1), Draws()
+            one, draws = Particles(nesting=particles.nesting - 1), Draws(recordings.call.modules)
             run = self.trace(program, one, 1, track=True, warns=False)
             draws.again()
             assert run.recorded is not None

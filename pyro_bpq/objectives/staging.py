@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
@@ -37,7 +39,8 @@ class Staging:
     def staged(self, one: Program | None = None) -> Staged:
         """The signals of the sites; without ``one``, the program for one particle, estimators compare no values."""
         rollout, critics, mode, plan = self._rollout(), self.runner.critics, self.mode, self._plan()
-        values, tables, shifts = self._values(plan, one), {}, {}
+        values = self._values(plan, one)
+        tables, shifts = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
         if plan.flips is not None:
             tables, shifts = flipped_costs(plan, values, rollout)
         rerun = None
@@ -50,7 +53,7 @@ class Staging:
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in self.traced)
             rollout = replace(rollout, runs=runs)
         signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, mode.by_value, shifts)
-        return Staged(self.traced, self.programs, signals)
+        return Staged(self.traced, self.programs, self.particles, signals)
 
     def _rollout(self) -> Rollout:
         first, has_plate = self.traced[0], self.particles.has_plate

@@ -128,9 +128,7 @@ class Plan:
         Elsewhere their difference from the costs of the run is added, or they are control variates.
         """
         kinds = [cls.spec.estimator for cls in self.layout.classes]
-        needy = [
-            kind for kind in kinds if "hindsight" in kind.needs or {"program", "slope"} & kind.needs == {"program"}
-        ]
+        needy = [kind for kind in kinds if "program" in kind.needs and not kind.takes_outdated]
         return f"{short(needy[0])} compares costs at other values" if needy else ""
 
     @cached_property

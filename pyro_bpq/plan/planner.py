@@ -420,12 +420,14 @@ class PlanCache:
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if last is not None and last.graph is graph and last.facts == facts and last.key == traced.key:
             return last.plan
-        key = (traced.key, graph, facts)
+        # Recordings belong to the process, and keep tensors.
+        kept = replace(facts, recorded=None)
+        key = (traced.key, graph, kept)
         if key not in self.plans:
             if len(self.plans) >= _PLANS:
                 self.plans.clear()
             self.plans[key] = self.planner.plan(traced, graph, facts, self.works("slopes", traced.key))
-        self.last = Planned(traced.key, graph, facts, self.plans[key])
+        self.last = Planned(traced.key, graph, kept, self.plans[key])
         return self.last.plan
 
     def works(self, asked: Asked, key: Any) -> bool:

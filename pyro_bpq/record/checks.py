@@ -2,6 +2,7 @@ r"""Whether Python reads the same numbers in another call, without running its p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from pyro_bpq.record.function import Function
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.record.tape import Value
+from pyro_bpq.record.values import Value
 
 # Largest number of entries whose numbers are compared.
 _MOST = 4096
@@ -67,7 +68,7 @@ def check_of(recorded: Recorded) -> Check | None:
         return None
     place = {value: i for i, value in recorded.reached.items()}
     others = [value for value in function.given if value not in place]
-    size = sum(torch.Size(recording.shapes[value]).numel() for value in wanted)  # type: ignore[arg-type]
+    size = sum(math.prod(recording.shapes[value]) for value in wanted)
     if function.draws or function.writes or size > _MOST or not recording.lasts(others):
         return None
     sized = frozenset(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
 from pyro_bpq.record.recording import Recording
-from pyro_bpq.record.tape import Value
+from pyro_bpq.record.values import Value
 from pyro_bpq.rollout.features import batch_of, element_log_prob
 from pyro_bpq.rollout.runs import SiteRecord
 

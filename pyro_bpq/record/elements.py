@@ -19,7 +19,8 @@ from torch import Tensor
 from pyro_bpq.record.function import Function, arguments_of, values_in
 from pyro_bpq.record.indexing import copied, filled, one_hot, remade, selected, written
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import MASKS, Value
+from pyro_bpq.record.tape import MASKS
+from pyro_bpq.record.values import Value
 
 NONE, MANY = -1, -2
 """``NONE``: reads no element of the source. ``MANY``: reads several, or an unknown one."""
@@ -321,9 +322,10 @@ def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
 # Operators that share a rule.
 _SHARED: Mapping[str, Rule] = MappingProxyType(
     {
-        "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift lift_fresh clone": _pointwise,
+        "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift clone": _pointwise,
+        "lift_fresh": _pointwise,
         "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
-        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj view_as_real": _pointwise,
+        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj": _pointwise,
         "_sample_dirichlet _dirichlet_grad multinomial": lambda read, *args, **_: _last(1, read, *args),
         "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
         "var_mean std_mean median nanmedian aminmax": _sum,
@@ -334,6 +336,8 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
         "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
         "dist": _sum_all,
+        "view_as_real": lambda read, tensor: read(tensor)[..., None],
+        "view_as_complex": lambda read, tensor: over(read(tensor), -1, False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
         "masked_scatter": lambda read, target, mask, source: combined(
             read(target), read(mask), over(read(source), None, False)

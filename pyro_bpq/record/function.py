@@ -1,4 +1,4 @@
-r"""Parts of a recorded run as functions of some of its values: straight lines of operators, without the user's Python."""
+r"""Parts of a recorded run as functions of some of its values: straight lines of operators, without Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from pyro_bpq.record.indexing import copied, filled, written
 from pyro_bpq.record.laws import Draw, DrawRows
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import Node, Tape, Value
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import Node, Value
 
 
 def values_in(item: Any) -> Iterator[Value]:

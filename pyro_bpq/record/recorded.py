@@ -3,6 +3,7 @@ r"""A recorded run of guide and model: its costs as functions of the values of i
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,8 @@ from pyro_bpq.record.function import Function, arguments_of, flat, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
-from pyro_bpq.record.tape import Tape, Value
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import Value
 from pyro_bpq.record.work import Work, work_of
 
 # Largest number of cost elements in rows that run at once.
@@ -165,18 +167,6 @@ class Recorded:
         mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
         return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
 
-    def is_noisy(self, cost: str, site: str) -> bool:
-        """Whether a cost reads random numbers that are drawn from the value of a site, and has others at other values."""
-        if not self._has_noise:
-            return False
-        moved = {self.drawn[site].value}
-        nodes = self.recording.cut([self.named[cost]], moved, sees_all=True).reading(moved)
-        return any(kind_of(node.func).is_random for node in nodes)
-
-    @cached_property
-    def _has_noise(self) -> bool:
-        return any(kind_of(node.func).is_random for node in self.recording.nodes)
-
     @staticmethod
     def law(child: str) -> str:
         """Name of the log-probability of the value of a site, neither scaled nor masked."""
@@ -221,7 +211,7 @@ class Recorded:
         """Number of elements of a cost, or of what it is summed from."""
         known = self.scored.get(cost)
         values = [self.named[cost], *(() if known is None else (known.elements,))]
-        return max(torch.Size(self.recording.shapes[value]).numel() for value in values)  # type: ignore[arg-type]
+        return max(math.prod(self.recording.shapes[value]) for value in values)
 
     def work_at(self, costs: Iterable[str], sites: Iterable[str]) -> Work:
         """The cost of a row of :meth:`at_rows`."""
@@ -270,8 +260,9 @@ class Recorded:
             return {name: bound.weighted(name, value) for name, value in found}
 
     def draws(self, cost: str) -> bool:
-        """Whether random numbers are drawn where it is computed again."""
-        return self.recording.cut([self.named[cost]], sees_all=True).draws
+        """Whether it reads random numbers besides the values of sites."""
+        function = self.recording.cut([self.named[cost]], sees_all=True)
+        return function.draws or not self.recording.noise.isdisjoint(function.given)
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.
@@ -293,7 +284,7 @@ class Recorded:
     def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
         names, sites, number = tuple(costs), tuple(moved), len(next(iter(moved.values())))
-        size = sum(torch.Size(self.recording.shapes[self.named[c]]).numel() for c in names)  # type: ignore[arg-type]
+        size = sum(math.prod(self.recording.shapes[self.named[c]]) for c in names)
         rows = max(1, min(number, MOST_ELEMENTS // max(size, 1)))
         parts = []
         for start in range(0, number, rows):
@@ -302,7 +293,7 @@ class Recorded:
         return {name: bound.weighted(name, torch.cat([part[i] for part in parts])) for i, name in enumerate(names)}
 
     def many(self, number: int, bound: Bound) -> dict[Value, Tensor]:
-        """What the traces of so many new particles hold, by value, ``(number, ...)``; values that all share are left out.
+        """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
 
         Raises:
             Uncut: If something cannot be computed again.
@@ -349,11 +340,11 @@ class Recorded:
             found = function(*(tensors[value] for value in given), *constants)
         shapes = [self.recording.shapes[self.named[name]] for name in costs]
         pairs = zip(found, shapes, strict=True)
-        return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]  # type: ignore[arg-type]
+        return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
 
     def _flat(
         self, costs: tuple[str, ...], sites: tuple[str, ...], tensors: Mapping[Value, Tensor]
-    ) -> tuple[Function, tuple[Value, ...], list[Tensor]]:
+    ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
         """The function of all rows, the values that it takes, and constants."""
         moved = {self.drawn[name].value for name in sites}
         function = self.recording.cut([self.named[name] for name in costs], moved)

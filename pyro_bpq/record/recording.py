@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.record.elements import Labels, Reader, Unknown
 from pyro_bpq.record.function import Function, arguments_of, flat, values_in
-from pyro_bpq.record.tape import Guard, Node, Tape, Value
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import Guard, Node, Value
 
 
 class Uncut(Exception):
@@ -34,32 +36,31 @@ class Recording:
         guards: What Python read where no source reaches.
         bits: The bit of each source, by name.
         constants: Leaves whose numbers stand in the program.
-        passing: Leaves that another run has anew: noise, and what a run writes into.
-        written: Tensors that the run has written into, and what was in them before.
+        noise: Leaves that are random numbers.
+        written: Leaves that the run has written into: the tensor, and what was in it before.
     """
 
     nodes: tuple[Node, ...]
     masks: Sequence[int]
-    shapes: Sequence[object]
-    dtypes: Sequence[object]
+    shapes: Sequence[Any]
+    dtypes: Sequence[torch.dtype]
     leaves: Set[Value]
     tensors: dict[Value, Tensor]
     opaque: Mapping[Value, str]
     guards: tuple[Guard, ...]
     bits: Mapping[str, int]
     constants: Set[Value]
-    passing: Set[Value] = frozenset()
-    written: tuple[tuple[Tensor, Tensor], ...] = ()
+    noise: Set[Value] = frozenset()
+    written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
-        """What a tape has written down; ``sites`` are the values of the sources."""
-        found = {**tape.inputs, **tape.before, **tape.noise, **sites}
-        passing = tape.noise.keys() | tape.before.keys()
+    def of(cls, tape: Tape, given: Mapping[Value, Tensor]) -> Recording:
+        """What a tape has written down; values of sites, and indices of plates, are ``given``."""
+        found = {**tape.inputs, **tape.before, **tape.noise, **given}
         return cls(
             *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
-            *((*tape.guards,), tape.bits, tape.constants, passing),
-            tuple((tape.inputs[value], kept) for value, kept in tape.before.items()),
+            *((*tape.guards,), tape.bits, tape.constants, frozenset(tape.noise)),
+            {value: (tape.inputs[value], kept) for value, kept in tape.before.items()},
         )
 
     @cached_property
@@ -73,12 +74,12 @@ class Recording:
     @torch.no_grad()
     def undo(self) -> None:
         """Gives tensors that the run has written into what was in them before."""
-        for tensor, kept in self.written:
+        for tensor, kept in self.written.values():
             tensor.copy_(kept)
 
     def lasts(self, values: Iterable[Value]) -> bool:
         """Whether no value is one that another run has anew."""
-        return self.passing.isdisjoint(values)
+        return self.noise.isdisjoint(values) and self.written.keys().isdisjoint(values)
 
     def reads(self, value: Value, source: Value) -> bool:
         """Whether a value depends on the value of a site."""
@@ -137,7 +138,8 @@ class Recording:
     ) -> Function:
         """The operators between some given values, or leaves of the run, and what is wanted.
 
-        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run: values may be on the way that cannot be made again.
+        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run:
+        values may be on the way that cannot be made again.
 
         Raises:
             Uncut: If a value on the way cannot be made again.

@@ -13,85 +13,23 @@ is a *guard*.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import BuiltinFunctionType, FrameType, FunctionType, MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
-from pyro_bpq.record.calls import OWN, Calls
-from pyro_bpq.record.catching import catcher
+from pyro_bpq.record.calls import Calls
+from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
 from pyro_bpq.record.operators import Kind, kind_of
+from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in
 
 MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
-# Modules that read booleans and shapes only to check arguments; the caller sees no effect of it.
-_LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
-_NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
-_storage = Tensor.untyped_storage
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class RecordingError(Exception):
-    """A run cannot be written down; what stopped it."""
-
-
-class Value(int):
-    """The number of a value."""
-
-    __slots__ = ()
-
-
-class Node(NamedTuple):
-    """An operator as it was called. Values stand in place of tensors."""
-
-    func: Any
-    args: Any
-    kwargs: Mapping[str, Any]
-    result: Any
-    written: tuple[tuple[Value, Value], ...] = ()  # values that it wrote into, before and after, but for its result
-    after: tuple[int, ...] = ()  # earlier nodes whose writes into the memory of its arguments it sees
-
-
-class Guard(NamedTuple):
-    """What Python read from a value that no source reaches."""
-
-    value: Value
-    read: Any  # a number, or shapes
-
-
-class _Known(weakref.ref[Any]):
-    """A tensor or a storage that is known. The record vanishes with it, so that a reused address starts clean."""
-
-    key: int
-    value: Value  # of a tensor
-    mask: int = 0  # of a storage: the sources of all that was ever in it
-    source: int = 0  # the bit of the source whose value it holds
-    shared: bool = False  # whether Python objects outside of torch see it
-    inputs: tuple[Value, ...] = ()  # the inputs in it
-
-
-class _Table(dict[int, _Known]):
-    """Records of objects by their address."""
-
-    def of(self, item: Any) -> _Known:
-        """The record of an object, a new one if there is none."""
-        key = id(item)
-        known = self.get(key)
-        if known is None:
-            known = self[key] = _Known(item, self.gone)
-            known.key = key
-        return known
-
-    def gone(self, known: Any) -> None:
-        """Forgets an object that is no more."""
-        self.pop(known.key, None)
 
 
 class Tape(TorchDispatchMode):
@@ -141,7 +79,7 @@ class Tape(TorchDispatchMode):
         self._paused = False
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
-        self._tensors, self._storages = _Table(), _Table()
+        self._tensors, self._storages = Table(), Table()
         # Storages that were written into: the sources of what was written, the last write, and the storage.
         self._written: dict[int, tuple[int, int, Any]] = {}
         # Of the arguments that are being looked at.
@@ -191,7 +129,7 @@ class Tape(TorchDispatchMode):
         """The sources that the tensors in a tensor or a pytree depend on, as bits; what is no tensor has none."""
         mask = 0
         with torch._C.DisableTorchFunction():
-            for tensor in _tensors_in(item):
+            for tensor in tensors_in(item):
                 mask |= self.masks[self._value(tensor)]
                 for storage in memory_of(tensor) if self._written else ():
                     mask |= self._written.get(id(storage), (0,))[0]
@@ -275,10 +213,10 @@ class Tape(TorchDispatchMode):
             self.deferred |= mask
         elif mask:
             # A check is an error that is not raised.
-            if self._is_new(mask) and not (check and _is_library_check() and not catcher(self._outer)):
+            if self._is_new(mask) and not (check and is_library_check() and not catcher(self._outer)):
                 self.steer(mask)
-        elif not (check and _is_library_check()):
-            self.guards += [Guard(self._value(tensor), found) for tensor in _tensors_in(items)]
+        elif not (check and is_library_check()):
+            self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
 
     def compute(self, mask: int) -> None:
         """Notes that an operator reads sources: a program that would catch its error learns from it."""
@@ -293,7 +231,7 @@ class Tape(TorchDispatchMode):
         if self._heard is not None:
             self._heard |= mask
         if mask & ~self.steering:
-            self.lines[mask & ~self.steering] = _line()
+            self.lines[mask & ~self.steering] = line_of_the_program()
             self.steering |= mask
 
     @contextlib.contextmanager
@@ -314,7 +252,7 @@ class Tape(TorchDispatchMode):
                 self.deferred |= self.mask_of(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
-            self._mask, self._after, targets = 0, (), ()
+            self._mask, self._after, targets = 0, (), list[Tensor]()
             taken = self.taken(args)
             named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
             call = func, taken, named, self._mask, self._after
@@ -352,9 +290,9 @@ class Tape(TorchDispatchMode):
             mask |= self.positions
         self.note(func, taken, named, result, targets, mask, after)
         if kind.shape_from is not None and isinstance(result, tuple):  # (packed data, batch sizes)
-            self.masks[self._value(result[1])] = self._storages.of(_storage(result[1])).mask = sizes
+            self.masks[self._value(result[1])] = self._storages.of(result[1].untyped_storage()).mask = sizes
         if kind.is_random and not mask:
-            self.noise.update({self._value(tensor): tensor for tensor in _tensors_in(result)})
+            self.noise.update({self._value(tensor): tensor for tensor in tensors_in(result)})
 
     def note(
         self, func: Any, taken: Any, named: Any, result: Any, targets: Any, mask: int, after: tuple[int, ...] = ()
@@ -376,7 +314,7 @@ class Tape(TorchDispatchMode):
         sizing: Any = args if kind.shape_from is None else args[kind.shape_from]
         if isinstance(sizing, list):  # indices of a tensor: only masks decide the shape
             sizing = [index for index in sizing if isinstance(index, Tensor) and index.dtype in MASKS]
-        self.read(sizing, tuple(tuple(tensor.shape) for tensor in _tensors_in(result)), check=True)
+        self.read(sizing, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
         return self.mask_of(sizing)
 
     # Writes.
@@ -455,7 +393,7 @@ class Tape(TorchDispatchMode):
         self.dtypes.append(tensor.dtype)
         known = self._tensors.get(key)
         if known is None:
-            known = self._tensors[key] = _Known(tensor, self._tensors.gone)
+            known = self._tensors[key] = Known(tensor, self._tensors.gone)
             known.key = key
         known.value = value
         return value
@@ -514,7 +452,7 @@ class Tape(TorchDispatchMode):
 
     def hide(self, result: Any, why: str) -> None:
         """Makes results values that no operator can make again."""
-        self.opaque.update({self._value(tensor): why for tensor in _tensors_in(result)})
+        self.opaque.update({self._value(tensor): why for tensor in tensors_in(result)})
 
     def expose(self, tensor: Tensor) -> None:
         """Whatever is written into the memory of a tensor from now on is read at once."""
@@ -552,52 +490,8 @@ def _owner(function: Any) -> Any:
     return owner
 
 
-def _tensors_in(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    else:
-        yield from (leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor))
-
-
 def _targets(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes into."""
     named = kwargs or {}
     found = [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
-    return [*_tensors_in(found)]
-
-
-def memory_of(value: Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """The storages that hold the data of a tensor; empty if they cannot be reached."""
-    try:
-        return (_storage(value),)
-    except _NO_STORAGE:
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            return memory_of(torch._C._functorch.get_unwrapped(value))
-        if value.layout is torch.sparse_coo:
-            return memory_of(value._indices()) + memory_of(value._values())
-        return ()
-
-
-def _is_library_check() -> bool:
-    """Whether the nearest caller outside of torch's internals is one of the libraries."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if module.startswith(_LIBRARIES):
-            return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
-        if module != "torch" and not module.startswith(("torch.", *OWN)):
-            return False
-        frame = frame.f_back
-    return False
-
-
-def _line() -> str:
-    """The line of the program that runs."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if not module.startswith(("torch", "pyro.", *OWN)) and not frame.f_code.co_filename.startswith("<"):
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            return f"{text!r} in {frame.f_code.co_name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return "a library"
+    return [*tensors_in(found)]

@@ -15,7 +15,7 @@ import torch
 
 from pyro_bpq.record.function import values_in
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import Node, Value
+from pyro_bpq.record.values import Node, Value
 
 # Seconds of a call of an operator with Python's share, of an operation of a matrix product, of one of a convolution,
 # of a byte of a result, and of a step's Python that no operator is called for.

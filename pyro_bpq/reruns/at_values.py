@@ -171,7 +171,7 @@ class Reruns:
 
     def at_other_values(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
-    ) -> dict[str, Changes]:
+    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, Tensor]]]:
         """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
 
         Args:

@@ -43,7 +43,7 @@ def held_costs(
     drawn: Mapping[str, Tensor],
     particle: Tensor | None,
     group: Tensor | None,
-) -> dict[str, Changes]:
+) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, Tensor]]]:
     """What other values of sites change while all other sites keep their values.
 
     Args:
@@ -59,13 +59,19 @@ def held_costs(
 
     Returns:
         The changes of each site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``.
+        And how much more its later and its immediate costs were in the runs than in the recording, ``(M, plates)``
+        each; empty if the runs were recorded.
     """
     number, runs = rollout.num_particles, [*zip(values.traced, values.bound, strict=True)]
+    costs = [{name: cost.detach() for name, cost in traced.run.costs.items()} for traced in values.traced]
     if particle is not None and rollout.is_vectorized:
         number, runs = 1, [(values.traced[0], values.of_particle(particle))]
+        costs = [{name: values.particle_of(cost, particle) for name, cost in costs[0].items()}]
     elif particle is not None:
-        runs = [runs[int(particle)]]
+        runs, costs = [runs[int(particle)]], [costs[int(particle)]]
     parts: dict[str, list[Changes]] = {name: [] for name in plan.sites}
+    excess: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in plan.sites}
+    is_old = any(traced.recorded is None for traced in values.traced)
     for i, (traced, bound) in enumerate(runs):
         mine = drawn if len(runs) == 1 else {name: own[i : i + 1] for name, own in drawn.items()}
         rows = _changes(plan, traced, bound, mine, group)
@@ -73,7 +79,27 @@ def held_costs(
             shape = rollout.batch_shape(graph.node(name).plates)
             shape = (number if rollout.is_vectorized else 1, *shape[1:])
             parts[name].append(_tables(plan, graph, bound, traced, name, shape, rows, mine.get(name), group))
-    return {name: joined(found) for name, found in parts.items()}
+            if is_old:
+                excess[name].append(_excess(plan, graph, name, shape, rows, costs[i]))
+    joint = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in excess.items() if found}
+    return {name: joined(found) for name, found in parts.items()}, joint
+
+
+def _excess(
+    plan: HeldPlan,
+    graph: StochasticComputationGraph,
+    name: str,
+    shape: tuple[int, ...],
+    rows: Mapping[str, Tensor],
+    costs: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """How much more later and immediate costs were in the run than the recording gives for the sample."""
+    site, plates = plan.sites[name], graph.node(name).plates
+    found = [next(iter(rows.values())).new_zeros(shape) for _ in range(2)]
+    for cost in site.costs:
+        more = (costs[cost] - rows[cost][0]).nan_to_num(0.0).unsqueeze(0)
+        found[cost in site.immediate] += reduced(more, graph.cost(cost).plates, plates, shape)[0]
+    return found[0], found[1]
 
 
 def _changes(
@@ -83,7 +109,7 @@ def _changes(
     drawn: Mapping[str, Tensor],
     group: Tensor | None,
 ) -> dict[str, Tensor]:
-    """How costs and laws change ``(rows, batch)``, by name."""
+    """Costs and laws ``(rows, batch)``, the first row at the values of the run, by name."""
     recorded, moved = bound.recorded, {}
     for name in plan.sites:
         fn, value = traced.run.sites[name].fn, bound.tensors[recorded.drawn[name].value]
@@ -93,7 +119,7 @@ def _changes(
     costs = dict.fromkeys(cost for site in plan.sites.values() for cost in site.costs)
     costs.update(dict.fromkeys(recorded.law(child) for child in children))
     found = recorded.at_rows(tuple(costs), bound, moved)
-    return {name: own[1:] - own[:1] for name, own in found.items()}
+    return found
 
 
 def _tables(
@@ -120,7 +146,8 @@ def _tables(
     def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
         total = like.new_zeros((1 + number, *shape))
         for term, own in terms:
-            total[1:] += reduced(rows[term][start : start + number], own, plates, shape)
+            row = rows[term]
+            total[1:] += reduced(row[1 + start : 1 + start + number] - row[:1], own, plates, shape)
         return total[1:].movedim(0, -1) if has_bits else table(total, index, site.components.cardinality)
 
     laws = [(recorded.law(child), graph.node(child).plates) for child in site.children]

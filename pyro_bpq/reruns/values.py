@@ -71,7 +71,7 @@ def _values(run: TracedRun) -> dict[str, Tensor]:
 def is_alike(values: Values, number: int) -> bool:
     """Whether the particle of that number, which ran among others, has cost what it costs alone.
 
-    A program may read a shape, as of ``z.mean()``. Numbers that are nearly equal are computed again in double precision.
+    A program may read a shape, as of ``z.mean()``. Numbers that are nearly equal are computed again in double.
     """
     (run,), (recorded,), (among,), index = values.traced, values.recorded, values.bound, torch.tensor([number])
     alone = values.of_particle(index)

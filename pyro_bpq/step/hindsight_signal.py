@@ -38,7 +38,7 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     if "hindsight" not in signals.shared:
         # The same for all classes.
         signals.shared["hindsight"] = _runs(signals)
-    drawn, particle, found, predicted = signals.shared["hindsight"]
+    drawn, particle, found, predicted, excess = signals.shared["hindsight"]
     batch, is_drawn = signals.batches[c], c in drawn
     has_bits = is_drawn and batch.components.kind == "bernoulli"
     log_q = batch.log_odds if has_bits else batch.log_probs
@@ -56,11 +56,19 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
+    more = None
+    if any(name in excess for name in cls.names):
+        none = torch.zeros_like(batch.score[0].detach())
+        own = zip(*(excess.get(name, (none, none)) for name in cls.names), strict=True)
+        more = later, immediate = tuple(map(torch.stack, own))
     if not is_drawn:
+        if more is not None:
+            settled = -immediate if settled is None else settled - immediate
+            rest = later + immediate if rest is None else rest + later + immediate
         return HeldCosts(cls.names, log_q, value, changes, sign, settled, rest)
     index, share = drawn[c]
     exact = Changes(*map(torch.stack, zip(*(row[1] for row in rows), strict=True)))
-    return HeldCosts(cls.names, log_q, value, changes, sign, settled, rest, particle, index, share, exact)
+    return HeldCosts(cls.names, log_q, value, changes, sign, settled, rest, particle, index, share, exact, more)
 
 
 def _sums(signals: Signals, c: int, costs: Mapping[str, tuple[str, ...]]) -> Tensor | None:
@@ -72,12 +80,12 @@ def _sums(signals: Signals, c: int, costs: Mapping[str, tuple[str, ...]]) -> Ten
     return torch.stack([signals.rerun.sums(n, own, signals.rollout) if own else none for n, own in of_sites])
 
 
-def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
+def _runs(signals: Signals) -> tuple[Any, ...]:
     """Draws components, and runs guide and model at other values of all sites that want it."""
     plan: HeldPlan | None = signals.rerun.held_plan()
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
-        return drawn, None, {}, {}
+        return drawn, None, {}, {}, {}
     number, particle, group = signals.rollout.num_particles, None, None
     groups, generator = 1 + max(plan.group_of.values()), signals.rerun.generator
     if plan.all_drawn:
@@ -98,9 +106,9 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
                 share = share * groups * _of_group(group, [plan.group_of.get(name, -1) for name in cls.names], share)
             drawn[c] = index, share
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
-    found = signals.rerun.at_other_values(by_site, signals.rollout, particle, group)
+    found, excess = signals.rerun.at_other_values(by_site, signals.rollout, particle, group)
     predicted = signals.rerun.predicted(signals.rollout, generator) if drawn else {}
-    return drawn, particle, found, predicted
+    return drawn, particle, found, predicted, excess
 
 
 def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:

@@ -456,7 +456,7 @@ def edge_line(site: Any) -> str:
         if limit is not None:
             at = at | (value == limit)
     if density is not None:
-        at = at & ~density.isfinite()[(..., *(None,) * (value.dim() - density.dim()))]
+        at = at & ~density.isfinite()[(..., *(None,) * site["fn"].event_dim)]
     if not bool(at.any()):
         return ""
     kind, advice = "drawn", "It was rounded: bound the parameters, take a higher temperature or double precision."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -132,15 +132,20 @@ class Sandbox:
 
 
 class Draws:
-    """Marks the state of the CPU's global generator, so that a step can run again with the same draws."""
+    """Marks the state of the CPU's global generator and of buffers, so that a step can run again."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._state, self._mark = torch.get_rng_state(), _mark()
+        pairs = [(module, *pair) for module in modules for pair in module._buffers.items()]
+        self._buffers = [(*pair, None if pair[-1] is None else pair[-1].detach().clone()) for pair in pairs]
 
+    @torch.no_grad()
     def again(self) -> None:
         """Goes back to the mark: the draws since the mark are repeated from now on."""
         torch.set_rng_state(self._state)
         _rewind(self._mark)
+        for module, name, own, kept in self._buffers:
+            module._buffers[name] = own if own is None else own.copy_(kept)
 
 
 # These messages tell handlers that draw in place of the generator of a mark, and of a return to it.

@@ -46,7 +46,6 @@ class TracedRun:
     model_trace: Any
     guide_trace: Any
     subsamples: Mapping[str, Any]  # indices that subsampled plates drew, by name of the plate
-    rng: tuple[Tensor, Tensor]  # states of the global generator before and after the run of the model
     batch_ndim: int  # largest number of batch dimensions of any site
     # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
     reads: Mapping[str, frozenset[str]] | None = None
@@ -126,7 +125,6 @@ def record_run(
     guide_sites: Mapping[str, Any],
     particles: int,
     subsamples: Mapping[str, Any],
-    rng: tuple[Tensor, Tensor],
     flags: tuple[Any, ...],
 ) -> TracedRun:
     """Records what the traces of an untracked run show.
@@ -175,7 +173,6 @@ def record_run(
         model_trace=model_trace,
         guide_trace=guide_trace,
         subsamples=subsamples,
-        rng=rng,
         batch_ndim=max((site["log_prob"].dim() for site in everything), default=0),
         untraced=frozenset(name for name in sites if is_untraced(guide_sites[name])),
         user_costs=user,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
@@ -36,6 +35,7 @@ from pyro_bpq.rollout.features import (
     independent_components,
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
+from pyro_bpq.tracing.further import parts_of
 from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
 from pyro_bpq.tracing.traced_run import (
@@ -104,6 +104,7 @@ def trace_run(
         traced = finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
+    traced = _only_costs(traced) if options.only_costs else traced
     if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
@@ -111,7 +112,7 @@ def trace_run(
         )
     if options.track and options.warns:
         warn_of_program(traced, model_sites, guide_sites, not options.has_told and options.step == 0)
-    return _only_costs(traced) if options.only_costs else traced
+    return traced
 
 
 def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> PlainRun | TracedRun:
@@ -127,9 +128,8 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
 def _record(
     watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
 ) -> TracedRun:
-    rng, number = (watch.model_start, torch.get_rng_state()), watch.options.num_particles
-    flags = flags_of(args, kwargs)
-    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, rng, flags)
+    number, flags = watch.options.num_particles, flags_of(args, kwargs)
+    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, flags)
 
 
 def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
@@ -266,6 +266,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
             costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
             unweighted.add(cost)
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
+    values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
     reached, stored = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     laws = {}
@@ -275,6 +276,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         while isinstance(fn, MaskedDistribution):
             fn, law = fn.base_dist, None
         laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
+    # From such runs those of further particles are computed.
+    is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
         recording=Recording.of(tape, values),
         reads=Reads.over(tape.bits, traced.reads or {}),
@@ -289,6 +292,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         subsamples=subsamples,
         parameters=parameters,
         num_of_guide=watch.num_of_guide,
+        traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_one else (),
+        differentiable=tape.value_of(traced.run.differentiable) if is_one else None,
     )
 
 

@@ -87,7 +87,7 @@ class Watch(Messenger):
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
         self.drawn = dict[str, Any]()  # values of sites on the tape
-        self.model_start, self.num_of_guide = torch.empty(0), 0
+        self.num_of_guide = 0
         self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @functools.cached_property
@@ -261,7 +261,6 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
         return value
     finally:
         watch.is_guide = False
-        watch.model_start = torch.get_rng_state()
         if watch.tape is not None:
             watch.num_of_guide = len(watch.tape.nodes)
 

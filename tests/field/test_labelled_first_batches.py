@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pyro
 import pyro.distributions as dist
-import pytest
 import torch
 from torch import Tensor
 

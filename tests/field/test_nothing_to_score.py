@@ -17,7 +17,6 @@ from pyro_bpq import TraceBackpropQ_ELBO
 PARTICLES, SEEDS, STEPS = 100, 10, 2
 
 
-
 def plain() -> None:
     pyro.sample("rate", dist.LogNormal(0.0, 1.0))
     pyro.sample("shares", dist.Beta(2.0, 2.0).expand([2]).to_event(1))

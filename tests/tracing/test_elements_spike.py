@@ -7,12 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import group_norm, one_hot, scaled_dot_product_attention
-
 from pyro_bpq.tracing.component_costs import ElementTracker
 from pyro_bpq.tracing.element_rules import MANY, NONE, plan_of
 from pyro_bpq.tracing.provenance import DependencyTracker
+from torch import Tensor
+from torch.nn.functional import group_norm, one_hot, scaled_dot_product_attention
 
 SHAPE = (2, 3)
 

@@ -9,12 +9,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case, each_case
+from pyro_bpq.tracing.structure_cache import StructureCache, dense_graph
 from steps import filtered, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.tracing.structure_cache import StructureCache, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions

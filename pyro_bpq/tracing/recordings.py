@@ -19,11 +19,11 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
-from pyro_bpq.record.graphs import build_graph, dense_graph
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.tape import RecordingError
+from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.tracing.graphs import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
@@ -63,17 +63,19 @@ class Alike:
     Recorded again are their runs after 1, 2, 4, ... steps, and then every 64.
 
     Attributes:
-        particles: How their particles run; ``None`` before it is settled.
-        may_sum: Whether the loss may be summed over all values; ``unsummed`` how particles run where it is not.
-        always: Why every one of their runs is recorded; empty if it is not.
+        particles: How their particles run, once that is settled, by what the user asks for.
+        may_sum: Whether the loss may be summed over all values; ``sums`` how they run, after ``drawn`` steps that draw.
+        always: Why every one of their runs is recorded; empty if it is not. ``needs_fresh`` the same by the last plan.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
     """
 
-    particles: Particles | None = None
+    particles: dict[Any, Particles] = field(default_factory=dict)
     may_sum: bool = True
-    unsummed: Particles | None = None
+    sums: Particles | None = None
+    drawn: int = 0
     always: str = ""
+    needs_fresh: str = ""
     steps: int = 0
     next: float = 0
     recorded: dict[Any, Recorded] = field(default_factory=dict)
@@ -183,7 +185,7 @@ class Recordings:
         """Whether the next run, of so many particles in one call, is recorded."""
         if self.is_ordered or self.is_dense:
             return False
-        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
+        if self._must or self.always or self.now.always or self.now.needs_fresh or self.now.steps >= self.now.next:
             return True
         return not self.now.knows(self.call.modes, number)
 
@@ -218,8 +220,8 @@ class Recordings:
             return "No run is recorded."
         if self.mode == "dynamic":
             return 'Every run is recorded, because you wrote structure="dynamic".'
-        if self.now.always:
-            return f"Every run is recorded, because {self.now.always}."
+        if why := self.now.always or self.now.needs_fresh:
+            return f"Every run is recorded, because {why}."
         if self.now.next == math.inf:
             return "Runs like it are not recorded again."
         return f"It was recorded {self.now.steps} steps ago." if self.now.steps else "It was recorded."
@@ -254,13 +256,15 @@ class Recordings:
 
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
+        # Where the structure may depend on sampled values, reads of other runs of it are not joined.
+        is_joined = not (self.is_dense or self.mode == "dynamic" or self.escapes or traced.escaped)
+        if not is_joined:
+            # Which numbers Python reads is not looked at.
+            self.now = self._kind.put(Check(), self.call, self.now)
         if traced.recorded is None:
-            self.now.steps += learn
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
-        # Where the structure may depend on sampled values, reads of other runs of it are not joined.
-        is_joined = not (self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)))
         known = self._joined(traced, traced.recorded, number) if is_joined else None
         if learn:
             self._note(traced)
@@ -356,10 +360,10 @@ def _crossing(traced: TracedRun) -> str:
     if why:
         first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"
     return (
-        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From now "
-        "on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own ELBOs "
-        f"would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, flips "
-        "or indexes; if it is, take the dimension into the event with .to_event()."
+        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From "
+        "now on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own "
+        f"ELBOs would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, "
+        "flips or indexes; if it is, take the dimension into the event with .to_event()."
     )
 
 

@@ -25,14 +25,14 @@ from pyro_bpq.tracing.watch import samples
 _PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")
 
 
-def further_particles(recorded: Recorded, first: TracedRun, call: Call, number: int) -> list[TracedRun]:
+def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, number: int) -> list[TracedRun]:
     """Runs of further particles, which differ from the first one in what they draw.
 
     Raises:
         Uncut: If something cannot be computed again.
         NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
     """
-    if not recorded.traced:
+    if recorded is None or first.untraced or not recorded.traced:
         raise Uncut("a value that no operator has made")
     values = {name: record.value for name, record in first.run.sites.items()}
     bound = recorded.bound(values, first.subsamples, call, {})
@@ -63,7 +63,7 @@ def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:
 
 
 def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
-    copied = Trace()
+    copied: Any = Trace()
     for name, site in trace.nodes.items():
         if site["type"] == "sample":
             new = {part: mapped(site[part], change) for part in _PARTS if part in site}

@@ -1,13 +1,19 @@
-"""Whether a program would catch an error that is raised now: it would learn something of the values behind it."""
+"""Which function of the program runs, and whether it would learn something of an error or of a check."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import linecache
 import sys
 from types import CodeType, FrameType
+from typing import Any
 
+from pyro_bpq.record.calls import OWN
 from pyro_bpq.record.key import is_library
+
+# Modules that read booleans and shapes only to check arguments; the caller sees no effect of it.
+_LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
 
 
 def catcher(outer: FrameType | None) -> FrameType | None:
@@ -39,3 +45,28 @@ def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
         for entry in entries
         if (name := names[entry.target]) in ends and names[entry.target + 2] != ends[name]
     )
+
+
+def is_library_check() -> bool:
+    """Whether the nearest caller outside of torch's internals is one of the libraries."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        if module.startswith(_LIBRARIES):
+            return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
+        if module != "torch" and not module.startswith(("torch.", *OWN)):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def line_of_the_program() -> str:
+    """The line of the program that runs."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        if not module.startswith(("torch", "pyro.", *OWN)) and not frame.f_code.co_filename.startswith("<"):
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            return f"{text!r} in {frame.f_code.co_name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "a library"
