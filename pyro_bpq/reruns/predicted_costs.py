@@ -146,7 +146,9 @@ def _totals(plan: HeldPlan, traced: TracedRun) -> tuple[list[Tensor | None], Ten
         if cost_of_site(site, True) in wanted:
             costs.append((1.0 if cost_options(site) is None else -1.0) * site["log_prob_sum"])
         if name in children:
-            laws.append(costs[-1] if _is_law(traced, name) else unmasked(site["fn"]).log_prob(site["value"].detach()).sum())
+            laws.append(
+                costs[-1] if _is_law(traced, name) else unmasked(site["fn"]).log_prob(site["value"].detach()).sum()
+            )
     of_model = {cost_of_site(site, False): -site["log_prob_sum"] for site in samples(traced.model_trace).values()}
     groups = [_total([of_model[cost] for cost in group.costs if cost in of_model]) for group in plan.groups]
     of_guide = _total(costs)
