@@ -243,8 +243,7 @@ class StepRunner(Runner):
     def _settle(self, traced: TracedRun, particles: Particles) -> None:
         """When runs like this one are recorded again."""
         now, plan = self.recordings.now, self.plans.last
-        fresh = "" if plan is None else plan.plan.needs_fresh
-        now.needs_fresh = "further particles are computed from it" if particles.is_hidden else fresh
+        now.needs_fresh = "" if plan is None else plan.plan.needs_fresh
         if all(record.score is None for record in traced.run.sites.values()):
             now.next = math.inf
 

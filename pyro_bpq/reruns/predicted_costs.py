@@ -1,8 +1,8 @@
 r"""Predicts costs at other values of large sites, and laws of their children, from slopes and curvatures.
 
 The drawn values carry gradients in the step's own run; in the first step of a program they do not, and nothing is
-predicted. With ``g`` and ``H`` the first and second derivatives of the costs that read a site, a step of component ``d`` from its
-value to ``v`` changes them by about
+predicted. With ``g`` and ``H`` the first and second derivatives of the costs that read a site, a step of component
+``d`` from its value to ``v`` changes them by about
 
     g · δ + ½ δ · H δ,   δ = e_v - e_{x_d}.
 

@@ -58,8 +58,8 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
     more = None
     if any(name in excess for name in cls.names):
-        none = torch.zeros_like(batch.score[0].detach())
-        own = zip(*(excess.get(name, (none, none)) for name in cls.names), strict=True)
+        none = (torch.zeros_like(next(excess[name][0] for name in cls.names if name in excess)),) * 2
+        own = zip(*(excess.get(name, none) for name in cls.names), strict=True)
         more = later, immediate = tuple(map(torch.stack, own))
     if not is_drawn:
         if more is not None:

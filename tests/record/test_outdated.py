@@ -13,7 +13,6 @@ from steps import bias, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import (
-    REBAR,
     AllAction,
     CrossedLeaveOneOut,
     DebiasedStraightThrough,
@@ -79,8 +78,6 @@ def test_gradients_stay_exact(name, weight):
     noise = ChoiceNoise()
     with enumerable_noise(noise):
         assert bias(elbo, model, guide, noise=noise) < 1e-10
-
-
 
 
 @pytest.mark.parametrize("estimator", [DisARM(), DebiasedStraightThrough()], ids=repr)
