@@ -167,18 +167,6 @@ class Recorded:
         mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
         return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
 
-    def is_noisy(self, cost: str, site: str) -> bool:
-        """Whether a cost reads random numbers that are drawn from the value of a site: others at other values."""
-        if not self._has_noise:
-            return False
-        moved = {self.drawn[site].value}
-        nodes = self.recording.cut([self.named[cost]], moved, sees_all=True).reading(moved)
-        return any(kind_of(node.func).is_random for node in nodes)
-
-    @cached_property
-    def _has_noise(self) -> bool:
-        return any(kind_of(node.func).is_random for node in self.recording.nodes)
-
     @staticmethod
     def law(child: str) -> str:
         """Name of the log-probability of the value of a site, neither scaled nor masked."""

@@ -116,7 +116,7 @@ class Recordings:
     - ``"auto"``: a run is recorded if its call looks new, after 1, 2, 4, ... steps and then every 64, and at every step
       where what is computed from it must be fresh, or where sampled values steer the program;
     - ``"dynamic"``: every run is recorded;
-    - ``"dense"``: none is; every earlier site is an ancestor.
+    - ``"dense"``: none is; steps go in program order, or every earlier site is an ancestor.
 
     Attributes:
         call: The call that is looked at; ``now`` what is known of calls like it.
@@ -183,7 +183,7 @@ class Recordings:
 
     def wants(self, number: int) -> bool:
         """Whether the next run, of so many particles in one call, is recorded."""
-        if self.is_ordered or self.is_dense:
+        if self.is_ordered:
             return False
         if self._must or self.always or self.now.always or self.now.needs_fresh or self.now.steps >= self.now.next:
             return True
@@ -196,8 +196,8 @@ class Recordings:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether values are known to steer the program, and every cost is to count."""
-        return self.escapes and (self.is_dense or (self.mode == "auto" and self.in_order))
+        """Whether every cost is to count: values steer the program, or no run is recorded."""
+        return self.is_dense or (self.mode == "auto" and self.escapes and self.in_order)
 
     @property
     def is_dense(self) -> bool:
@@ -216,7 +216,7 @@ class Recordings:
 
     def when(self) -> str:
         """When runs are recorded, in words."""
-        if self.is_dense or self.is_ordered:
+        if self.is_ordered:
             return "No run is recorded."
         if self.mode == "dynamic":
             return 'Every run is recorded, because you wrote structure="dynamic".'
@@ -245,14 +245,11 @@ class Recordings:
 
         A value must leave torch before it can steer Python, and it does so in every run. So one recorded run shows it.
         """
-        return self.escapes or traced.escaped or self._is_unseen(traced)
+        return self.escapes or self.is_dense or traced.escaped
 
     def cuts_plates(self, traced: TracedRun) -> bool:
         """Whether rows of a plate stay apart: no rows met, and no value sampled in a plate left torch."""
-        return not (self.crosses or traced.crosses or self._is_unseen(traced))
-
-    def _is_unseen(self, traced: TracedRun) -> bool:
-        return self.is_dense and traced.key not in self.known
+        return not (self.crosses or traced.crosses or self.is_dense)
 
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
