@@ -14,7 +14,6 @@ from steps import trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan import particles
 from pyro_bpq.step import exact_sum as module
 from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_gradient, exact_loss
