@@ -153,6 +153,7 @@ class CompiledSteps:
         recording, text = entry.recording, ""
         inputs = recording.inputs
         own = inputs.tensors[len(tensors) :]
+        subject.meet(program)
         try:
             now = fingerprint(subject, program, inputs, (*tensors, *own), number)
             if not now.is_like(recording.print):

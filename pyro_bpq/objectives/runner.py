@@ -193,7 +193,7 @@ class StepRunner(Runner):
         if particles.sums:
             found = Summing(self, program, particles, mode).observation()
             assert found.summed is not None
-            recordings.now.steps += mode.learning and found.runs[0].recorded is None
+            recordings.now.steps += mode.counts(found.runs[0])
             self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -204,7 +204,7 @@ class StepRunner(Runner):
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered and (ordered := ordered_runs(planner, runs)) is not None:
             return Observation((), (), ordered)
-        recordings.now.steps += mode.learning and runs[0].recorded is None
+        recordings.now.steps += mode.counts(runs[0])
         graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):

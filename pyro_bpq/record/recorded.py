@@ -358,7 +358,8 @@ class Recorded:
             if all(dim is None for dim in dims):
                 return function, given, constants
             asked = [tensors[value] for value in given]
-            run = torch.func.vmap(_called(function), dims, randomness="different")
+            # With noise of its own the row of the sample would differ from the others in more than its value.
+            run = torch.func.vmap(_called(function), dims, randomness="same")
             try:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
@@ -376,10 +377,11 @@ class _InRows:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
         number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
-        found = [
-            self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True)))
-            for i in range(number)
-        ]
+        found = []
+        for i in range(number):
+            with _drawing(self.function):  # the same noise in each row
+                own = (row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))
+                found.append(self.function(*own))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
@@ -401,11 +403,18 @@ def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value]]:
-    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into."""
+def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:
+    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into.
+
+    Also the tensors of parameters that the run has made.
+    """
     values = {id(tensor): value for value, tensor in tape.inputs.items() if value not in tape.before}
-    stored = pyro.get_param_store().named_parameters()
+    stored = dict(pyro.get_param_store().named_parameters())
+    met = {*map(id, tape.inputs.values())}
+    new = {name: own for name, own in stored.items() if id(own) not in met and tape.knows(own)}
+    made = {name: tape.value_of(own) for name, own in new.items() if not tape.mask_of(own)}
     return (
         {i: values[id(tensor)] for i, tensor in enumerate(call.tensors) if id(tensor) in values},
-        {name: values[id(tensor)] for name, tensor in stored if id(tensor) in values},
+        {name: values[id(own)] for name, own in stored.items() if id(own) in values} | made,
+        {value: new[name] for name, value in made.items()},
     )

@@ -110,8 +110,10 @@ class Recording:
             wanted: The values.
             starts: The labels of the source, and of what was drawn from it, by value.
         """
-        function = self.cut(wanted, starts, sees_all=True)
-        given, known = function.given, self.known
+        function, known = self.cut(wanted, starts, sees_all=True), self.known
+        given, reading = function.given, function.only_reading({*starts})
+        if not reading.writes:
+            function, given = reading, reading.given
         if function.writes:
             try:
                 function = self._without_writes(function)

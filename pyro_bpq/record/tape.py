@@ -235,6 +235,15 @@ class Tape(TorchDispatchMode):
             self.steering |= mask
 
     @contextlib.contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """What is read within steers nothing: not the program reads it."""
+        before, self.deferred = self.deferred, 0
+        try:
+            yield
+        finally:
+            self.deferred = before
+
+    @contextlib.contextmanager
     def steered_by(self, mask: int) -> Iterator[None]:
         """What is computed within depends on these sources, and on those that are read within, and on no others."""
         before, self.steering = self.steering, mask

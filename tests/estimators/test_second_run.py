@@ -45,7 +45,7 @@ class Layers:
         return float(sum(v.sum() for v in moments.variance.values()))
 
 
-def test_it_takes_no_run_of_the_program() -> None:
+def test_no_program_runs_a_second_time() -> None:
     layers = Layers(1.0)
     elbo = layers.train(SecondRun(), 20)
     layers.runs = 0
