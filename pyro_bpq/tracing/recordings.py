@@ -65,7 +65,7 @@ class Alike:
     Attributes:
         particles: How their particles run, once that is settled, by what the user asks for.
         may_sum: Whether the loss may be summed over all values; ``sums`` how they run, after ``drawn`` steps that draw.
-        always: Why every one of their runs is recorded; empty if it is not. ``needs_fresh`` the same by the last plan.
+        always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
     """
@@ -75,7 +75,6 @@ class Alike:
     sums: Particles | None = None
     drawn: int = 0
     always: str = ""
-    needs_fresh: str = ""
     steps: int = 0
     next: float = 0
     recorded: dict[Any, Recorded] = field(default_factory=dict)
@@ -185,7 +184,7 @@ class Recordings:
         """Whether the next run, of so many particles in one call, is recorded."""
         if self.is_ordered:
             return False
-        if self._must or self.always or self.now.always or self.now.needs_fresh or self.now.steps >= self.now.next:
+        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
             return True
         return not self.now.knows(self.call.modes, number)
 
@@ -220,8 +219,8 @@ class Recordings:
             return "No run is recorded."
         if self.mode == "dynamic":
             return 'Every run is recorded, because you wrote structure="dynamic".'
-        if why := self.now.always or self.now.needs_fresh:
-            return f"Every run is recorded, because {why}."
+        if self.now.always:
+            return f"Every run is recorded, because {self.now.always}."
         if self.now.next == math.inf:
             return "Runs like it are not recorded again."
         return f"It was recorded {self.now.steps} steps ago." if self.now.steps else "It was recorded."
