@@ -262,7 +262,8 @@ class Recorded:
     def draws(self, cost: str) -> bool:
         """Whether it reads random numbers besides the values of sites."""
         function = self.recording.cut([self.named[cost]], sees_all=True)
-        return function.draws or not self.recording.noise.isdisjoint(function.given)
+        noise = self.recording.noise.difference(self.subsamples.values())
+        return function.draws or not noise.isdisjoint(function.given)
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.
