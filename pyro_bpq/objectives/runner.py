@@ -236,17 +236,10 @@ class StepRunner(Runner):
             traces = (runs[0].guide_trace, runs[0].model_trace)
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
-        if mode.learning and not is_dynamic:
-            self._settle(runs[0], particles)
+        if mode.learning and not is_dynamic and all(r.score is None for r in runs[0].run.sites.values()):
+            # Nothing is charged with costs.
+            self.recordings.now.next = math.inf
         return Observation(tuple(runs), tuple(items))
-
-    def _settle(self, traced: TracedRun, particles: Particles) -> None:
-        """When runs like this one are recorded again."""
-        now, plan = self.recordings.now, self.plans.last
-        fresh = "" if plan is None else plan.plan.needs_fresh
-        now.needs_fresh = "further particles are computed from it" if particles.is_hidden else fresh
-        if all(record.score is None for record in traced.run.sites.values()):
-            now.next = math.inf
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool

@@ -5,10 +5,12 @@ The plan says which sites take other values, and which of their costs are known 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
@@ -71,13 +73,11 @@ class HeldPlan:
     Args:
         flips: Which rows flip which sites.
         sites: The sites that are flipped. A site whose children have unknown laws is not among them.
-        asked: Those of them for which the user has chosen the estimator.
         groups: The model's costs that slopes predict.
     """
 
     flips: FlipPlan
     sites: Mapping[str, HeldSite]
-    asked: frozenset[str] = frozenset()
     groups: tuple[SlopedCosts, ...] = ()
 
     @cached_property
@@ -132,10 +132,21 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     if structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
         return None
     sites: dict[str, HeldSite] = {}
-    for name, estimator in estimators.items():
-        if isinstance(estimator, Hindsight) and traced.infos[name].components is not None:
-            if all(_has_law(structure, name, child, estimators[child]) for child in graph.children(name)):
-                sites[name] = _site(structure, name, estimator)
+    asked = {n: own for n, own in estimators.items() if isinstance(own, Hindsight) and traced.infos[n].components}
+    children = dict.fromkeys(child for name in asked for child in graph.children(name))
+    noisy = {child for child in children if not _is_computed(structure, child)}
+    for name, estimator in asked.items():
+        own = graph.children(name)
+        if (lost := sorted(noisy.intersection(own))) and (is_chosen or not traced.options[name].leaves_estimator):
+            warnings.warn(
+                f"Site {name!r}: the law of {lost[0]!r}, which reads it, is not known at other values of it, as where "
+                "the program draws noise of its own, so Hindsight() is leave-one-out there. Write "
+                "ScoreFunction(LeaveOneOut()), which costs less.",
+                BPQWarning,
+                stacklevel=2,
+            )
+        if not lost and all(_has_law(structure, name, child, estimators[child]) for child in own):
+            sites[name] = _site(structure, name, estimator)
     if not sites:
         return None
     if any(site.is_drawn for site in sites.values()):
@@ -146,10 +157,9 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
     # What the probabilities of the children's values read, as bits.
-    children = {name: graph.bits_of(site.children) for name, site in sites.items()}
-    laws = {name: own | union(graph.parent_bits, own) for name, own in children.items()}
-    asked = frozenset(name for name in sites if is_chosen or not traced.options[name].leaves_estimator)
-    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked, _groups(graph, sites))
+    bits = {name: graph.bits_of(site.children) for name, site in sites.items()}
+    laws = {name: own | union(graph.parent_bits, own) for name, own in bits.items()}
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, _groups(graph, sites))
 
 
 def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[SlopedCosts, ...]:
@@ -208,6 +218,15 @@ def _is_known(structure: Structure, name: str, cost: str) -> bool:
     recorded = structure.facts.recorded
     is_known = recorded is not None and recorded.can_cut(cost, name)
     return is_known and _keeps_rows(structure, name, structure.graph.cost(cost).plates)
+
+
+def _is_computed(structure: Structure, name: str) -> bool:
+    """Whether the probability of a site's value follows from values of sites: noise would have other values."""
+    recorded = structure.facts.recorded
+    if recorded is None:
+        return False
+    law = recorded.law(name)
+    return recorded.can_compute(law) and not recorded.draws(law)
 
 
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:

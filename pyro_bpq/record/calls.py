@@ -25,7 +25,7 @@ _ALIASES = frozenset((torch.as_tensor, torch.asarray))
 _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
 
 OWN = ("pyro_bpq.record.", "pyro_bpq.tracing.linear_reads")
-"""Modules of the tape. They look at memory only to follow it."""
+"""Modules that call on behalf of the program. They look at memory only to follow it."""
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -382,7 +382,8 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
 _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
 _MOVING = frozenset(
     "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
-    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter".split()
+    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter unsafe_split "
+    "unsafe_split_with_sizes unsafe_chunk".split()
 )
 
 

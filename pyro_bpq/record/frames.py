@@ -48,13 +48,13 @@ def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 
 def is_library_check() -> bool:
-    """Whether the nearest caller outside of torch's internals is one of the libraries."""
+    """Whether the nearest caller outside of torch's internals and of this package is one of the libraries."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
         if module.startswith(_LIBRARIES):
             return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
-        if module != "torch" and not module.startswith(("torch.", *OWN)):
+        if module != "torch" and not module.startswith(("torch.", "pyro_bpq.")):
             return False
         frame = frame.f_back
     return False

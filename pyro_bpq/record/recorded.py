@@ -19,6 +19,7 @@ from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
 from pyro_bpq.record.function import Function, arguments_of, flat, values_in
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
@@ -101,7 +102,7 @@ class Recorded:
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
         self._made.update(other._made)
-        known = ("met", "patterns", "cuts", "work", "_core", "_direct")
+        known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
 
     @cached_property
@@ -167,10 +168,10 @@ class Recorded:
         mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
         return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
 
-    def law(self, child: str) -> str:
-        """Name of the log-probability of the value of a site; that of its cost where this is the same."""
-        own = cost_of_guide(child)
-        return own if self.costs.get(own) == self.laws[child] else f"law({child})"
+    @staticmethod
+    def law(child: str) -> str:
+        """Name of the log-probability of the value of a site, neither scaled nor masked."""
+        return f"law({child})"
 
     @cached_property
     def named(self) -> dict[str, Value]:
@@ -261,9 +262,19 @@ class Recorded:
 
     def draws(self, cost: str) -> bool:
         """Whether it reads random numbers besides the values of sites."""
-        function = self.recording.cut([self.named[cost]], sees_all=True)
-        noise = self.recording.noise.difference(self.subsamples.values())
-        return function.draws or not noise.isdisjoint(function.given)
+        return self.named[cost] in self._noisy
+
+    @cached_property
+    def _noisy(self) -> set[Value]:
+        recording, wrote = self.recording, set[int]()
+        found = set(recording.noise)
+        for i, node in enumerate(recording.nodes):
+            is_draw = isinstance(node.func, Draw) or kind_of(node.func).is_random
+            if is_draw or not (found.isdisjoint(arguments_of(node)) and wrote.isdisjoint(node.after)):
+                wrote.add(i)
+                new = (*values_in(node.result), *(own for _, own in node.written))
+                found.update(value for value in new if value not in recording.leaves)
+        return found
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.
@@ -359,7 +370,8 @@ class Recorded:
             if all(dim is None for dim in dims):
                 return function, given, constants
             asked = [tensors[value] for value in given]
-            run = torch.func.vmap(_called(function), dims, randomness="different")
+            # With noise of its own the row of the sample would differ from the others in more than its value.
+            run = torch.func.vmap(_called(function), dims, randomness="same")
             try:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
@@ -377,10 +389,11 @@ class _InRows:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
         number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
-        found = [
-            self.function(*(row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True)))
-            for i in range(number)
-        ]
+        found = []
+        for i in range(number):
+            with _drawing(self.function):  # the same noise in each row
+                own = (row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))
+                found.append(self.function(*own))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
@@ -402,11 +415,18 @@ def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value]]:
-    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into."""
+def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:
+    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into.
+
+    Also the tensors of parameters that the run has made.
+    """
     values = {id(tensor): value for value, tensor in tape.inputs.items() if value not in tape.before}
-    stored = pyro.get_param_store().named_parameters()
+    stored = dict(pyro.get_param_store().named_parameters())
+    met = {*map(id, tape.inputs.values())}
+    new = {name: own for name, own in stored.items() if id(own) not in met and tape.knows(own)}
+    made = {name: tape.value_of(own) for name, own in new.items() if not tape.mask_of(own)}
     return (
         {i: values[id(tensor)] for i, tensor in enumerate(call.tensors) if id(tensor) in values},
-        {name: values[id(tensor)] for name, tensor in stored if id(tensor) in values},
+        {name: values[id(own)] for name, own in stored.items() if id(own) in values} | made,
+        {value: new[name] for name, value in made.items()},
     )

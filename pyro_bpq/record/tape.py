@@ -180,7 +180,7 @@ class Tape(TorchDispatchMode):
                 known.mask = known.source = bit
         return value
 
-    def drawn(self, tensor: Tensor, func: Any, law: list[Tensor]) -> Value:
+    def drawn(self, tensor: Tensor, func: Any, law: Sequence[Tensor | Value]) -> Value:
         """Writes down how the value of a source was drawn, from the tensors of its law; returns the value."""
         with torch._C.DisableTorchFunction():
             value, self._mask, self._after = self._value(tensor), 0, ()
@@ -233,6 +233,15 @@ class Tape(TorchDispatchMode):
         if mask & ~self.steering:
             self.lines[mask & ~self.steering] = line_of_the_program()
             self.steering |= mask
+
+    @contextlib.contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """What is read within steers nothing: not the program reads it."""
+        before, self.deferred = self.deferred, 0
+        try:
+            yield
+        finally:
+            self.deferred = before
 
     @contextlib.contextmanager
     def steered_by(self, mask: int) -> Iterator[None]:

@@ -44,6 +44,11 @@ class Reruns:
         # The backward pass through the costs of each run, which all sites share; empty before it is asked for.
         self._led: list[SharedBackward] = []
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether costs come from an earlier run than the step's own."""
+        return any(traced.recorded is None for traced in self.traced)
+
     def with_plan(self, plan: Plan) -> Reruns:
         """The same runs, by another plan of the same graph."""
         other = copy.copy(self)
@@ -167,7 +172,7 @@ class Reruns:
     @property
     def runs_apart(self) -> bool:
         """Whether one particle of several can be evaluated at other values."""
-        return self.values.alone is not None
+        return not self.values.nesting or self.values.alone is not None
 
     def at_other_values(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None

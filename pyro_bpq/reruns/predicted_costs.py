@@ -1,8 +1,8 @@
 r"""Predicts costs at other values of large sites, and laws of their children, from slopes and curvatures.
 
-The drawn values carry gradients: in the step's own run where it has leaves, else in another run of guide and model.
-With ``g`` and ``H`` the first and second derivatives of the costs that read a site, a step of component ``d`` from its
-value to ``v`` changes them by about
+The drawn values carry gradients in the step's own run; in the first step of a program they do not, and nothing is
+predicted. With ``g`` and ``H`` the first and second derivatives of the costs that read a site, a step of component
+``d`` from its value to ``v`` changes them by about
 
     g · δ + ½ δ · H δ,   δ = e_v - e_{x_d}.
 
@@ -20,11 +20,9 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyro
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning
@@ -104,10 +102,7 @@ def _expansions(
     curves = any(plan.sites[name].curvature for name in names)
     try:
         with pyro.validation_enabled(False), torch.enable_grad():
-            traces = traced.guide_trace, None if traced.only_costs else traced.model_trace
-            return _expanded(
-                plan, traced, traces, Leaves(own, traced.maps if curves else (), blocks, generator, nesting)
-            )
+            return _expanded(plan, traced, Leaves(own, traced.maps if curves else (), blocks, generator, nesting))
     except BPQError:
         raise
     except RuntimeError as error:
@@ -121,8 +116,8 @@ def _expansions(
         return {}, {}, {}
 
 
-def _expanded(plan: HeldPlan, traced: TracedRun, traces: tuple[Any, Any], leaves: Leaves) -> Expansions:
-    of_model, of_guide, laws = _totals(plan, traced, traces)
+def _expanded(plan: HeldPlan, traced: TracedRun, leaves: Leaves) -> Expansions:
+    of_model, of_guide, laws = _totals(plan, traced)
     found = leaves.expansion(laws)
     later = dict(found if of_guide is laws else leaves.expansion(of_guide))
     immediate: dict[str, Expansion] = {}
@@ -136,9 +131,7 @@ def _expanded(plan: HeldPlan, traced: TracedRun, traces: tuple[Any, Any], leaves
     return found, later, immediate
 
 
-def _totals(
-    plan: HeldPlan, traced: TracedRun, traces: tuple[Any, Any]
-) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+def _totals(plan: HeldPlan, traced: TracedRun) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
     """The sums of the model's costs by group, of the guide's, and of the children's laws, as functions of the leaves.
 
     A site's own log-probability takes its plain value: at other values it is known.
@@ -146,16 +139,18 @@ def _totals(
     drawn = [site for site in plan.sites.values() if site.is_drawn]
     wanted = {cost for site in drawn for cost in site.costs}
     children = {child for site in drawn for child in site.children}
-    first, second = traces
+    first = traced.guide_trace
     costs: list[Tensor] = []
     laws: list[Tensor] = []
     for name, site in samples(first).items():
         if cost_of_site(site, True) in wanted:
-            costs.append((1.0 if cost_options(site) is None else -1.0) * _log_prob(site))
+            costs.append((1.0 if cost_options(site) is None else -1.0) * site["log_prob_sum"])
         if name in children:
-            laws.append(costs[-1] if _is_law(traced, name) else unmasked(site["fn"]).log_prob(_plain(site)).sum())
-    of_model = {cost_of_site(site, False): site for site in ({} if second is None else samples(second)).values()}
-    groups = [_total([-_log_prob(of_model[cost]) for cost in g.costs if cost in of_model]) for g in plan.groups]
+            laws.append(
+                costs[-1] if _is_law(traced, name) else unmasked(site["fn"]).log_prob(site["value"].detach()).sum()
+            )
+    of_model = {cost_of_site(site, False): -site["log_prob_sum"] for site in samples(traced.model_trace).values()}
+    groups = [_total([of_model[cost] for cost in group.costs if cost in of_model]) for group in plan.groups]
     of_guide = _total(costs)
     are_laws = all(_is_law(traced, child) for child in children)
     are_laws &= not any(site["is_observed"] and cost_of_site(site, True) in wanted for site in samples(first).values())
@@ -168,18 +163,6 @@ def _is_law(traced: TracedRun, child: str) -> bool:
     record = traced.run.sites[child]
     is_plain = isinstance(record.scale, float) and record.scale == 1.0 and record.mask is None
     return is_plain and cost_of_guide(child) in traced.run.costs and not traced.only_costs
-
-
-def _log_prob(site: Any) -> Tensor:
-    """The sum of the log-probabilities of a site, which the step's own run has."""
-    if "log_prob_sum" in site:
-        return site["log_prob_sum"]
-    return scale_and_mask(site["fn"].log_prob(_plain(site)), site["scale"], site["mask"]).sum()
-
-
-def _plain(site: Any) -> Any:
-    value = site["value"]
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor | None:

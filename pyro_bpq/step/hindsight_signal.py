@@ -52,14 +52,14 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     if is_drawn:
         inexact = _with_own(signals, c, inexact, log_q.detach(), value, sign)
     changes = Changes(*map(torch.stack, zip(*inexact, strict=True)))
-    plan: HeldPlan | None = None if found is None else signals.rerun.held_plan()
+    plan: HeldPlan | None = signals.rerun.held_plan()
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
     more = None
     if any(name in excess for name in cls.names):
-        none = torch.zeros_like(batch.score[0].detach())
-        own = zip(*(excess.get(name, (none, none)) for name in cls.names), strict=True)
+        none = (torch.zeros_like(next(excess[name][0] for name in cls.names if name in excess)),) * 2
+        own = zip(*(excess.get(name, none) for name in cls.names), strict=True)
         more = later, immediate = tuple(map(torch.stack, own))
     if not is_drawn:
         if more is not None:
@@ -85,7 +85,7 @@ def _runs(signals: Signals) -> tuple[Any, ...]:
     plan: HeldPlan | None = signals.rerun.held_plan()
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
-        return drawn, None, None, {}, {}
+        return drawn, None, {}, {}, {}
     number, particle, group = signals.rollout.num_particles, None, None
     groups, generator = 1 + max(plan.group_of.values()), signals.rerun.generator
     if plan.all_drawn:
@@ -153,7 +153,7 @@ def _row(
     """Changes of one site, and the true changes of drawn components."""
     has_bits = log_q.dim() == value.dim()
     at = drawn if drawn is None or has_bits else drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])
-    if found is None or name not in found:
+    if name not in found:
         # No changes are known. With all weight on the drawn value the estimator is the plain score function.
         kept, none = torch.full_like(log_q, -torch.inf), torch.zeros_like(log_q)
         plain = Changes(kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)

@@ -92,7 +92,8 @@ def trace_run(
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
-        traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+        with contextlib.nullcontext() if tape is None else tape.looked_at():
+            traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
         if watch.leaves:
             traced = replace(traced, run=traced.run.with_leaves(watch.leaves))
         if watch.enumerated or maps is not None:
@@ -266,8 +267,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
             costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
             unweighted.add(cost)
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
-    tape.noise.update({value: watch.subsamples[name] for name, value in subsamples.items()})
-    reached, stored = inputs_in(tape, watch.options.call)
+    values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
+    reached, stored, made = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     laws = {}
     for name in drawn:
@@ -279,7 +280,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     # From such runs those of further particles are computed.
     is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
-        recording=Recording.of(tape, values),
+        recording=Recording.of(tape, values | made),
         reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,

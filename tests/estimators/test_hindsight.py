@@ -323,33 +323,6 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
     assert found == {"large": True, "small": True, "bit": False}
 
 
-@pytest.mark.parametrize("name", ["bits", "nonlinear", "masked", "hot"])
-def test_slopes_of_the_steps_own_run_are_those_of_a_run_of_their_own(name: str) -> None:
-    found, calls = [], []
-    for is_own in (True, False):
-        (model, guide), count = LAYERS[name], [0]
-
-        def counted(model: Callable[[], None] = model, count: list[int] = count) -> None:
-            count[0] += 1
-            model()
-
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        elbo = TraceBackpropQ_ELBO(estimator=Hindsight(draws=1))
-        elbo.loss_and_grads(counted, guide)
-        if not is_own:
-            assert elbo.runner.plans.last is not None
-            elbo.runner.plans.know("slopes", elbo.runner.plans.last.key, False)
-        for _ in range(5):
-            before = count[0]
-            elbo.loss_and_grads(counted, guide)
-        calls.append(count[0] - before)
-        found.append([param.grad for _, param in pyro.get_param_store().named_parameters()])
-    for own, other in zip(*found, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
-    assert calls[0] == calls[1] - 1
-
-
 def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     program = pair()
     pyro.clear_param_store()
@@ -485,9 +458,10 @@ def quadratic(read: str) -> Program:
 def test_costs_of_second_order_are_predicted_exactly(read: str) -> None:
     SEEN.clear()
     for curvature in (True, False):
-        trained(quadratic(read), 1, steps=1, estimator=Seen(draws=2, curvature=curvature))
+        # The first step predicts nothing.
+        trained(quadratic(read), 1, steps=2, estimator=Seen(draws=2, curvature=curvature))
     errors = []
-    for _, held in SEEN:
+    for _, held in SEEN[1::2]:
         errors.append(float((held.changes.immediate.gather(-1, held.drawn) - held.exact.immediate).abs().max()))
         assert float(held.exact.immediate.abs().max()) > 0.1
     assert errors[0] < 1e-10 < 1e-2 < errors[1]
@@ -506,8 +480,8 @@ def test_one_hot_costs_of_second_order_are_predicted_exactly() -> None:
 
     pyro.clear_param_store()
     SEEN.clear()
-    trained((model, guide), 1, steps=1, estimator=Seen(draws=1))
-    ((_, held),) = SEEN
+    trained((model, guide), 1, steps=2, estimator=Seen(draws=1))
+    _, (_, held) = SEEN
     at = held.drawn.unsqueeze(-1).expand(*held.drawn.shape, 3)
     torch.testing.assert_close(held.changes.immediate.gather(-2, at), held.exact.immediate, rtol=0.0, atol=1e-10)
 
@@ -642,20 +616,23 @@ def test_bad_options_and_sites_are_refused() -> None:
         TraceBackpropQ_ELBO(estimator=Hindsight()).loss_and_grads(guide, guide)
 
 
-def test_program_with_noise_of_its_own_warns() -> None:
-    """Other values cannot be told from other noise, so nothing is averaged."""
+@pytest.mark.parametrize("reads_site", [False, True])
+def test_program_with_noise_of_its_own_warns(reads_site: bool) -> None:
+    """The law of the second site would be a mean over the noise."""
 
     def guide() -> None:
         z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.2)[0])))
-        pyro.sample("y", dist.Bernoulli(logits=z * torch.rand((), dtype=torch.float64)))
+        noise = torch.bernoulli(torch.sigmoid(8.0 * z - 4.0)) if reads_site else torch.rand((), dtype=torch.float64)
+        pyro.sample("y", dist.Bernoulli(logits=z * noise))
 
     def model() -> None:
         z = pyro.sample("z", dist.Bernoulli(logits=real(0.1)[0]))
         pyro.sample("y", dist.Bernoulli(logits=z - 0.4))
 
     elbo = TraceBackpropQ_ELBO(2, estimator=Hindsight())
-    with pytest.warns(BPQWarning, match=r"'z', 'y'.*leave-one-out there\. Write ScoreFunction"):
+    with pytest.warns(BPQWarning, match=r"'z': the law of 'y'.*leave-one-out there\. Write ScoreFunction"):
         elbo.loss_and_grads(model, guide)
+    assert elbo.plan is not None and elbo.plan.held is not None and set(elbo.plan.held.sites) == {"y"}
 
 
 def test_plan_tells_what_is_known_with_other_sites_held() -> None:

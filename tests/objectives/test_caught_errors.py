@@ -15,7 +15,6 @@ from pyro.optim import SGD
 from steps import repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.reruns import apart
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -69,7 +68,7 @@ def after(steps: int, model: Any, guide: Any, **options: Any) -> TraceBackpropQ_
 def test_who_catches_an_error_is_steered(name: str, is_mixed: bool, options: dict[str, Any]) -> None:
     model, guide = programs(name, is_mixed)
     elbo = after(12, model, guide, **options)
-    assert elbo.runner.structure.escaping and not elbo.particles.now.is_hidden
+    assert elbo.runner.recordings.escaping and not elbo.particles.now.is_hidden
     assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -83,7 +82,7 @@ def tolerant() -> Iterator[None]:
 
 
 def hiding() -> tuple[Any, Any]:
-    """Programs that mix particles, and catch what torch says of hidden ones: they may not write into this tensor."""
+    """Programs that mix particles, and catch what torch says of writes that it refuses."""
 
     def model() -> None:
         a, b = coins(torch.zeros(2), True)
@@ -95,13 +94,11 @@ def hiding() -> tuple[Any, Any]:
     return model, guide_of(True)
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-def test_hidden_particles_cost_what_they_cost_alone(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_checked:
-        monkeypatch.setattr(apart, "costs_alike", lambda *runs: True)
+def test_particles_that_mix_cost_what_they_cost_alone() -> None:
     with pytest.warns(UserWarning):
         elbo = after(6, *hiding(), num_particles=2, vectorize_particles=True)
-    assert elbo.particles.now.is_hidden is not is_checked, elbo.settled
+    assert elbo.num_particles == 2 and not elbo.particles.now.has_plate, elbo.settled
+    assert_unbiased(elbo.eval(), *hiding())
 
 
 def test_costs_that_change_by_themselves_are_not_compared() -> None:

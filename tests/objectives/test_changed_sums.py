@@ -16,7 +16,6 @@ from steps import filtered, fitted, repeat
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.summing import EVERY, Summing
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan import rules
 from pyro_bpq.testing import assert_unbiased, exact_loss
@@ -72,7 +71,7 @@ def test_a_flag_among_the_arguments_is_another_structure_at_once() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("steps", [0, EVERY])
+@pytest.mark.parametrize("steps", [0, 1])
 def test_a_change_that_no_plain_value_shows_is_found_by_evaluations_and_within_some_steps(steps: int) -> None:
     model, guide = _fork(lambda _: bool(SWITCH))
     SWITCH.fill_(False)
@@ -121,11 +120,10 @@ def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor],
     repeat(steps, svi.step, True)
     assert_unbiased(elbo.eval(), model, guide, True)
     assert elbo.plan is not None and not elbo.plan.sums
-    # Evaluations settle nothing.
-    assert elbo.particles.now.sums == (steps == 0)
     elbo.train()
-    svi.step(True)
-    assert not elbo.particles.now.sums
+    for mixes in (False, True):
+        svi.step(mixes)
+        assert elbo.particles.now.sums is not mixes
 
 
 def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
@@ -144,7 +142,7 @@ def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
         SWITCH.fill_(True)
         with filtered("ignore"):
             elbo.eval().loss_and_grads(model, guide, None)
-            assert elbo.plan is not None and not elbo.plan.sums and elbo.particles.now.sums
+            assert elbo.plan is not None and not elbo.plan.sums
             elbo.train().loss_and_grads(model, guide, None)
     finally:
         SWITCH.fill_(False)
@@ -216,18 +214,4 @@ def test_a_program_that_cannot_be_summed_is_not_taken_to_be_steered() -> None:
         pyro.sample("y", dist.Binomial(z.float(), pyro.param("p", torch.tensor(0.5))))
 
     elbo = _fitted(model, guide, [()] * 30)
-    assert not elbo.runner.structure.escapes
-
-
-def test_tables_are_compared_with_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the comparison the test of a hidden change fails."""
-    monkeypatch.setattr(Summing, "_is_checked", lambda *_: False)
-    model, guide = _fork(lambda _: bool(SWITCH))
-    elbo = _fitted(model, guide, [()] * 40)
-    assert elbo.particles.now.sums
-    try:
-        SWITCH.fill_(True)
-        with pytest.raises(AssertionError):
-            assert_unbiased(elbo.eval(), model, guide)
-    finally:
-        SWITCH.fill_(False)
+    assert not elbo.runner.recordings.escapes

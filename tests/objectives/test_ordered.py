@@ -49,7 +49,7 @@ def after(steps: int, kind: str = "", **options: Any) -> TraceBackpropQ_ELBO:
 @pytest.mark.parametrize(("steps", "particles"), [(1, None), (12, None), pytest.param(12, 2, marks=pytest.mark.slow)])
 def test_a_step_is_unbiased(steps: int, particles: int | None) -> None:
     elbo = after(steps, num_particles=particles)
-    assert elbo.runner.structure.is_ordered and elbo.runner.structure.tracked_runs == elbo.num_particles
+    assert elbo.runner.recordings.is_ordered and elbo.runner.recordings.num_recorded == elbo.num_particles
     assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -57,22 +57,22 @@ def test_the_first_step_is_unbiased() -> None:
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO()
     assert_unbiased(elbo.eval(), model, guide)
-    assert not elbo.runner.structure.is_ordered
+    assert not elbo.runner.recordings.is_ordered
 
 
 @pytest.mark.parametrize("kind", [pytest.param("plate", marks=pytest.mark.slow), "choice"])
 def test_what_a_branch_shows_counts_from_the_next_step_on(kind: str) -> None:
     # Without the plate or the choice it settles; then a branch shows them.
     elbo = after(3)
-    structure = elbo.runner.structure
-    assert structure.in_order
+    recordings = elbo.runner.recordings
+    assert recordings.in_order
     # Every branch is served alike until then, that one included.
     assert_unbiased(elbo.eval(), model, guide, kind)
     elbo.train()
     for seed in range(20):
         pyro.set_rng_seed(seed)
         elbo.loss_and_grads(model, guide, kind)
-    assert structure.needs_graphs and not structure.in_order
+    assert recordings.needs_graphs and not recordings.in_order
     assert_unbiased(elbo.eval(), model, guide, kind)
 
 
@@ -89,7 +89,7 @@ def test_the_plan_says_why() -> None:
 @pytest.mark.parametrize("options", [{"structure": "dynamic"}, {"estimator": AllAction()}, {"window": 2}])
 def test_what_is_chosen_stays(options: dict[str, Any]) -> None:
     elbo = after(3, **options)
-    assert not elbo.runner.structure.is_ordered and elbo.runner.structure.tracked_runs == 3
+    assert not elbo.runner.recordings.is_ordered and elbo.runner.recordings.num_recorded == 3
     assert isinstance(elbo.info["a"]["estimator"], AllAction)
 
 
@@ -110,4 +110,4 @@ def test_baselines_are_those_of_recent_costs_of_a_site() -> None:
 def test_what_sites_are_told_can_be_asked_for() -> None:
     elbo = after(3)
     seen = elbo.observe(Program(model, guide, (), {}))
-    assert seen.items and elbo.runner.structure.is_ordered
+    assert seen.items and elbo.runner.recordings.is_ordered

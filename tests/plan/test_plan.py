@@ -168,9 +168,9 @@ def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
         (stack(), True, Hindsight(draws=1, crossed=True)),
         (stack(), False, ScoreFunction(LeaveOneOut())),
         (coarse(), True, CrossedLeaveOneOut()),
-        (noisy(), True, CrossedLeaveOneOut()),
+        (noisy(), True, Hindsight(draws=1, crossed=True)),
     ],
-    ids=["many reads", "few reads", "no slopes", "runs that do not compare"],
+    ids=["many reads", "few reads", "no slopes", "noise"],
 )
 def test_layers_get_hindsight_where_it_may_serve(
     program: Any, is_wide: bool, expected: Estimator, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,35 @@
+"""Costs at other values have the same noise in all rows, so that rows differ by their values alone."""
+
+from collections.abc import Callable
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from pyro_bpq import TraceBackpropQ_ELBO
+
+
+@pytest.mark.parametrize(
+    "noisy",
+    [dropout, lambda z: z * torch.bernoulli(torch.sigmoid(z))],
+    ids=["dropout", "noise that torch does not draw alike for many rows at once"],
+)
+def test_rows_of_equal_values_cost_the_same(noisy: Callable[[Tensor], Tensor]) -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(20)).to_event(1))
+        pyro.sample("x", dist.Normal(noisy(z + 1.0), 1.0).to_event(1), obs=torch.ones(20))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(20))).to_event(1))
+
+    elbo = TraceBackpropQ_ELBO(1)
+    elbo.loss_and_grads(model, guide)
+    recordings = elbo.runner.recordings
+    (recorded,) = recordings.now.recorded.values()
+    values = torch.tensor([0.0, 1.0]).repeat(10)
+    bound = recorded.bound({"z": values}, {}, recordings.call, {})
+    costs = recorded.at_rows(["-log p(x)"], bound, {"z": torch.stack([values, values, 1.0 - values])})["-log p(x)"]
+    assert costs[0] == costs[1] != costs[2]
