@@ -351,7 +351,8 @@ def _crossing(traced: TracedRun) -> str:
         return _left_a_plate(traced)
     assert traced.recorded is not None
     cost, (plate, why) = next(iter(traced.met.items()))
-    inside = [n for n in sorted(traced.recorded.reads[cost]) if any(own.name == plate for own in traced.plates[n])]
+    read = traced.recorded.reads.get(cost, traced.run.sites)  # summed with others, it has another name
+    inside = [n for n in sorted(read) if any(own.name == plate for own in traced.plates[n])]
     first = f"a row of it reads other rows of {', '.join(map(repr, inside))}"
     if why:
         first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"
