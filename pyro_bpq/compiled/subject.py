@@ -74,6 +74,9 @@ class Subject(Protocol):
     def is_settled(self, program: Any) -> bool:
         """Whether structure and particles are settled for a program."""
 
+    def meets(self, program: Any, given: Any) -> bool:
+        """Looks at a call, with the tensors of a like one, and says whether all is settled for it."""
+
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""
 

@@ -9,6 +9,8 @@ import torch
 
 from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold
 from pyro_bpq.critics.learner import AveragedAdam
+from pyro_bpq.objectives.observation import Mode
+from pyro_bpq.record.key import reach
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
 
@@ -44,6 +46,12 @@ class Recordable:
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(objective.runner) and objective.runner.is_settled
+
+    def meets(self, program: Program, given: Program) -> bool:
+        """Looks at a call, with the tensors of a like one, and says whether all is settled for it."""
+        self.objective.runner.meet(program, Mode())
+        self.objective.runner.recordings.take(reach(given._asdict()))
+        return self.is_settled(program)
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""
