@@ -10,14 +10,13 @@ from typing import Any
 import pyro
 import pytest
 import torch
-from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.structure_cache import StructureCache
 from steps import CHAIN, trained
 
 import pyro_bpq
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 from pyro_bpq.diagnostics.render import render_network, render_scg
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import ChoiceNoise
@@ -44,8 +43,8 @@ def objects() -> Iterator[Any]:
     items = elbo.observe(Program(CHAIN.model, CHAIN.guide, (), {})).items
     signals = [item.signals for item in items]
     quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "num_outcomes": 1}
-    with DependencyTracker() as tracker:
-        tracker.source("z", torch.tensor(1.0))
+    with Tape() as tape:
+        tape.source("z", torch.tensor(1.0))
     yield from (
         elbo,
         elbo.critics,
@@ -53,10 +52,10 @@ def objects() -> Iterator[Any]:
         elbo.network,
         elbo.planner,
         elbo.trainer.optimizer,
-        elbo.runner.structure,
+        elbo.runner.recordings,
     )
-    yield from (signals[0], signals[0].layout, signals[0].batches[0], tracker)
-    yield from (render_scg(elbo.graph), render_network(elbo.network), ChoiceNoise(), StructureCache("auto"))
+    yield from (signals[0], signals[0].layout, signals[0].batches[0], tape)
+    yield from (render_scg(elbo.graph), render_network(elbo.network), ChoiceNoise())
     yield gradient_moments(elbo, CHAIN.model, CHAIN.guide, num_outcomes=1, num_samples=4)
     yield diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=4)
     yield compare_estimators(CHAIN.model, CHAIN.guide, **quick)

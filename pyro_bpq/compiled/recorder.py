@@ -103,6 +103,7 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     # It loads a compiler's worth of modules, which most programs never need.
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    subject.meet(program)
     inputs = _look(subject, program, call, number, updates)
     kept: list[Any] = []
 
@@ -146,8 +147,6 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
         made = subject.num_generators()
         with messages, watch, RecordedIndexing(watch):
             result = subject.recorded_step(program, step)
-        if watch.refused is not None:
-            raise watch.refused
         made = subject.num_generators() - made
         leaves = inputs_of(result.surrogate)
         subject.learn()
@@ -212,8 +211,6 @@ def _run(
                 tensor.copy_(torch.where(is_finite, tensor, old))
         of_leaves = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
         apply_all(inputs.updates, of_leaves, rest)
-    if watch.refused is not None:
-        raise watch.refused
     for update in inputs.updates:
         of_leaves.pop(id(update.parameter), None)
     graded = tuple(i for i in inputs.leaves if id(tensors[i]) in of_leaves)

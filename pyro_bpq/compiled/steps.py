@@ -82,7 +82,7 @@ class CompiledSteps:
             return None
         if not subject.is_settled(program):
             return None
-        eager, program = program, self._arguments.with_tensors(program)
+        program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
@@ -96,12 +96,10 @@ class CompiledSteps:
         for entry in self.entries:
             tensors = entry.tensors(call) if entry.updates is updates else None
             if tensors is not None:
-                if entry.is_due and not (
-                    subject.meets(eager, program) and self._is_still(subject, program, entry, tensors, number)
-                ):
+                if entry.is_due and not self._is_still(subject, program, entry, tensors, number):
                     return None
                 return entry.take(subject, tensors, number)
-        made = self._recorded(subject, eager, program, call, number, updates)
+        made = self._recorded(subject, program, call, number, updates)
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
@@ -111,7 +109,7 @@ class CompiledSteps:
         return f", the last time because {changed}" if changed else ""
 
     def _recorded(
-        self, subject: Subject, eager: Any, program: Any, call: Call, number: int, updates: Updates | None
+        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None
     ) -> Entry | None:
         """A new recording, if it is time for one."""
         kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates)))
@@ -131,8 +129,6 @@ class CompiledSteps:
             self._tell(text + "of one size need one recording; or write Compile(max_recordings=...)", "many kinds")
             return None
         start = time.perf_counter()
-        if not subject.meets(eager, program):
-            return None
         try:
             recording = record(subject, program, call, number, updates)
         except NotYet:
@@ -157,10 +153,10 @@ class CompiledSteps:
         recording, text = entry.recording, ""
         inputs = recording.inputs
         own = inputs.tensors[len(tensors) :]
+        subject.meet(program)
         try:
-            # The first run may make functions of a new recording of the programs.
-            runs = (fingerprint(subject, program, inputs, (*tensors, *own), number) for _ in range(2))
-            if not any(now.is_like(recording.print) for now in runs):
+            now = fingerprint(subject, program, inputs, (*tensors, *own), number)
+            if not now.is_like(recording.print):
                 text = "the programs do other things now"
         except Unrecordable as error:
             text = str(error)

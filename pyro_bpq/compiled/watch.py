@@ -112,6 +112,8 @@ class StepWatch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         self._outer = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self.refused is not None:  # the program, or a library, may have caught it
+            raise self.refused
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -178,7 +180,7 @@ class StepWatch(TorchDispatchMode):
         self._refuse(f"Python reads a number of a tensor{read}, which a recording would freeze")
 
     def _refuse(self, why: str) -> NoReturn:
-        # The program may catch it, and go on: the first reason counts.
+        # The first reason counts.
         self.refused = self.refused or Unrecordable(why)
         raise self.refused
 

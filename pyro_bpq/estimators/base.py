@@ -96,7 +96,8 @@ class SiteContext:
     Args:
         names: Names of the sites.
         score: ``log q`` of the sample, neither scaled nor masked, with its gradient.
-        cost: Cost-to-go ``C_X``, the sum of the costs downstream in this run.
+        cost: Cost-to-go ``C_X``, the sum of the costs downstream in this run. Where costs at other values are asked
+            for, that of the recording which gives them.
         num_particles: Number of particles ``M``.
         log_probs: Log-probabilities ``(..., D, K)`` of the finite components, with gradient, or ``None``.
         index: Index ``(..., D)`` of the sampled value, or ``None``.
@@ -114,6 +115,7 @@ class SiteContext:
         count: Number of steps behind the statistics, ``(G,)``.
         signals: Further signals that the estimator asks for (:attr:`Estimator.needs`), by name.
         ranks: The processes that learn together, or ``None``.
+        excess: How much more the cost-to-go of the run is. It is added with the score, or ``None``.
     """
 
     names: tuple[str, ...]
@@ -134,6 +136,7 @@ class SiteContext:
     count: Tensor | None = None
     signals: Mapping[str, Any] = field(default_factory=dict)
     ranks: Ranks | None = None
+    excess: Tensor | None = None
 
     @property
     def program(self) -> SiteProgram:
@@ -202,7 +205,8 @@ class Estimator:
         replaces_costs: Whether Q-functions replace costs in it. They are then discounted as targets are.
         takes_discount: Whether it serves with a discount below 1.
         takes_outdated: Whether costs at other values that are outdated add variance and no bias. Else, if it needs
-            ``"program"``, every run is recorded.
+            ``"program"``, the recording gives the cost of the drawn value too, and what the run has cost beyond it is
+            added with the score.
     """
 
     is_unbiased: ClassVar[bool] = False

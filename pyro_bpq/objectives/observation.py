@@ -43,6 +43,10 @@ class Mode:
         """Whether it needs more than a loss and its gradient."""
         return self.shows or self.by_value or not self.may_order
 
+    def counts(self, run: TracedRun) -> bool:
+        """Whether it is a step since the last recorded run."""
+        return self.learning and not self.is_recorded and run.recorded is None
+
 
 @dataclass(frozen=True, eq=False)
 class Staged:

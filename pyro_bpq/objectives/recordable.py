@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold
+from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold, tensors_of, untraced
 from pyro_bpq.critics.learner import AveragedAdam
-from pyro_bpq.objectives.observation import Mode
-from pyro_bpq.record.key import reach
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
+from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.tracing.sandbox import LentBuffers
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.objective import Objective
@@ -47,11 +47,16 @@ class Recordable:
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(objective.runner) and objective.runner.is_settled
 
-    def meets(self, program: Program, given: Program) -> bool:
-        """Looks at a call, with the tensors of a like one, and says whether all is settled for it."""
-        self.objective.runner.meet(program, Mode())
-        self.objective.runner.recordings.take(reach(given._asdict()))
-        return self.is_settled(program)
+    def meet(self, program: Program) -> None:
+        """Looks at a call whose step is recorded; a new one, as with a tensor in place of a number, takes a step."""
+        objective, recordings = self.objective, self.objective.runner.recordings
+        mode = objective.mode(learning=True)
+        objective.runner.meet(program, mode)
+        if not (recordings.now.recorded or recordings.is_dense):
+            with untraced(self, tensors_of(self.places())), LentBuffers():
+                objective.taken(program, mode)
+                found = snapshot(recordings)
+            restore(recordings, found)
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""

@@ -193,7 +193,7 @@ class StepRunner(Runner):
         if particles.sums:
             found = Summing(self, program, particles, mode).observation()
             assert found.summed is not None
-            recordings.now.steps += mode.learning and found.runs[0].recorded is None
+            recordings.now.steps += mode.counts(found.runs[0])
             self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -204,7 +204,7 @@ class StepRunner(Runner):
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered and (ordered := ordered_runs(planner, runs)) is not None:
             return Observation((), (), ordered)
-        recordings.now.steps += mode.learning and runs[0].recorded is None
+        recordings.now.steps += mode.counts(runs[0])
         graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
@@ -236,16 +236,10 @@ class StepRunner(Runner):
             traces = (runs[0].guide_trace, runs[0].model_trace)
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
-        if mode.learning and not is_dynamic:
-            self._settle(runs[0], particles)
+        if mode.learning and not is_dynamic and all(r.score is None for r in runs[0].run.sites.values()):
+            # Nothing is charged with costs.
+            self.recordings.now.next = math.inf
         return Observation(tuple(runs), tuple(items))
-
-    def _settle(self, traced: TracedRun, particles: Particles) -> None:
-        """When runs like this one are recorded again."""
-        now, plan = self.recordings.now, self.plans.last
-        now.needs_fresh = "" if plan is None else plan.plan.needs_fresh
-        if all(record.score is None for record in traced.run.sites.values()):
-            now.next = math.inf
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool

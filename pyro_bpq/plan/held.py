@@ -132,20 +132,21 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     if structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
         return None
     sites: dict[str, HeldSite] = {}
-    unknown = []
-    for name, estimator in estimators.items():
-        if isinstance(estimator, Hindsight) and traced.infos[name].components is not None:
-            if all(_has_law(structure, name, child, estimators[child]) for child in graph.children(name)):
-                sites[name] = _site(structure, name, estimator)
-            elif is_chosen or not traced.options[name].leaves_estimator:
-                unknown.append(repr(name))
-    if unknown:
-        warnings.warn(
-            f"Sites {', '.join(unknown)}: the law of a site that reads them is not known at other values of them, so "
-            "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
-            BPQWarning,
-            stacklevel=2,
-        )
+    asked = {n: own for n, own in estimators.items() if isinstance(own, Hindsight) and traced.infos[n].components}
+    children = dict.fromkeys(child for name in asked for child in graph.children(name))
+    noisy = {child for child in children if not _is_computed(structure, child)}
+    for name, estimator in asked.items():
+        own = graph.children(name)
+        if (lost := sorted(noisy.intersection(own))) and (is_chosen or not traced.options[name].leaves_estimator):
+            warnings.warn(
+                f"Site {name!r}: the law of {lost[0]!r}, which reads it, is not known at other values of it, as where "
+                "the program draws noise of its own, so Hindsight() is leave-one-out there. Write "
+                "ScoreFunction(LeaveOneOut()), which costs less.",
+                BPQWarning,
+                stacklevel=2,
+            )
+        if not lost and all(_has_law(structure, name, child, estimators[child]) for child in own):
+            sites[name] = _site(structure, name, estimator)
     if not sites:
         return None
     if any(site.is_drawn for site in sites.values()):
@@ -156,8 +157,8 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
     # What the probabilities of the children's values read, as bits.
-    children = {name: graph.bits_of(site.children) for name, site in sites.items()}
-    laws = {name: own | union(graph.parent_bits, own) for name, own in children.items()}
+    bits = {name: graph.bits_of(site.children) for name, site in sites.items()}
+    laws = {name: own | union(graph.parent_bits, own) for name, own in bits.items()}
     return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, _groups(graph, sites))
 
 
@@ -219,14 +220,20 @@ def _is_known(structure: Structure, name: str, cost: str) -> bool:
     return is_known and _keeps_rows(structure, name, structure.graph.cost(cost).plates)
 
 
+def _is_computed(structure: Structure, name: str) -> bool:
+    """Whether the probability of a site's value follows from values of sites: noise would have other values."""
+    recorded = structure.facts.recorded
+    if recorded is None:
+        return False
+    law = recorded.law(name)
+    return recorded.can_compute(law) and not recorded.draws(law)
+
+
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
     """Whether the probability of a child's value is known at other values of a site."""
-    record, recorded = structure.traced.run.sites[child], structure.facts.recorded
+    record = structure.traced.run.sites[child]
     is_unknown = child in structure.traced.untraced or estimator.attaches or carried(record.value)
-    if is_unknown or _is_masked_within(record.fn) or recorded is None:
-        return False
-    law = recorded.law(child)
-    if not recorded.can_compute(law) or recorded.is_noisy(law, name):
+    if is_unknown or _is_masked_within(record.fn):
         return False
     return _keeps_rows(structure, name, structure.graph.node(child).plates)
 

@@ -122,16 +122,6 @@ class Plan:
         return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
 
     @cached_property
-    def needs_fresh(self) -> str:
-        """Why every run is recorded: an estimate would be biased if costs at other values were outdated; or empty.
-
-        Elsewhere their difference from the costs of the run is added, or they are control variates.
-        """
-        kinds = [cls.spec.estimator for cls in self.layout.classes]
-        needy = [kind for kind in kinds if "program" in kind.needs and not kind.takes_outdated]
-        return f"{short(needy[0])} compares costs at other values" if needy else ""
-
-    @cached_property
     def sloped(self) -> tuple[str, ...]:
         """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}

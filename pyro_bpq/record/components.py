@@ -113,8 +113,8 @@ def rows_that_meet(
         dim = site.plates.get(plate)
         shape = recording.shapes[site.value]
         if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
-            rank = len(shape) - len(site.batch)  # type: ignore[arg-type]
-            starts[site.value] = _rows(len(shape), dim - rank, site.batch[dim])  # type: ignore[arg-type]
+            rank = len(shape) - len(site.batch)
+            starts[site.value] = _rows(len(shape), dim - rank, site.batch[dim])
     own = {name: cost for name, cost in costs.items() if plate in cost.plates}
     if not starts or not own:
         return {}
@@ -126,7 +126,7 @@ def rows_that_meet(
             found[name] = str(each)
         elif (each != NONE).any():
             # Else the cost reads no site of the plate.
-            is_own = -dim <= each.ndim and bool(((each == NONE) | (each == _rows(each.ndim, dim, shape[dim]))).all())  # type: ignore[index]
+            is_own = -dim <= each.ndim and bool(((each == NONE) | (each == _rows(each.ndim, dim, shape[dim]))).all())
             found |= {} if is_own else {name: ""}
     return found
 
@@ -158,8 +158,8 @@ def patterns_of(
         labels, number = _component_labels(recording, below, name, [cost.elements for cost in wanted.values()])
         left -= number
         for c, cost in wanted.items():
-            own = labels[cost.elements]
-            pattern = None if isinstance(own, Unknown) else _pattern(own, recording.shapes[cost.elements], cost, site)
+            read = labels[cost.elements]
+            pattern = None if isinstance(read, Unknown) else _pattern(read, recording.shapes[cost.elements], cost, site)
             if pattern is not None:
                 found[name, c] = pattern
     return found
@@ -174,18 +174,29 @@ def _component_labels(
     """
     site, number = below[name], 0
     shape, batch = recording.shapes[site.value], len(site.batch)
-    size = math.prod(shape[batch:]) // site.number  # type: ignore[index]
-    start = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])  # type: ignore[index]
+    size = math.prod(shape[batch:]) // site.number
+    start = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])
     starts: dict[Value, Labels | Unknown] = {site.value: start}
+    mixed = list[Value]()  # sites that read many components; what reads them is taken to do so, too
+
+    def is_mixed(value: Value) -> bool:
+        return any(recording.reads(value, other) for other in mixed)
+
     # What is drawn from it reads the elements that its law reads.
     for other in below.values():
-        if other.value != site.value:
-            (own,), more = recording.labels([other.elements], starts)
-            number += more
-            extra = (1,) * (len(recording.shapes[other.value]) - len(recording.shapes[other.elements]))  # type: ignore[arg-type]
-            starts[other.value] = own if isinstance(own, Unknown) else own.reshape(own.shape + extra)
-    labels, more = recording.labels(wanted, starts)
-    return dict(zip(wanted, labels, strict=True)), number + more
+        if other.value == site.value or is_mixed(other.elements):
+            mixed += () if other.value == site.value else (other.value,)
+            continue
+        (own,), more = recording.labels([other.elements], starts)
+        number += more
+        if isinstance(own, Unknown) or (own == MANY).any():
+            mixed.append(other.value)
+        else:
+            extra = (1,) * (len(recording.shapes[other.value]) - own.ndim)
+            starts[other.value] = own.reshape(own.shape + extra)
+    apart = [value for value in wanted if not is_mixed(value)]
+    labels, more = recording.labels(apart, starts)
+    return dict.fromkeys(wanted, Unknown()) | dict(zip(apart, labels, strict=True)), number + more
 
 
 def _pattern(labels: Labels, shape: Any, cost: Scored, site: Drawn) -> Pattern | None:

@@ -116,6 +116,14 @@ class Function:
                 known.update(values_in(node.result), (new for _, new in node.written))
         return found
 
+    def only_reading(self, sources: Set[Value]) -> Function:
+        """The operators that depend on some of the given values; what others make is given."""
+        nodes = tuple(self.reading(sources))
+        made = {value for node in nodes for value in (*values_in(node.result), *(new for _, new in node.written))}
+        taken = dict.fromkeys(value for node in nodes for value in arguments_of(node) if value not in made)
+        taken.update(dict.fromkeys(value for value in self.wanted if value not in made))
+        return replace(self, nodes=nodes, given=tuple(taken))
+
     @cached_property
     def draws(self) -> bool:
         """Whether an operator draws from a generator."""

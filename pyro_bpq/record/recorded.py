@@ -19,6 +19,7 @@ from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
 from pyro_bpq.record.function import Function, arguments_of, flat, values_in
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
@@ -101,7 +102,7 @@ class Recorded:
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
         self._made.update(other._made)
-        known = ("met", "patterns", "cuts", "work", "_core", "_direct")
+        known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
@@ -170,18 +171,6 @@ class Recorded:
         """Whether a cost is known at other values of a site."""
         mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
         return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
-
-    def is_noisy(self, cost: str, site: str) -> bool:
-        """Whether a cost reads random numbers that are drawn from the value of a site: others at other values."""
-        if not self._has_noise:
-            return False
-        moved = {self.drawn[site].value}
-        nodes = self.recording.cut([self.named[cost]], moved, sees_all=True).reading(moved)
-        return any(kind_of(node.func).is_random for node in nodes)
-
-    @cached_property
-    def _has_noise(self) -> bool:
-        return any(kind_of(node.func).is_random for node in self.recording.nodes)
 
     @staticmethod
     def law(child: str) -> str:
@@ -277,8 +266,19 @@ class Recorded:
 
     def draws(self, cost: str) -> bool:
         """Whether it reads random numbers besides the values of sites."""
-        function = self.recording.cut([self.named[cost]], sees_all=True)
-        return function.draws or not self.recording.noise.isdisjoint(function.given)
+        return self.named[cost] in self._noisy
+
+    @cached_property
+    def _noisy(self) -> set[Value]:
+        recording, wrote = self.recording, set[int]()
+        found = set(recording.noise)
+        for i, node in enumerate(recording.nodes):
+            is_draw = isinstance(node.func, Draw) or kind_of(node.func).is_random
+            if is_draw or not (found.isdisjoint(arguments_of(node)) and wrote.isdisjoint(node.after)):
+                wrote.add(i)
+                new = (*values_in(node.result), *(own for _, own in node.written))
+                found.update(value for value in new if value not in recording.leaves)
+        return found
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.

@@ -54,9 +54,9 @@ class Recording:
     written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tape: Tape, sites: Mapping[Value, Tensor]) -> Recording:
-        """What a tape has written down; ``sites`` are the values of the sources."""
-        found = {**tape.inputs, **tape.before, **tape.noise, **sites}
+    def of(cls, tape: Tape, given: Mapping[Value, Tensor]) -> Recording:
+        """What a tape has written down; values of sites, and indices of plates, are ``given``."""
+        found = {**tape.inputs, **tape.before, **tape.noise, **given}
         return cls(
             *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
             *((*tape.guards,), tape.bits, tape.constants, frozenset(tape.noise)),
@@ -110,8 +110,10 @@ class Recording:
             wanted: The values.
             starts: The labels of the source, and of what was drawn from it, by value.
         """
-        function = self.cut(wanted, starts, sees_all=True)
-        given, known = function.given, self.known
+        function, known = self.cut(wanted, starts, sees_all=True), self.known
+        given, reading = function.given, function.only_reading({*starts})
+        if not reading.writes:
+            function, given = reading, reading.given
         if function.writes:
             try:
                 function = self._without_writes(function)

@@ -180,7 +180,7 @@ class Tape(TorchDispatchMode):
                 known.mask = known.source = bit
         return value
 
-    def drawn(self, tensor: Tensor, func: Any, law: list[Tensor]) -> Value:
+    def drawn(self, tensor: Tensor, func: Any, law: Sequence[Tensor | Value]) -> Value:
         """Writes down how the value of a source was drawn, from the tensors of its law; returns the value."""
         with torch._C.DisableTorchFunction():
             value, self._mask, self._after = self._value(tensor), 0, ()

@@ -44,6 +44,11 @@ class Reruns:
         # The backward pass through the costs of each run, which all sites share; empty before it is asked for.
         self._led: list[SharedBackward] = []
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether costs come from an earlier run than the step's own."""
+        return any(traced.recorded is None for traced in self.traced)
+
     def with_plan(self, plan: Plan) -> Reruns:
         """The same runs, by another plan of the same graph."""
         other = copy.copy(self)

@@ -37,8 +37,11 @@ def term_of(
         term = estimator(context)
     except UnsupportedSiteError as error:
         raise error.at(*context.names) from error
+    surrogate = term.surrogate
+    if context.excess is not None:
+        surrogate = surrogate.reshape(*context.score.shape, -1).sum(-1) + context.excess * context.score
     if not build:
-        return term.surrogate
+        return surrogate
     if rows is not None:
         new = [write for name, value in term.statistics.items() for write in rows.write(name, value)]
         writes += writes_of_ranks(context.ranks, new, context.cost[0].numel())
@@ -49,7 +52,7 @@ def term_of(
     shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
     for i, name in enumerate(context.names):
         info[name] |= {k: v[i] for k, v in shown.items()}
-    return term.surrogate
+    return surrogate
 
 
 def statistics_of(

@@ -32,6 +32,11 @@ class Rerun(Protocol):
 
     generator: torch.Generator
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether costs come from an earlier run than the step's own."""
+        ...
+
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
     ) -> tuple[Run, ...]:
@@ -112,6 +117,13 @@ class SiteProgramRuns:
         value = value.detach()
         runs = [self._run(i, value[i]) for i in range(len(self.names))]
         return torch.stack([self._cost_to_go(found)[i] for i, found in enumerate(runs)])
+
+    @torch.no_grad()
+    def sampled_cost(self) -> Tensor:
+        """Costs-to-go at the sampled values of all sites, by the same way as at other values."""
+        runs = self.batch.rollout.runs
+        found = [self.rerun(name, self.value[i], runs) for i, name in enumerate(self.names)]
+        return torch.stack([self._cost_to_go(own)[i] for i, own in enumerate(found)])
 
     def independent(self) -> Tensor:
         """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""

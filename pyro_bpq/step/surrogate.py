@@ -94,7 +94,12 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
 
 def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:
     """The input of the estimator of a class of sites, with what it asks for itself."""
-    return replace(signals.context(c, gamma), signals=_asked_for(signals, c), ranks=ranks)
+    context = replace(signals.context(c, gamma), signals=_asked_for(signals, c), ranks=ranks)
+    estimator = signals.layout.classes[c].spec.estimator
+    if estimator.takes_outdated or "program" not in estimator.needs or not signals.rerun.is_outdated:
+        return context
+    known = context.program.sampled_cost()
+    return replace(context, cost=known, excess=context.cost - known)
 
 
 def _asked_for(signals: Signals, c: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Alike:
     Attributes:
         particles: How their particles run, once that is settled, by what the user asks for.
         may_sum: Whether the loss may be summed over all values; ``sums`` how they run, after ``drawn`` steps that draw.
-        always: Why every one of their runs is recorded; empty if it is not. ``needs_fresh`` the same by the last plan.
+        always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
     """
@@ -75,7 +75,6 @@ class Alike:
     sums: Particles | None = None
     drawn: int = 0
     always: str = ""
-    needs_fresh: str = ""
     steps: int = 0
     next: float = 0
     recorded: dict[Any, Recorded] = field(default_factory=dict)
@@ -116,7 +115,7 @@ class Recordings:
     - ``"auto"``: a run is recorded if its call looks new, after 1, 2, 4, ... steps and then every 64, and at every step
       where what is computed from it must be fresh, or where sampled values steer the program;
     - ``"dynamic"``: every run is recorded;
-    - ``"dense"``: none is; every earlier site is an ancestor.
+    - ``"dense"``: none is; steps go in program order, or every earlier site is an ancestor.
 
     Attributes:
         call: The call that is looked at; ``now`` what is known of calls like it.
@@ -173,12 +172,6 @@ class Recordings:
                 self._kinds.popitem(last=False)
         self.call, self._kind, self.now = call, kind, kind.find(call) or Alike()
 
-    def take(self, call: Call) -> None:
-        """Takes the tensors of another call that looks like the present one."""
-        own = dict(zip(call.sources, call.tensors, strict=True))
-        pairs = zip(self.call.sources, self.call.tensors, strict=True)
-        self.call.tensors = [own.get(source, tensor) for source, tensor in pairs]
-
     def is_new(self) -> None:
         """Notes that a run has a structure that no run of such calls had: from now on they are recorded."""
         self.now.always = self.now.always or "it has another structure from step to step"
@@ -189,9 +182,9 @@ class Recordings:
 
     def wants(self, number: int) -> bool:
         """Whether the next run, of so many particles in one call, is recorded."""
-        if self.is_ordered or self.is_dense:
+        if self.is_ordered:
             return False
-        if self._must or self.always or self.now.always or self.now.needs_fresh or self.now.steps >= self.now.next:
+        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
             return True
         return not self.now.knows(self.call.modes, number)
 
@@ -202,8 +195,8 @@ class Recordings:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether values are known to steer the program, and every cost is to count."""
-        return self.escapes and (self.is_dense or (self.mode == "auto" and self.in_order))
+        """Whether every cost is to count: values steer the program, or no run is recorded."""
+        return self.is_dense or (self.mode == "auto" and self.escapes and self.in_order)
 
     @property
     def is_dense(self) -> bool:
@@ -222,12 +215,12 @@ class Recordings:
 
     def when(self) -> str:
         """When runs are recorded, in words."""
-        if self.is_dense or self.is_ordered:
+        if self.is_ordered:
             return "No run is recorded."
         if self.mode == "dynamic":
             return 'Every run is recorded, because you wrote structure="dynamic".'
-        if why := self.now.always or self.now.needs_fresh:
-            return f"Every run is recorded, because {why}."
+        if self.now.always:
+            return f"Every run is recorded, because {self.now.always}."
         if self.now.next == math.inf:
             return "Runs like it are not recorded again."
         return f"It was recorded {self.now.steps} steps ago." if self.now.steps else "It was recorded."
@@ -251,14 +244,11 @@ class Recordings:
 
         A value must leave torch before it can steer Python, and it does so in every run. So one recorded run shows it.
         """
-        return self.escapes or traced.escaped or self._is_unseen(traced)
+        return self.escapes or self.is_dense or traced.escaped
 
     def cuts_plates(self, traced: TracedRun) -> bool:
         """Whether rows of a plate stay apart: no rows met, and no value sampled in a plate left torch."""
-        return not (self.crosses or traced.crosses or self._is_unseen(traced))
-
-    def _is_unseen(self, traced: TracedRun) -> bool:
-        return self.is_dense and traced.key not in self.known
+        return not (self.crosses or traced.crosses or self.is_dense)
 
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""

@@ -267,6 +267,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
             costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
             unweighted.add(cost)
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
+    values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
     reached, stored, made = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     laws = {}

