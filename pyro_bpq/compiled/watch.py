@@ -210,8 +210,7 @@ class StepWatch(TorchDispatchMode):
                 )
             if _is_in("pyro_bpq.reruns."):
                 self._refuse(
-                    "it draws values that are no sites, and the programs run again at other values. Where these are "
-                    'initial values, give a function: pyro.param("w", lambda: torch.randn(2))'
+                    "it draws values that are no sites, and costs that read them are computed again at other values"
                 )
             return None
         source = generator.initial_seed() - self._first_seed

@@ -91,7 +91,7 @@ class Call:
         sources: Where each tensor was found.
         modes: Whether gradients are on, and whether torch infers only.
         modules: Modules with buffers.
-        arrays: Large arrays of numpy, and where each was found: they are told apart by identity.
+        arrays: Arrays of numpy, and where each was found; large ones are told apart by identity.
     """
 
     def __init__(self) -> None:
@@ -184,6 +184,7 @@ class Call:
         elif isinstance(item, numpy.ndarray) and item.size <= _MOST_NUMBERS and item.dtype.kind in "biufc":
             self.note(path, (kind, item.dtype.str, item.shape))
             self.note(("the numbers of {}", path), item.tobytes())
+            self.arrays.append((path, item))
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)

@@ -104,6 +104,10 @@ class Recorded:
         self._made.update(other._made)
         known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
+        own, before = self.recording.tensors, other.recording.tensors
+        for value in self.recording.constants & before.keys() & own.keys():
+            # Compiled steps know constants by their tensors.
+            own[value] = before[value] if torch.equal(own[value], before[value]) else own[value]
 
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
