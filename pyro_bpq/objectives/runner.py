@@ -23,6 +23,7 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
+from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
@@ -110,7 +111,11 @@ class StepRunner(Runner):
         """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         plan = self._static_plan(traced)
         recorded = self.recordings.recorded(traced, particles)
-        return 1 if plan is None else num_particles_for(plan, traced, particles, recorded and recorded.work)
+        return (
+            1
+            if plan is None
+            else num_particles_for(plan, traced, particles, None if recorded is None else recorded.work)
+        )
 
     def why_one(self, traced: TracedRun) -> str:
         """Why that number is 1, in words."""
@@ -313,13 +318,13 @@ class StepRunner(Runner):
                     module._buffers[name] = buffer.detach()
 
     def _each(self, programs: Sequence[Program], particles: Particles, mode: Mode, **options: Any) -> list[TracedRun]:
-        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, **options)
+        options = {"particles": particles, "num_steps": mode.num_steps, **options}
         first, *others = programs
-        runs = [trace(first)]
+        runs = [self.trace(first, **options)]
         if particles.is_hidden:
             recorded = self.recordings.recorded(runs[0], 1)
             return [*runs, *further_particles(recorded, runs[0], self.recordings.call, particles.number - 1)]
-        return runs + [trace(program, has_told=True) for program in others]
+        return runs + [self.trace(program, has_told=True, **options) for program in others]
 
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""
@@ -339,7 +344,8 @@ class StepRunner(Runner):
         recordings, first = self.recordings, runs[0]
         recorded, known = recordings.recorded(first, particles.in_call), recordings.of(first)
         if is_dynamic or known is None:
-            patterns, self_read = frozenset(), frozenset() if recorded is None else recorded.self_read
+            patterns: Patterns = frozenset()
+            self_read = frozenset() if recorded is None else recorded.self_read
         else:
             patterns, self_read = known.patterns, known.self_read
         return StructureFacts(

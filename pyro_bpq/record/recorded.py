@@ -396,8 +396,7 @@ class _InRows:
         found = []
         for i in range(number):
             with _drawing(self.function):  # the same noise in each row
-                own = (row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))
-                found.append(self.function(*own))
+                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 

@@ -96,7 +96,7 @@ class Tape(TorchDispatchMode):
         if self._stack is not None:
             raise RuntimeError("The tape is active. Nest another one: with Tape() as inner:")
         with ExitStack() as stack:
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             stack.push(super().__exit__)
             stack.enter_context(self._calls)
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):

@@ -145,7 +145,7 @@ class Draws:
         torch.set_rng_state(self._state)
         _rewind(self._mark)
         for module, name, own, kept in self._buffers:
-            module._buffers[name] = own if own is None else own.copy_(kept)
+            module._buffers[name] = own if own is None or kept is None else own.copy_(kept)
 
 
 # These messages tell handlers that draw in place of the generator of a mark, and of a return to it.
