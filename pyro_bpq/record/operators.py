@@ -8,6 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from pyro_bpq.record.values import tensors_in
 
 _SHAPE_FROM = MappingProxyType({"masked_select": 1, "index": 1, "sparse_mask": 1, "_pack_padded_sequence": 1})
 _UNTAGGED_SHAPES = re.compile(
@@ -65,3 +68,10 @@ def kind_of(func: Any) -> Kind:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
     return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view))
+
+
+def targets_of(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call writes into."""
+    named = kwargs or {}
+    found = [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
+    return [*tensors_in(found)]

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
-from pyro_bpq.record.operators import Kind, kind_of
+from pyro_bpq.record.operators import Kind, kind_of, targets_of
 from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in
 
 MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
@@ -268,7 +268,7 @@ class Tape(TorchDispatchMode):
             call = func, taken, named, self._mask, self._after
             self.compute(self._mask)
             if kind.writes:
-                targets = _targets(kind, args, kwargs)
+                targets = targets_of(kind, args, kwargs)
                 self._keep(targets)
         except Exception as error:
             raise RecordingError(kind.name) from error
@@ -498,10 +498,3 @@ def _owner(function: Any) -> Any:
     if owner is None or isinstance(owner, ModuleType):
         return None if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else function
     return owner
-
-
-def _targets(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes into."""
-    named = kwargs or {}
-    found = [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
-    return [*tensors_in(found)]

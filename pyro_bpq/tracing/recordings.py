@@ -267,7 +267,6 @@ class Recordings:
         if known is None:
             return build_graph(traced, traced.recorded.reads)
         self.known[traced.key] = known
-        self.known.move_to_end(traced.key)
         if len(self.known) > _CAPACITY:
             self.known.popitem(last=False)
         return known.graph
