@@ -76,7 +76,7 @@ class Tape(TorchDispatchMode):
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self._heard: int | None = None  # the sources that were read while it listens
-        self._paused = False
+        self._paused = self._is_looked_at = False
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
         self._tensors, self._storages = Table(), Table()
@@ -213,7 +213,8 @@ class Tape(TorchDispatchMode):
             self.deferred |= mask
         elif mask:
             # A check is an error that is not raised.
-            if self._is_new(mask) and not (check and is_library_check() and not catcher(self._outer)):
+            is_check = self._is_looked_at or (check and is_library_check() and not catcher(self._outer))
+            if self._is_new(mask) and not is_check:
                 self.steer(mask)
         elif not (check and is_library_check()):
             self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
@@ -236,12 +237,12 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def looked_at(self) -> Iterator[None]:
-        """What is read within steers nothing: not the program reads it."""
-        before, self.deferred = self.deferred, 0
+        """What is read within of a source steers nothing: not the program reads it."""
+        self._is_looked_at = True
         try:
             yield
         finally:
-            self.deferred = before
+            self._is_looked_at = False
 
     @contextlib.contextmanager
     def steered_by(self, mask: int) -> Iterator[None]:
