@@ -12,6 +12,7 @@ from steps import repeat
 from torch import Tensor, tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Hindsight
 from pyro_bpq.tracing.watch import carried, detached
 
@@ -83,5 +84,6 @@ def test_hindsight_does_not_read_the_law_of_such_a_value() -> None:
         pyro.sample("z", relaxed(a + parameter("m", 0.5), "bit"))
 
     elbo = TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=0, estimator=Hindsight())
-    elbo.loss_and_grads(Program("bit").model, guide)
+    with pytest.warns(BPQWarning, match="the law of 'z', which reads it, is not known at other values"):
+        elbo.loss_and_grads(Program("bit").model, guide)
     assert elbo.plan is not None and (elbo.plan.held is None or "a" not in elbo.plan.held.sites)
