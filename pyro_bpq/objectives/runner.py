@@ -76,7 +76,9 @@ class StepRunner(Runner):
     @property
     def said(self) -> tuple[str, ...]:
         """What was settled last of recording; empty where nothing was."""
-        return (self.recordings.said,) if self.recordings.said else ()
+        jumps = ", ".join(sorted(self.recordings.jumps))
+        scored = f"Costs jump with the values of {jumps}: they get the score function." if jumps else ""
+        return tuple(filter(None, (self.recordings.said, scored)))
 
     @property
     def is_settled(self) -> bool:

@@ -2,24 +2,21 @@ r"""Costs that jump where the value of a site moves continuously. A pathwise gra
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, values_in
-from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, drawing
-from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.values import Value
 
 # Operators whose results are piecewise constant, besides those that make no floating-point numbers.
-_STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide", "bernoulli"))
-# Number of lines that are followed, and how often each is halved.
-_LINES, _HALVINGS = 32, 16
+_STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"))
+# Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
+_LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
 
 
 class Jump(NamedTuple):
@@ -30,9 +27,9 @@ class Jump(NamedTuple):
     operator: str
 
 
-def switches(function: Function, sources: Set[Value], dtypes: Any) -> dict[Value, str]:
+def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
     """Values on the way that change by steps while sources move, and the operators that make them."""
-    found, moving = dict[Value, str](), {*sources}
+    found, moving, dtypes = dict[Value, str](), {*sources}, function.dtypes
     taken = {*function.wanted}.union(*map(arguments_of, function.nodes))
     for node in function.nodes:
         read = moving.intersection(arguments_of(node))
@@ -49,10 +46,10 @@ def switches(function: Function, sources: Set[Value], dtypes: Any) -> dict[Value
 
 @torch.no_grad()
 def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed: int) -> Jump | None:
-    """The largest jump of a cost on the lines from the value of a site to others that are drawn; ``None`` if none jumps.
+    """The largest jump of a cost on lines from the value of a site to others that are drawn; ``None`` if none jumps.
 
-    Each line is halved until the two sides of a switch are close. A cost jumps if it changes there by more than its
-    slope on either side explains.
+    Each line is halved until the two sides of a switch are close. A cost jumps if it changes between them by more than
+    it has changed on either side, in the last half of the halvings. That is computed in double precision.
 
     Args:
         recorded: A recorded run.
@@ -60,62 +57,59 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
         name: The site.
         passing: Sites that pass on what their laws are made of.
         seed: Seed of the draws; the global generators stay as they are.
+
+    Raises:
+        Uncut: If a cost cannot be computed again.
     """
     recording, site = recorded.recording, recorded.drawn[name].value
     through = frozenset(recorded.drawn[other].value for other in passing - {name})
-    costs = [cost for cost in recorded.costs if recorded.can_compute(cost)]
-    try:
-        whole = recording.cut([recorded.costs[cost] for cost in costs], {site}, through)
-    except Uncut:
-        return None
-    found = switches(whole, {site}, recording.dtypes)
+    values = {cost: value for cost, value in recorded.costs.items() if recorded.can_compute(cost)}
+    whole = recording.cut(values.values(), {site}, through)
     moving = {site}.union(*(values_in(node.result) for node in whole.reading({site})))
-    costs = [cost for cost in costs if recorded.costs[cost] in moving]
+    found, costs = switches(whole, {site}), [cost for cost in values if values[cost] in moving]
     if not found or not costs:
         return None
-    wanted = [*(recorded.costs[cost] for cost in costs), *found]
-    size = sum(recording.shapes[value].numel() for value in wanted)
-    number = max(2, min(_LINES, MOST_ELEMENTS // max(size, 1)))
-    right = torch.stack([recorded.again((), bound, {}, frozenset((name,)), False, seed + i)[name] for i in range(number)])
-    left = bound.tensors[site].expand_as(right)
-    tensors = {**bound.tensors, site: right}
-    function, given, constants = recorded.in_rows(wanted, {site}, tensors, through)
+    wanted = [*(values[cost] for cost in costs), *found]
+    number = max(2, min(_LINES, MOST_ELEMENTS // sum(recording.shapes[value].numel() + 1 for value in wanted)))
+    draws = [recorded.again((), bound, {}, frozenset((name,)), False, seed + i)[name] for i in range(number)]
+    tensors = {value: own.double() if own.is_floating_point() else own for value, own in bound.tensors.items()}
+    right = torch.stack(draws).double()
+    left, tensors[site] = tensors[site].expand_as(right), right
+    function, given, constants = recorded.in_rows(recording.cut(wanted, {site}, through).in_double(), {site}, tensors)
 
     def at(value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Costs and switches, ``(lines, elements)``."""
         tensors[site] = value
         with drawing(function, seed):
-            values = function(*(tensors[own] for own in given), *constants)
-        rows = [v if v.dim() > len(recording.shapes[w]) else v.expand(number, *v.shape) for v, w in zip(values, wanted)]
-        weighted = [bound.weighted(cost, row) for cost, row in zip(costs, rows)]
-        return [row.reshape(number, -1) for row in weighted], [row.reshape(number, -1) for row in rows[len(costs) :]]
+            rows = function(*(tensors[own] for own in given), *constants)
+        rows[: len(costs)] = map(bound.weighted, costs, rows)
+        rows = [row.reshape(number, -1) for row in rows]
+        return rows[: len(costs)], rows[len(costs) :]
 
     (before, old), (after, new) = at(left), at(right)
     changed = torch.stack([(a != b).any(1) for a, b in zip(old, new, strict=True)], 1)
-    if not changed.any():
-        return None
     # Lines that pass several switches follow one of them each.
     turn = torch.arange(number) % changed.sum(1).clamp(min=1)
-    followed = ((changed.cumsum(1) - 1) == turn[:, None]).logical_and(changed).int().argmax(1)
-    sides = [(torch.zeros_like(cost), torch.zeros_like(cost)) for cost in before]
-    for _ in range(_HALVINGS):
+    followed = ((changed.cumsum(1) - 1 == turn[:, None]) & changed).int().argmax(1)
+    sides = [torch.zeros_like(cost) for cost in before]
+    for step in range(_HALVINGS if changed.any() else 0):
         middle = torch.lerp(left, right, 0.5)
         between, now = at(middle)
         same = torch.stack([(a == b).all(1) for a, b in zip(old, now, strict=True)], 1)
         stays = same.gather(1, followed[:, None])
-        sides = [
-            (torch.where(stays, (c - a).abs(), one), torch.where(stays, other, (c - b).abs()))
-            for c, a, b, (one, other) in zip(between, before, after, sides, strict=True)
-        ]
+        if step >= _HALVINGS // 2:
+            for side, a, b, c in zip(sides, before, after, between, strict=True):
+                side += torch.where(stays, c - a, c - b).abs()
         before = [torch.where(stays, c, a) for c, a in zip(between, before, strict=True)]
         after = [torch.where(stays, b, c) for c, b in zip(between, after, strict=True)]
         old = [torch.where(stays, c, a) for c, a in zip(now, old, strict=True)]
         row = stays.reshape(number, *(1 for _ in middle.shape[1:]))
         left, right = torch.where(row, middle, left), torch.where(row, right, middle)
     jumps, operators = list[Jump](), [*found.values()]
-    for cost, a, b, (one, other) in zip(costs, before, after, sides, strict=True):
-        size_, noise = (b - a).abs(), 64.0 * torch.finfo(a.dtype).eps * (a.abs() + b.abs() + 1.0)
-        is_jump = size_.isfinite() & changed.any(1, keepdim=True) & (size_ > 4.0 * (one + other) + noise)
-        largest, line = torch.where(is_jump, size_, 0.0).amax(1).max(0)
+    for cost, a, b, side in zip(costs, before, after, sides, strict=True):
+        size, noise = (b - a).abs(), 64.0 * torch.finfo(a.dtype).eps * (a.abs() + b.abs() + 1.0)
+        is_jump = size.isfinite() & changed.any(1, keepdim=True) & (size > _FURTHER * side + noise)
+        largest, line = torch.where(is_jump, size, 0.0).amax(1).max(0)
         jumps.append(Jump(float(largest), cost, operators[int(followed[line])]))
     best = max(jumps)
     return best if best.size > 0.0 else None
@@ -144,6 +138,8 @@ def _operators(recorded: Recorded) -> list[Any]:
 
     found: list[Any] = [sorted(recorded.named)]
     for node in function.nodes:
-        found.append((node.func, put(node.args), sorted((k, str(put(v))) for k, v in node.kwargs.items()), put(node.result)))
+        found.append(
+            (node.func, put(node.args), sorted((k, str(put(v))) for k, v in node.kwargs.items()), put(node.result))
+        )
     constants = recorded.recording.constants
     return found + [(put(value), tensors[value].tolist()) for value in function.given if value in constants]

@@ -346,8 +346,10 @@ class Recorded:
         tensors = {**bound.tensors, **{self.drawn[name].value: value for name, value in moved.items()}}
         key = costs, sites, number
         if key not in self._made:
-            moved_values = {self.drawn[name].value for name in sites}
-            self._made[key] = self.in_rows([self.named[name] for name in costs], moved_values, tensors, frozenset())
+            values = {self.drawn[name].value for name in sites}
+            self._made[key] = self.in_rows(
+                self.recording.cut([self.named[name] for name in costs], values), values, tensors
+            )
         function, given, constants = self._made[key]
         with drawing(function):
             found = function(*(tensors[value] for value in given), *constants)
@@ -356,10 +358,9 @@ class Recorded:
         return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
 
     def in_rows(
-        self, wanted: Sequence[Value], moved: Set[Value], tensors: Mapping[Value, Tensor], redrawn: Set[Value]
+        self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
-        """The function of all rows, the values that it takes, and constants."""
-        function = self.recording.cut(wanted, moved, redrawn)
+        """A function of all rows, the values that it takes, and constants; some values have rows."""
         given, constants = function.given, list[Tensor]()
         with torch.random.fork_rng():
             if function.writes:

@@ -9,6 +9,7 @@ from pyro.distributions import Delta
 from pyro_bpq.record.jumps import is_steered, jump_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recording import Uncut
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -54,7 +55,7 @@ def jumps_of(run: TracedRun, call: Call, looks: int, before: Recorded | None) ->
             costs = ", ".join(sorted(cost for cost in recorded.reads if name in recorded.reads[cost]))
             yield name, f"{line} reads it, and other operators or numbers follow from one value to another in {costs}"
     # Looked at are the first recorded run, the fourth, the sixteenth, and so on.
-    if (looks + 1).bit_count() > 1 or looks and (looks + 1).bit_length() % 2 == 0:
+    if (looks + 1).bit_count() > 1 or (looks + 1).bit_length() % 2 == 0:
         return
     passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
     values = {name: site.value for name, site in run.run.sites.items()}
@@ -62,7 +63,7 @@ def jumps_of(run: TracedRun, call: Call, looks: int, before: Recorded | None) ->
     for name in sorted(sites):
         try:
             jump = jump_of(recorded, bound, name, passing, 1 + looks)
-        except (RuntimeError, ValueError, IndexError, ArithmeticError):
+        except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
             continue  # a program may fail in any way at other values
         if jump is not None:
             yield name, f"{jump.cost} jumps by {number(jump.size)} nats where {jump.operator!r} switches"
@@ -71,7 +72,7 @@ def jumps_of(run: TracedRun, call: Call, looks: int, before: Recorded | None) ->
 def told(name: str, seen: str) -> str:
     """The warning that a site gets the score function."""
     return (
-        f"Site {name!r} is reparameterised, but a pathwise gradient misses jumps: {seen}. From now on the site gets the "
-        "score function, with leave-one-out where several particles run. To keep the pathwise gradient, write "
+        f"Site {name!r} is reparameterised, but a pathwise gradient misses jumps: {seen}. From now on it gets the score "
+        "function, with leave-one-out where several particles run. To keep the pathwise gradient, write "
         'infer={"bpq": {"estimator": Pathwise()}} at the site.'
     )

@@ -285,7 +285,7 @@ class Recordings:
         return is_undecided(traced, self.now.looks)
 
     def finds_jumps(self, traced: TracedRun) -> bool:
-        """Whether a recorded run shows that pathwise gradients of some sites miss jumps; they are scored from now on."""
+        """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
         now = self.now
         found = dict(jumps_of(traced, self.call, now.looks, now.last))
         now.looks, now.last = now.looks + 1, traced.recorded
