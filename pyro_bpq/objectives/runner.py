@@ -77,7 +77,9 @@ class StepRunner(Runner):
     @property
     def said(self) -> tuple[str, ...]:
         """What was settled last of recording; empty where nothing was."""
-        return (self.recordings.said,) if self.recordings.said else ()
+        jumps = ", ".join(sorted(self.recordings.jumps))
+        scored = f"Costs jump with the values of {jumps}: they get the score function." if jumps else ""
+        return tuple(filter(None, (self.recordings.said, scored)))
 
     @property
     def is_settled(self) -> bool:
@@ -190,7 +192,9 @@ class StepRunner(Runner):
 
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:
         planner, nesting, number = self.plans.planner, particles.nesting, particles.number
-        return TraceOptions(planner.choose, nesting, number, planner.attach, noise=self.noise, **more)
+        return TraceOptions(
+            planner.choose, nesting, number, planner.attach, noise=self.noise, jumps=self.recordings.jumps, **more
+        )
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
@@ -215,7 +219,7 @@ class StepRunner(Runner):
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             sites = frozenset().union(*(traced.escaped_sites for traced in runs))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        if mode.learning and mode.may_order and planner.orders:
+        if mode.learning and mode.may_order and planner.orders and not any(map(recordings.is_undecided, runs)):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
         if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
@@ -252,8 +256,7 @@ class StepRunner(Runner):
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
-        # What further particles cost is no control variate: it must not be outdated.
-        is_due = particles.is_hidden or recordings.wants(number) or (recordings.always and not is_ordered)
+        is_due = recordings.wants(number) or (recordings.always and not is_ordered)
         record = is_due and not mode.is_recorded
         try:
             runs = self._runs(programs, particles, mode, record)
@@ -261,11 +264,16 @@ class StepRunner(Runner):
             recordings.give_up(error)
             draws.again()
             return programs, self._runs(programs, particles, mode, False)
-        if record or mode.is_recorded or all(recordings.knows(run, number) for run in runs):
-            return programs, runs
-        recordings.is_new()
-        draws.again()
-        return programs, self._runs(programs, particles, mode, True)
+        if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
+            recordings.is_new()
+            draws.again()
+            runs = self._runs(programs, particles, mode, True)
+        if mode.learning and torch.is_grad_enabled() and any(recordings.finds_jumps(r) for r in runs if r.recorded):
+            # The same draws, with scores in place of pathwise gradients.
+            draws.again()
+            self.plans.forget()
+            runs = self._runs(programs, particles, mode, True)
+        return programs, runs
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""

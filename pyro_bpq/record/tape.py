@@ -52,7 +52,8 @@ class Tape(TorchDispatchMode):
         constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
         opaque: Values that no operator has made, and what has made them.
         guards: What Python read where no source reaches.
-        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each.
+        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each; ``told``
+            what each read has found.
     """
 
     supports_higher_order_operators = True
@@ -73,6 +74,7 @@ class Tape(TorchDispatchMode):
         self.guards: list[Guard] = []
         self.steering = 0
         self.lines: dict[int, str] = {}
+        self.told: list[tuple[int, Any]] = []
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self._heard: int | None = None  # the sources that were read while it listens
@@ -213,6 +215,7 @@ class Tape(TorchDispatchMode):
         if self.deferred is not None:
             self.deferred |= mask
         elif mask:
+            self.told.append((mask, found))
             # A check is an error that is not raised.
             is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
             if self._is_new(mask) and not is_check:
