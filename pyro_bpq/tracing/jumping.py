@@ -72,7 +72,7 @@ def jumps_of(run: TracedRun, call: Call, looks: int, before: Recorded | None) ->
 def told(name: str, seen: str) -> str:
     """The warning that a site gets the score function."""
     return (
-        f"Site {name!r} is reparameterised, but a pathwise gradient misses jumps: {seen}. From now on it gets the score "
-        "function, with leave-one-out where several particles run. To keep the pathwise gradient, write "
+        f"Site {name!r} is reparameterised, but a pathwise gradient misses jumps: {seen}. From now on it gets the "
+        "score function, with leave-one-out where several particles run. To keep the pathwise gradient, write "
         'infer={"bpq": {"estimator": Pathwise()}} at the site.'
     )

@@ -303,12 +303,11 @@ def _self_read(tape: Tape, sites: Sites) -> frozenset[str]:
     """Costs of the model whose law, scale or mask reads the value that it scores."""
     found = set()
     for name, site in sites.items():
-        if site["is_observed"] or name not in tape.bits:
-            continue
-        split = finite_components(site["fn"])
-        law = [] if split is None else [split.parameters(site["fn"]), site["scale"], full_mask(site)]
-        if tape.mask_of(law) & tape.bits[name] or carried(site["value"]):
-            found.add(cost_of_site(site, False))
+        split = None if site["is_observed"] else finite_components(site["fn"])
+        if name in tape.bits and split is not None:
+            law = [split.parameters(site["fn"]), site["scale"], full_mask(site)]
+            if tape.mask_of(law) & tape.bits[name] or carried(site["value"]):
+                found.add(cost_of_site(site, False))
     return frozenset(found)
 
 
