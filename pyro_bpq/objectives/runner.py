@@ -256,8 +256,7 @@ class StepRunner(Runner):
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
-        is_due = recordings.wants(number) or (recordings.always and not is_ordered)
-        record = is_due and not mode.is_recorded
+        record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
             runs = self._runs(programs, particles, mode, record)
         except RecordingError as error:

@@ -188,13 +188,12 @@ class Recordings:
         """Records the next run: what is known may no longer be so."""
         self._must = True
 
-    def wants(self, number: int) -> bool:
-        """Whether the next run, of so many particles in one call, is recorded."""
+    def wants(self, particles: Particles) -> bool:
+        """Whether the next run is recorded."""
         if self.is_ordered:
             return False
-        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
-            return True
-        return not self.now.knows(self.call.modes, number)
+        is_due = self._must or self.always or self.now.always
+        return bool(is_due or self.now.steps >= self.now.next or not self.now.knows(self.call.modes, particles.in_call))
 
     @property
     def always(self) -> bool:
