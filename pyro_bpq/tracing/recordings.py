@@ -182,11 +182,11 @@ class Recordings:
 
     def wants(self, number: int) -> bool:
         """Whether the next run, of so many particles in one call, is recorded."""
+        knows = self.now.knows(self.call.modes, number)
         if self.is_ordered:
-            return False
-        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
-            return True
-        return not self.now.knows(self.call.modes, number)
+            # In a plate of particles one run has to show that they keep apart.
+            return not (knows or self.failed or number == 1)
+        return self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next or not knows
 
     @property
     def always(self) -> bool:
@@ -257,7 +257,9 @@ class Recordings:
         if not is_joined:
             # Which numbers Python reads is not looked at.
             self.now = self._kind.put(Check(), self.call, self.now)
-        if traced.recorded is None:
+        if traced.recorded is None or self.is_dense:
+            if traced.recorded is not None:
+                self.now.recorded[self.call.modes, traced.key, number] = traced.recorded
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
