@@ -144,6 +144,8 @@ class ParticleCount:
             runner.meet(program, mode)
         found = runner.observe(program, self.now, mode)
         mixed = found.runs[0].mixes if self.now.has_plate and found.runs else None
+        if self.now.has_plate and runner.recordings.failed:
+            mixed = "the program", runner.recordings.failed
         if mixed is None:
             if not mode.is_recorded:
                 self._use(runner, self.now)

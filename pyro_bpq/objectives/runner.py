@@ -216,8 +216,8 @@ class StepRunner(Runner):
         recordings.now.steps += mode.counts(runs[0])
         graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
-        if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
-            sites = frozenset().union(*(traced.escaped_sites for traced in runs))
+        sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
+        if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             raise UnsupportedProgramError(left_torch(sites, particles.number))
         if mode.learning and mode.may_order and planner.orders and not any(map(recordings.is_undecided, runs)):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))

@@ -51,7 +51,7 @@ def _particle(first: TracedRun, names: Iterator[Any], rows: Any, i: int) -> Trac
     guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
     number = next(iter(first.infos.values())).num_particles
     again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
-    return replace(again, elimination=first.elimination)
+    return replace(again, elimination=first.elimination, recorded=first.recorded)
 
 
 def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:

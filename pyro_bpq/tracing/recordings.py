@@ -190,10 +190,12 @@ class Recordings:
 
     def wants(self, particles: Particles) -> bool:
         """Whether the next run is recorded."""
+        number = particles.in_call
+        knows = self.now.knows(self.call.modes, number)
         if self.is_ordered:
-            return False
-        is_due = self._must or self.always or self.now.always
-        return bool(is_due or self.now.steps >= self.now.next or not self.now.knows(self.call.modes, particles.in_call))
+            # In a plate of particles one run has to show that they keep apart.
+            return not (knows or self.failed or number == 1)
+        return self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next or not knows
 
     @property
     def always(self) -> bool:
@@ -264,7 +266,9 @@ class Recordings:
         if not is_joined:
             # Which numbers Python reads is not looked at.
             self.now = self._kind.put(Check(), self.call, self.now)
-        if traced.recorded is None:
+        if traced.recorded is None or self.is_dense:
+            if traced.recorded is not None:
+                self.now.recorded[self.call.modes, traced.key, number] = traced.recorded
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
