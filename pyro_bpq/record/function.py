@@ -132,7 +132,9 @@ class Function:
     @cached_property
     def writes(self) -> bool:
         """Whether an operator writes in place."""
-        return any(node.written or kind_of(node.func).writes for node in self.nodes)
+        # What an operator gives back may be what it wrote into; batch_norm, see `targets_of`, gives a new tensor.
+        kinds = ((node, kind_of(node.func)) for node in self.nodes)
+        return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 
 
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:

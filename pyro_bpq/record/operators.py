@@ -53,7 +53,7 @@ def kind_of(func: Any) -> Kind:
     sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
     sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
     if "batch_norm" in name:
-        # In training mode it updates its running statistics, but its schema does not declare the write.
+        # In training mode, see `targets_of`, it updates its running statistics, but its schema does not declare the write.
         writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     kind = Kind(
@@ -72,6 +72,8 @@ def kind_of(func: Any) -> Kind:
 
 def targets_of(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes into."""
+    if "batch_norm" in kind.name and not any(arg is True for arg in args):
+        return []  # it takes its running statistics as they are
     named = kwargs or {}
     found = [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
     return [*tensors_in(found)]

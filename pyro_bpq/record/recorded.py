@@ -312,12 +312,14 @@ class Recorded:
         """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
 
         Raises:
-            Uncut: If something cannot be computed again.
-            NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+            Uncut: If something cannot be computed again, or not for many particles at once.
         """
         key = "many", number
         if key not in self._made:
-            self._made[key] = self._of_many(number, bound)
+            try:
+                self._made[key] = self._of_many(number, bound)
+            except (NotImplementedError, RuntimeError) as error:
+                raise Uncut(str(error)) from error
         wanted, function, given, constants = self._made[key]
         first = torch.arange(number)
         return dict(zip(wanted, function(first, *(bound.tensors[value] for value in given), *constants), strict=True))

@@ -29,8 +29,7 @@ def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, n
     """Runs of further particles, which differ from the first one in what they draw.
 
     Raises:
-        Uncut: If something cannot be computed again.
-        NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+        Uncut: If something cannot be computed again, or not for many particles at once.
     """
     if recorded is None or first.untraced or not recorded.traced:
         raise Uncut("a value that no operator has made")

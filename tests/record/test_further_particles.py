@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pyro
@@ -12,7 +13,7 @@ from steps import repeat
 from torch import Tensor, nn
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.errors import BPQWarning
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 DATA = torch.tensor([[0.3, -1.2], [0.9, 0.4]], dtype=torch.float64)
@@ -123,8 +124,25 @@ def test_particles_of_programs_that_mix_are_exact(name: str) -> None:
         y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
         pyro.sample("x", dist.Normal(mean(z) * (1.0 + y), 1.0), obs=torch.tensor(0.7))
 
-    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True)
-    with pytest.warns(BPQWarning, match="in one call" if is_hidden else "one after the other"):
-        repeat(3, elbo.loss_and_grads, model, guide)
+    elbo = TraceBackpropQ_ELBO(num_particles=2)
+    elbo.particles.change(is_hidden=True)
+    repeat(3, elbo.loss_and_grads, model, guide)
     assert elbo.particles.now.is_hidden == is_hidden
     assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+        y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
+        kept = nn.functional.dropout(torch.ones(()), float(os.environ["PYRO_BPQ_TEST_DROPPED"]))
+        pyro.factor("x", kept * (z[0] - z.sum() * y))
+
+    monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0")
+    elbo = TraceBackpropQ_ELBO(num_particles=2)
+    elbo.particles.change(is_hidden=True)
+    repeat(3, elbo.loss_and_grads, model, guide)
+    assert elbo.particles.now.is_hidden
+    monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0.5")
+    repeat(3, elbo.loss_and_grads, model, guide)
+    assert elbo.particles.now == Particles(2)

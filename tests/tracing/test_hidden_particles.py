@@ -158,7 +158,10 @@ def test_they_are_computed_where_every_step_is_recorded() -> None:
 
 def test_particles_that_share_their_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: all further particles draw the same."""
-    elbo, draw = ready(3, **OPTIONS["score"]), laws.DrawRows.__call__
+    elbo, draw = TraceBackpropQ_ELBO(num_particles=3, **OPTIONS["score"]), laws.DrawRows.__call__
+    elbo.particles.change(is_hidden=True)
+    repeat(3, elbo.loss_and_grads, coins_model, coins_guide_of_both)
+    assert_unbiased(elbo.eval(), coins_model, coins_guide_of_both)
     same = lambda rows, *tensors: draw(rows, *tensors)[:1].repeat_interleave(rows.number, 0)  # noqa: E731
     monkeypatch.setattr(laws.DrawRows, "__call__", same)
     with pytest.raises(AssertionError, match="is biased"):
