@@ -50,16 +50,15 @@ class Knobs:
     """The knobs of a program, at most three."""
 
     rng: random.Random
-    chance: float = 0.12
     header: list[str] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     arguments: dict[str, tuple[str, str]] = field(default_factory=dict)
     features: set[str] = field(default_factory=set)
     count: int = 0
 
-    def is_turn(self) -> bool:
+    def is_turn(self, chance: float) -> bool:
         """Whether the next thing may be a knob."""
-        return self.count < 3 and self.rng.random() < self.chance
+        return self.count < 3 and self.rng.random() < chance
 
     def number(self, low: float, high: float) -> str:
         """A number."""

@@ -137,9 +137,9 @@ class Writer:
     def use(self, feature: str) -> None:
         self.features.add(feature)
 
-    def knob(self) -> Knobs | None:
+    def knob(self, chance: float = 0.05) -> Knobs | None:
         """The knobs, if the next thing changes between two steps."""
-        return self.knobs if self.knobs is not None and self.knobs.is_turn() else None
+        return self.knobs if self.knobs is not None and self.knobs.is_turn(chance) else None
 
     def numbers(self, *shape: int, low: float = -1.2, high: float = 1.2) -> str:
         count = math.prod(shape)
@@ -198,10 +198,11 @@ class Writer:
 
     def _switched(self, z: Latent, inside: tuple[Plate, ...]) -> str:
         """A read, perhaps one that a flag changes into another one."""
-        text, knobs = self._atom(self.read(z, inside)), self.knob()
+        text, knobs = self._atom(self.read(z, inside)), self.knob(0.3)
         if knobs is None:
             return text
-        other, way = self._atom(self.read(self.rng.choice(self.known), inside)), self.rng.randrange(4)
+        others = [other for other in self.known if other is not z] or [z]
+        other, way = self._atom(self.read(self.rng.choice(others), inside)), self.rng.randrange(4)
         if way == 0:
             return f"({text} + ({other} if {knobs.flag()} else 0.3))"
         if way == 1:
