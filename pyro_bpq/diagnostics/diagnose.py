@@ -68,7 +68,7 @@ def diagnose(
     checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {signal}"
     if look.pathwise:
         checked += (
-            f"; not looked for: jumps of the costs at some values of {listed(look.pathwise)}, as by if, torch.where, "
-            "round or an index: pathwise gradients miss them"
+            f"; jumps of the costs at values of {listed(look.pathwise)} that no draw has met, as by if, torch.where, "
+            "round or an index, stay unseen: pathwise gradients miss them"
         )
     return Diagnosis(tuple(findings(look)), checked)
