@@ -216,9 +216,8 @@ def _draws_one(fn: Any) -> bool:
 def hidden_rsample(look: Look) -> Said:
     """Sites whose distribution could be reparameterised, if ``has_rsample`` were not switched off."""
     # Who has chosen an estimator at the site knows; for some of these rsample is hidden by the library itself.
-    known = look.elbo.runner.recordings.jumps
-    open_sites = [n for n in look.scored if n in look.laws and not look.infer(n).get("bpq", {}).get("estimator")]
-    open_sites = [name for name in open_sites if name not in known]
+    sites = look.laws.keys() - look.elbo.runner.recordings.jumps
+    open_sites = [n for n in look.scored if n in sites and not look.infer(n).get("bpq", {}).get("estimator")]
     kinds = {name: kind for name in open_sites if (kind := _hides_rsample(look.laws[name]))}
     if not kinds:
         return None
@@ -240,20 +239,6 @@ def _hides_rsample(fn: Any) -> str:
             return type(fn).__name__
         fn = getattr(fn, "base_dist", None)
     return ""
-
-
-def jumping(look: Look) -> Said:
-    """Reparameterised sites that are scored, because costs jump with their values."""
-    sites = sorted(look.elbo.runner.recordings.jumps & look.laws.keys())
-    if not sites:
-        return None
-    return (
-        f"Costs jump where the values of {listed(sites)} pass a threshold, which a pathwise gradient misses: these sites "
-        "have the score function, with more noise.",
-        "Smooth what jumps, as by torch.sigmoid(x / 0.1) in place of x > 0, or sum over a discrete site in its place. "
-        'Pathwise() at the site, infer={"bpq": {"estimator": Pathwise()}}, keeps the gradient that misses the jump.',
-        sites,
-    )
 
 
 def values_that_leave(look: Look) -> Said:
@@ -294,7 +279,6 @@ CHECKS = (
     ("rsample hidden", "warning", hidden_rsample),
     ("untrained", "hint", untrained),
     ("zero gradient", "hint", zero_gradient),
-    ("jumps", "hint", jumping),
     ("values leave torch", "hint", values_that_leave),
     ("one particle", "hint", one_particle),
 )
