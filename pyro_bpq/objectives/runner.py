@@ -267,7 +267,9 @@ class StepRunner(Runner):
             recordings.is_new()
             draws.again()
             runs = self._runs(programs, particles, mode, True)
-        if mode.learning and torch.is_grad_enabled() and any(recordings.finds_jumps(r) for r in runs if r.recorded):
+        chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
+        looks = looks and not (chosen and chosen.is_pathwise)
+        if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             # The same draws, with scores in place of pathwise gradients.
             draws.again()
             self.plans.forget()

@@ -115,31 +115,42 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
     return best if best.size > 0.0 else None
 
 
-def is_steered(before: Recorded, now: Recorded, names: Set[str]) -> bool:
-    """Whether what Python has read of some sites, and of no others, has changed the operators of a program.
+class Path(NamedTuple):
+    """What Python has read of other sites than some, and the operators of the run with their constants."""
 
-    Reads of a number that change nothing, as for a log, steer nothing.
+    read: list[Any]
+    operators: list[Any]
+
+    def turns_off(self, other: Path) -> bool:
+        """Whether another run has done something else, although Python has read the same of these other sites.
+
+        Reads of a number that change nothing, as for a log, steer nothing.
+        """
+        # Up to where the one has read more than the other.
+        pairs = zip(self.read, other.read, strict=False)
+        return all(own is not None and own == its for own, its in pairs) and self.operators != other.operators
+
+
+def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
+    """The path that Python has taken, without what it has read of some sites; values are numbered as they are met.
+
+    Where numbers count steps, no number tells paths apart.
     """
-    bits = sum(now.recording.bits[name] for name in names)
-    others = [[(mask, read) for mask, read in one.recording.told if mask & ~bits] for one in (before, now)]
-    is_known = all(read is not None for own in others for _, read in own)
-    return is_known and others[0] == others[1] and _operators(before) != _operators(now)
-
-
-def _operators(recorded: Recorded) -> list[Any]:
-    """The operators of a run and their constants, with values numbered as they are met."""
-    function = recorded.recording.cut(recorded.named.values(), sees_all=True)
-    numbers, tensors = dict[Value, int](), recorded.recording.tensors
+    recording = recorded.recording
+    function, bits = recording.cut(recorded.named.values(), sees_all=True), sum(recording.bits[name] for name in names)
+    numbers = dict[Value, int]()
 
     def put(item: Any) -> Any:
         if item.__class__ is Value:
             return numbers.setdefault(item, len(numbers))
-        return tuple(map(put, item)) if item.__class__ in (tuple, list) else item
+        if item.__class__ in (tuple, list):
+            return tuple(map(put, item))
+        return None if has_counters and item.__class__ in (int, float) else item
 
     found: list[Any] = [sorted(recorded.named)]
     for node in function.nodes:
-        found.append(
-            (node.func, put(node.args), sorted((k, str(put(v))) for k, v in node.kwargs.items()), put(node.result))
-        )
-    constants = recorded.recording.constants
-    return found + [(put(value), tensors[value].tolist()) for value in function.given if value in constants]
+        found.append((node.func, put(node.args), put(sorted(node.kwargs.items(), key=str)), put(node.result)))
+    # A run that makes parameters has their first numbers.
+    constants = recording.constants - {*recorded.stored.values()}
+    found += [(put(value), put(recording.tensors[value].tolist())) for value in function.given if value in constants]
+    return Path([read for mask, read in recording.told if mask & ~bits], found)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from pyro.distributions import Delta
 
-from pyro_bpq.record.jumps import is_steered, jump_of
+from pyro_bpq.record.jumps import Path, jump_of, path_of
 from pyro_bpq.record.key import Call
-from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number
@@ -35,25 +34,31 @@ def is_undecided(run: TracedRun, looks: int) -> bool:
     return run.recorded is not None and looks < _COMPARED and not open_sites(run).isdisjoint(run.escaped_sites)
 
 
-def jumps_of(run: TracedRun, call: Call, looks: int, before: Recorded | None) -> Iterator[tuple[str, str]]:
+def jumps_of(
+    run: TracedRun, call: Call, looks: int, paths: list[Path], has_counters: bool
+) -> Iterator[tuple[str, str]]:
     """Such sites whose costs jump, and what was seen.
 
     Args:
         run: A recorded run.
         call: Its call.
         looks: Number of recorded runs of such calls before it.
-        before: The last of these.
+        paths: The paths that they have taken; that of the run is added.
+        has_counters: Whether numbers change from step to step.
     """
     recorded, sites = run.recorded, open_sites(run)
     if recorded is None or not sites:
         return
     steering = sites & run.escaped_sites
-    if steering and before is not None and looks <= _COMPARED and is_steered(before, recorded, steering):
-        for name in sorted(steering):
+    if steering and looks < _COMPARED:
+        path = path_of(recorded, steering, has_counters)
+        steers = any(map(path.turns_off, paths))
+        paths.append(path)
+        for name in sorted(steering) if steers else ():
             bit = recorded.recording.bits[name]
             line = next((line for mask, line in recorded.recording.lines.items() if mask & bit), "the program")
-            costs = ", ".join(sorted(cost for cost in recorded.reads if name in recorded.reads[cost]))
-            yield name, f"{line} reads it, and other operators or numbers follow from one value to another in {costs}"
+            costs = sorted(cost for cost in recorded.reads if name in recorded.reads[cost])
+            yield name, f"other operators or numbers follow in {', '.join(costs[:4])} where {line} reads other values"
     # Looked at are the first recorded run, the fourth, the sixteenth, and so on.
     if (looks + 1).bit_count() > 1 or (looks + 1).bit_length() % 2 == 0:
         return

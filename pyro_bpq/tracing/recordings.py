@@ -19,6 +19,7 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
+from pyro_bpq.record.jumps import Path
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
@@ -69,7 +70,7 @@ class Alike:
         always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
-        looks: Number of recorded runs that were looked at for jumps; ``last`` the last of them.
+        looks: Number of recorded runs that were looked at for jumps; ``paths`` what Python has done in the first ones.
     """
 
     particles: dict[Any, Particles] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Alike:
     next: float = 0
     recorded: dict[Any, Recorded] = field(default_factory=dict)
     looks: int = 0
-    last: Recorded | None = None
+    paths: list[Path] = field(default_factory=list)
 
     def knows(self, modes: Any, number: int) -> bool:
         """Whether a run of so many particles was recorded."""
@@ -291,8 +292,8 @@ class Recordings:
     def finds_jumps(self, traced: TracedRun) -> bool:
         """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
         now = self.now
-        found = dict(jumps_of(traced, self.call, now.looks, now.last))
-        now.looks, now.last = now.looks + 1, traced.recorded
+        found = dict(jumps_of(traced, self.call, now.looks, now.paths, self._keys.has_counters))
+        now.looks += 1
         for name, seen in found.items():
             warnings.warn(told(name, seen), BPQWarning, stacklevel=2)
         if found:
