@@ -142,6 +142,15 @@ class ParticleCount:
             # Such guides of Pyro make parameters in the shape of their first run.
             make_parameters(runner, program, self.one, mode.num_steps)
             runner.meet(program, mode)
+        if self.now.is_hidden:
+            apart = replace(self.now, is_hidden=False)
+            hidden = self._tried(runner, program, self.now, mode)
+            if hidden is not None:
+                return hidden
+            draws.again()
+            runner.meet(program, mode)
+            self._use(runner, apart)
+            return runner.observe(program, apart, mode)
         found = runner.observe(program, self.now, mode)
         mixed = found.runs[0].mixes if self.now.has_plate and found.runs else None
         if self.now.has_plate and runner.recordings.failed:
@@ -269,7 +278,7 @@ class ParticleCount:
         if run.mixes is not None:
             cost, why = run.mixes
             return f"{cost} reads them by {why!r}" if why else f"{cost} of a particle reads values of others"
-        if one is None or runner.is_alike(run, one[0], way, one[1]):
+        if runner.is_alike(run, way, one):
             return ""
         if way.is_hidden:
             return "its gradient is not that of its operators, as with hooks or torch.no_grad()"

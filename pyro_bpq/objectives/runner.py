@@ -99,14 +99,14 @@ class StepRunner(Runner):
         """Forgets the last step: the next one is planned anew."""
         self.plans.forget_last()
 
-    def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
-        """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
+    def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
+        """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
         recorded = self.recordings.recorded(run, particles.in_call)
-        if recorded is None or one.recorded is None:
-            return True
-        if particles.is_hidden:
+        if recorded is not None and particles.is_hidden:
             return gradients_agree(recorded, run, self.recordings.call)
-        values = Values((recorded,), one.recorded, (run,), call, int(particles.nesting))
+        if recorded is None or one is None or one[0].recorded is None:
+            return True
+        values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
         return is_alike(values, particles.number - 1)
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:

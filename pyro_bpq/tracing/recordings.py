@@ -195,7 +195,9 @@ class Recordings:
         if self.is_ordered:
             # In a plate of particles one run has to show that they keep apart.
             return not (knows or self.failed or number == 1)
-        return self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next or not knows
+        # What further particles cost is no control variate: it must not be outdated.
+        is_due = self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
+        return is_due or particles.is_hidden or not knows
 
     @property
     def always(self) -> bool:
