@@ -191,13 +191,6 @@ class Tape(TorchDispatchMode):
             self.nodes.append(Node(func, taken, _NOTHING, value, (), self._after))
             return value
 
-    def taint(self, tensor: Tensor, mask: int) -> None:
-        """Adds sources to what a tensor depends on."""
-        value = self._value(tensor)
-        self.masks[value] |= mask
-        for storage in memory_of(tensor):
-            self._storages.of(storage).mask |= mask
-
     # Reads.
 
     def listen(self) -> None:
