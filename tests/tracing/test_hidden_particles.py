@@ -18,9 +18,9 @@ from torch.distributions.transforms import AffineTransform, ExpTransform
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.record import laws
 from pyro_bpq.record.key import reach
+from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.further import further_particles
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
