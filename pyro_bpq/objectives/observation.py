@@ -162,8 +162,8 @@ class Runner(ABC):
         """Why that number is 1, in words."""
         return "each step is recorded alone"
 
-    def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
-        """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
+    def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
+        """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
         return True
 
     @abstractmethod

@@ -249,7 +249,7 @@ class ParticleCount:
         known = {*runner.recordings.known}
         runner.meet(program, mode)
         try:
-            with _silenced():
+            with contextlib.nullcontext() if is_known else _silenced():
                 found = runner.observe(program, way, mode)
             run = found.runs[0] if found.runs else None
             if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):
@@ -282,7 +282,7 @@ class ParticleCount:
         if run.mixes is not None:
             cost, why = run.mixes
             return f"{cost} reads them by {why!r}" if why else f"{cost} of a particle reads values of others"
-        if one is None or runner.is_alike(run, one[0], way, one[1]):
+        if runner.is_alike(run, way, one):
             return ""
         if way.is_hidden:
             return "its gradient is not that of its operators, as with hooks or torch.no_grad()"

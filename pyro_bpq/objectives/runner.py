@@ -77,7 +77,9 @@ class StepRunner(Runner):
     @property
     def said(self) -> tuple[str, ...]:
         """What was settled last of recording; empty where nothing was."""
-        return (self.recordings.said,) if self.recordings.said else ()
+        jumps = ", ".join(sorted(self.recordings.jumps))
+        scored = f"Costs jump with the values of {jumps}: they get the score function." if jumps else ""
+        return tuple(filter(None, (self.recordings.said, scored)))
 
     @property
     def is_settled(self) -> bool:
@@ -97,14 +99,14 @@ class StepRunner(Runner):
         """Forgets the last step: the next one is planned anew."""
         self.plans.forget_last()
 
-    def is_alike(self, run: TracedRun, one: TracedRun, particles: Particles, call: Call) -> bool:
-        """Whether a particle among others costs what it costs alone; ``call`` is that of the run of one particle."""
+    def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
+        """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
         recorded = self.recordings.recorded(run, particles.in_call)
-        if recorded is None or one.recorded is None:
-            return True
-        if particles.is_hidden:
+        if recorded is not None and particles.is_hidden:
             return gradients_agree(recorded, run, self.recordings.call)
-        values = Values((recorded,), one.recorded, (run,), call, int(particles.nesting))
+        if recorded is None or one is None or one[0].recorded is None:
+            return True
+        values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
         return is_alike(values, particles.number - 1)
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
@@ -190,7 +192,9 @@ class StepRunner(Runner):
 
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:
         planner, nesting, number = self.plans.planner, particles.nesting, particles.number
-        return TraceOptions(planner.choose, nesting, number, planner.attach, noise=self.noise, **more)
+        return TraceOptions(
+            planner.choose, nesting, number, planner.attach, noise=self.noise, jumps=self.recordings.jumps, **more
+        )
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
@@ -215,7 +219,7 @@ class StepRunner(Runner):
         sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
         if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        if mode.learning and mode.may_order and planner.orders:
+        if mode.learning and mode.may_order and planner.orders and not any(map(recordings.is_undecided, runs)):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
         if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
@@ -252,18 +256,25 @@ class StepRunner(Runner):
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
-        record = not mode.is_recorded and (recordings.wants(number) or (recordings.always and not is_ordered))
+        record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
             runs = self._runs(programs, particles, mode, record)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
             return programs, self._runs(programs, particles, mode, False)
-        if record or mode.is_recorded or all(recordings.knows(run, number) for run in runs):
-            return programs, runs
-        recordings.is_new()
-        draws.again()
-        return programs, self._runs(programs, particles, mode, True)
+        if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
+            recordings.is_new()
+            draws.again()
+            runs = self._runs(programs, particles, mode, True)
+        chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
+        looks = looks and not (chosen and chosen.is_pathwise)
+        if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
+            # The same draws, with scores in place of pathwise gradients.
+            draws.again()
+            self.plans.forget()
+            runs = self._runs(programs, particles, mode, True)
+        return programs, runs
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""

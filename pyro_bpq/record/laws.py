@@ -43,7 +43,8 @@ class Draw:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """A value of the site."""
-        own = iter(tensors)
+        # A flat function has no torch.no_grad(), under which torch draws.
+        own = iter(tensors if self._form.has_rsample or self.is_mean else [tensor.detach() for tensor in tensors])
         fn = mapped(self._form, lambda _: next(own))
         return fn.mean if self.is_mean else draw(self.name, fn)
 

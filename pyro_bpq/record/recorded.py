@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -260,7 +260,7 @@ class Recorded:
         tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
         taken = [tensors[value] for value in function.given]
         taken = [tensor.clone() for tensor in taken] if function.writes else taken
-        with _drawing(function, seed):
+        with drawing(function, seed):
             found = zip(wanted, function(*taken), strict=True)
             return {name: bound.weighted(name, value) for name, value in found}
 
@@ -352,20 +352,21 @@ class Recorded:
         tensors = {**bound.tensors, **{self.drawn[name].value: value for name, value in moved.items()}}
         key = costs, sites, number
         if key not in self._made:
-            self._made[key] = self._flat(costs, sites, tensors)
+            values = {self.drawn[name].value for name in sites}
+            self._made[key] = self.in_rows(
+                self.recording.cut([self.named[name] for name in costs], values), values, tensors
+            )
         function, given, constants = self._made[key]
-        with _drawing(function):
+        with drawing(function):
             found = function(*(tensors[value] for value in given), *constants)
         shapes = [self.recording.shapes[self.named[name]] for name in costs]
         pairs = zip(found, shapes, strict=True)
         return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
 
-    def _flat(
-        self, costs: tuple[str, ...], sites: tuple[str, ...], tensors: Mapping[Value, Tensor]
+    def in_rows(
+        self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
-        """The function of all rows, the values that it takes, and constants."""
-        moved = {self.drawn[name].value for name in sites}
-        function = self.recording.cut([self.named[name] for name in costs], moved)
+        """A function of all rows, the values that it takes, and constants; some values have rows."""
         given, constants = function.given, list[Tensor]()
         with torch.random.fork_rng():
             if function.writes:
@@ -397,7 +398,7 @@ class _InRows:
         number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
         found = []
         for i in range(number):
-            with _drawing(self.function):  # the same noise in each row
+            with drawing(self.function):  # the same noise in each row
                 found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
@@ -407,7 +408,7 @@ def _called(function: Function) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
+def drawing(function: Function, seed: int = 0) -> Iterator[None]:
     """Draws of a function leave the global generators as they are."""
     if not function.draws:
         yield

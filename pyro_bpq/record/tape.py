@@ -52,7 +52,8 @@ class Tape(TorchDispatchMode):
         constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
         opaque: Values that no operator has made, and what has made them.
         guards: What Python read where no source reaches.
-        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each.
+        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each; ``told``
+            what each read has found.
     """
 
     supports_higher_order_operators = True
@@ -73,10 +74,12 @@ class Tape(TorchDispatchMode):
         self.guards: list[Guard] = []
         self.steering = 0
         self.lines: dict[int, str] = {}
+        self.told: list[tuple[int, Any]] = []
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self._heard: int | None = None  # the sources that were read while it listens
-        self._paused = self._is_looked_at = False
+        self._paused = False
+        self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
         self._tensors, self._storages = Table(), Table()
@@ -213,9 +216,16 @@ class Tape(TorchDispatchMode):
             self.deferred |= mask
         elif mask:
             # A check is an error that is not raised.
-            is_check = self._is_looked_at or (check and is_library_check() and not catcher(self._outer))
+<<<<<<< HEAD
+            is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
             if self._is_new(mask) and not is_check:
                 self.steer(mask)
+=======
+            if not (check and is_library_check() and not catcher(self._outer)):
+                self.told.append((mask, found))
+                if self._is_new(mask):
+                    self.steer(mask)
+>>>>>>> w56e
         elif not (check and is_library_check()):
             self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
 
@@ -234,15 +244,6 @@ class Tape(TorchDispatchMode):
         if mask & ~self.steering:
             self.lines[mask & ~self.steering] = line_of_the_program()
             self.steering |= mask
-
-    @contextlib.contextmanager
-    def looked_at(self) -> Iterator[None]:
-        """What is read within of a source steers nothing: not the program reads it."""
-        self._is_looked_at = True
-        try:
-            yield
-        finally:
-            self._is_looked_at = False
 
     @contextlib.contextmanager
     def steered_by(self, mask: int) -> Iterator[None]:

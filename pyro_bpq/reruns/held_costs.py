@@ -96,7 +96,7 @@ def _excess(
 ) -> tuple[Tensor, Tensor]:
     """How much more later and immediate costs were in the run than the recording gives for the sample."""
     site, plates = plan.sites[name], graph.node(name).plates
-    found = [next(iter(rows.values())).new_zeros(shape) for _ in range(2)]
+    found = [next(iter(costs.values())).new_zeros(shape) for _ in range(2)]
     for cost in site.costs:
         more = (costs[cost] - rows[cost][0]).nan_to_num(0.0).unsqueeze(0)
         found[cost in site.immediate] += reduced(more, graph.cost(cost).plates, plates, shape)[0]
@@ -139,7 +139,7 @@ def _tables(
     value = bound.tensors[recorded.drawn[name].value]
     start = 0 if group is not None else plan.flips.start[name] - 1
     number = site.number * (site.components.cardinality - 1)
-    like, has_bits = next(iter(rows.values())), drawn is not None and site.components.kind == "bernoulli"
+    like, has_bits = traced.run.loss.detach(), drawn is not None and site.components.kind == "bernoulli"
     if not has_bits:
         index = sampled_index(value, traced.run.sites[name].fn, site.components, shape)
         index = index if drawn is None else index.gather(-1, drawn)

@@ -96,9 +96,14 @@ class _Choice:
         self.name = name
         self.shape = tuple(log_probs.shape)
         self.index = (0,) * log_probs.shape[1]
+        self.size = log_probs.shape[0] ** log_probs.shape[1]
         self._log_probs = log_probs
         self._table: list[list[float]] | None = None
         self._rest: Iterator[tuple[int, ...]] = iter(())
+
+    def fits(self, name: str, num_values: int, num_elements: int) -> bool:
+        """Whether it is a choice of these values."""
+        return self.name == name and self.shape == (num_values, num_elements)
 
     def settle(self) -> bool:
         """Reads the probabilities once the first run is over; returns whether ``index`` is possible.
@@ -120,6 +125,10 @@ class _Choice:
         if is_possible:
             next(self._rest)
         return is_possible
+
+    def leave(self) -> None:
+        """Stays at its index, since nothing depends on it."""
+        self._table, self._rest, self.size = [[1.0]] * len(self.index), iter(()), 1
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
@@ -149,13 +158,14 @@ class ChoiceMessenger(Messenger):
         self.keep_score = keep_score
         self.score: list[Tensor] = []
         self._path: list[_Choice] = []
-        self._position = 0
+        # The next choice, and the end of those that this run has met: between them lies what was undone.
+        self._position = self._met = 0
         # Index of the particle and number of particles, within a run whose particles are hidden.
         self._hidden: tuple[Tensor, int] | None = None
 
     def begin(self) -> None:
         """Goes back to the start of the path."""
-        self._position, self.score = 0, []
+        self._position, self._met, self.score = 0, 0, []
 
     def settle(self) -> bool:
         """Closes a run; returns whether it is possible, else cuts the path after the impossible choice."""
@@ -183,18 +193,27 @@ class ChoiceMessenger(Messenger):
 
         ``log_probs`` is called when the choice is first met, and returns shape ``(num_values, num_elements)``.
         """
+        if self._position < self._met and not self._path[self._position].fits(name, num_values, num_elements):
+            self.leave_undone()
         if self._position == len(self._path):
             self._check_size(name, num_values, num_elements)
             with torch.no_grad():
                 self._path.append(_Choice(name, log_probs()))
         choice = self._path[self._position]
-        if choice.name != name or choice.shape != (num_values, num_elements):
+        if not choice.fits(name, num_values, num_elements):
             self._raise_changed(f"site {name!r} with {num_elements} elements of {num_values} values")
         self._position += 1
+        self._met = max(self._met, self._position)
         return choice.index
 
+    def leave_undone(self) -> None:
+        """Takes none of the choices that were met only by a run that was undone."""
+        for choice in self._path[self._position : self._met]:
+            choice.leave()
+        self._position = self._met
+
     def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
-        size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path)
+        size = math.prod(choice.size for choice in self._path)
         if size * num_values**num_elements > self.num_outcomes:
             raise TooManyOutcomesError(
                 f"More than num_outcomes={self.num_outcomes} joint outcomes at site {name!r}, which has "
@@ -413,6 +432,7 @@ def _run_settled(
         if choices.settle():
             raise
         return ()  # the first value of a new choice may be impossible, and the program may fail at it
+    choices.leave_undone()
     if choices._position < len(choices._path):
         choices._raise_changed("nothing")
     if has_drawn:

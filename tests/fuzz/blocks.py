@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 
 from fuzz.writer import Latent, Plate, Writer, literal
 
-__all__ = ["Block", "Branch", "Handed", "Loop", "Marginal", "ObservedMask", "Rows", "Single", "Wide", "observe"]
+__all__ = [
+    "Block",
+    "Branch",
+    "Handed",
+    "Loop",
+    "Marginal",
+    "ObservedMask",
+    "Rows",
+    "Single",
+    "Sized",
+    "Wide",
+    "observe",
+]
 
 
 @contextlib.contextmanager
@@ -27,8 +39,9 @@ def wrapped(w: Writer, inside: tuple[Plate, ...], chance: float) -> Iterator[Non
                 w.use("mask")
                 rows = inside[-1].rows if inside and inside[-1].dim == -1 else None
                 some = [w.chance(0.6) for _ in range(rows or 1)]
-                text = repr(some if rows else some[0])
-                handlers.append(f"poutine.mask(mask=torch.tensor({text}))")
+                text = f"torch.tensor({some if rows else some[0]!r})"
+                knobs = w.knob()
+                handlers.append(f"poutine.mask(mask={knobs.flag() if knobs else text})")
         else:
             if reads:
                 w.use("scale of latents")
@@ -239,9 +252,13 @@ class Branch(Block):
 
     name: str
     counts: bool = False
+    gate: str = ""
 
     def write(self, w: Writer) -> None:
         w.use("control flow")
+        if self.gate:
+            self._gated(w)
+            return
         gates = [z for z in w.known if z.kind in ("coin", "pick", "count") and not (z.plates or z.infer)]
         if not gates:
             return
@@ -264,10 +281,37 @@ class Branch(Block):
                     observe(w, ())
         w.known[:] = [*base, Latent(self.name, "coin")]
 
+    def _gated(self, w: Writer) -> None:
+        w.line(f"{self.name} = torch.tensor(0.0)")
+        base = list(w.known)
+        with w.inside(self.gate):
+            self._sample(w, f'f"{self.name}_{{i}}"' if self.counts else f'"{self.name}"')
+            if w.role == "model" and not self.counts and w.chance(0.5):
+                observe(w, ())
+        w.known[:] = [*base, Latent(self.name, "coin")]
+
     def _sample(self, w: Writer, name: str) -> None:
         w.line(f"{self.name} = pyro.sample({name}, dist.Bernoulli(logits={logits(w, Latent(self.name, 'coin'))}))")
         if Latent(self.name, "coin") not in w.known:
             w.known.append(Latent(self.name, "coin"))
+
+
+@dataclass
+class Sized(Block):
+    """A plate whose size changes between two steps."""
+
+    plate: Plate
+    number: str
+
+    def write(self, w: Writer) -> None:
+        w.use("plate of another size")
+        z = Latent(f"{self.plate.name}_z", "coin", plates=(self.plate,))
+        with w.inside(f'with pyro.plate("{self.plate.name}", {self.number}, dim=-1)'):
+            sample(w, z)
+            if w.role == "model":
+                mean = w.sum_of_reads(z.plates, least=1)
+                data = f"{w.constant(self.plate.size)}[:{self.number}]"
+                w.line(f'pyro.sample("{self.plate.name}_x", dist.Normal({mean}, 0.8), obs={data})')
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer import RenyiELBO, Trace_ELBO, TraceEnum_ELBO
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
@@ -24,6 +27,7 @@ from pyro_bpq.estimators import (
     Hindsight,
     SecondRun,
 )
+from pyro_bpq.plan import rules
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.enumerable import enumerable_noise, where_it_serves
@@ -46,6 +50,7 @@ class Config:
         particles: Number of particles.
         options: Of :func:`random_program`.
         bound: Whether the exact gradient is that of the bound of two samples.
+        changes: Whether programs change before the step that is looked at.
     """
 
     make: Callable[[], Any]
@@ -54,11 +59,13 @@ class Config:
     particles: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     bound: bool = False
+    changes: bool = False
 
 
 BROADCAST = Allowed(left=False, escapes=False)
 # A pair of particles has the square of the states.
 PAIRS: dict[str, Any] = {"max_states": 6}
+CHANGING: dict[str, Any] = {"allowed": Allowed(changes=True)}
 TWO: dict[str, Any] = {"num_particles": 2}
 VECTORISED: dict[str, Any] = {**TWO, "vectorize_particles": True}
 
@@ -105,6 +112,8 @@ CONFIGS: dict[str, Config] = {
             "allowed": Allowed(left=False, escapes=False, marks=True, dropped=False, costs=False),
         },
     ),
+    "changes": Config(lambda: TraceBackpropQ_ELBO(1), options={"max_states": 16, **CHANGING}, changes=True),
+    "changes_open": Config(TraceBackpropQ_ELBO, options={"max_states": 4, **CHANGING}, changes=True),
     "iwae": Config(lambda: TraceBackpropQ_IWAE(2), lambda: RenyiELBO(0, 2), particles=2, options=PAIRS, bound=True),
 }
 # Pyro's own, of programs for which it is right: they show that programs and comparison are.
@@ -156,13 +165,13 @@ def check(program: Program, config: str) -> Verdict:
     """
     chosen = {**CONFIGS, **CONTROLS}[config]
     try:
-        truth = bound_gradient(program) if chosen.bound else program.exact
+        truth = bound_gradient(program) if chosen.bound else program.changed if chosen.changes else program.exact
     except Exception as error:
         return Verdict("skipped", f"no exact gradient: {_headline(error)}")
     with warnings.catch_warnings(), pyro.validation_enabled(program.seed % 2 == 0):
         warnings.simplefilter("ignore")
         try:
-            found = _trained_gradient(program, chosen)
+            found = _changed_gradient(program, chosen) if chosen.changes else _trained_gradient(program, chosen)
         except TooLarge:
             return Verdict("skipped", "too many outcomes")
         except BPQError as error:
@@ -211,7 +220,31 @@ def _trained_gradient(program: Program, config: Config) -> dict[str, Tensor]:
             elbo.eval()
         if num_states ** (1 + draws_again(elbo)) > MOST_OUTCOMES:
             raise TooLarge
-        return expectation(elbo, program.model, guide, noise)
+        return expectation(lambda: elbo, program.model, guide, noise)
+
+
+def _changed_gradient(program: Program, config: Config) -> dict[str, Tensor]:
+    """The expected gradient of the step after a change: each of its outcomes has an objective of its own."""
+    assert program.turn is not None
+    model, guide, turn, noise = program.model, program.guide, program.turn, ChoiceNoise()
+    pyro.clear_param_store()
+    args = turn(0)
+    with torch.no_grad():
+        for _ in iter_outcomes(lambda: guide(*args), num_outcomes=UNLIMITED):
+            pass
+
+    def trained() -> Any:
+        args = turn(0)
+        pyro.set_rng_seed(program.seed)
+        elbo = config.make()
+        with enumerable_noise(ChoiceNoise()):
+            for _ in range((1, 3, 4, 6)[program.seed % 4]):
+                elbo.loss_and_grads(model, guide, *args)
+        return elbo
+
+    # Two particles where the number is open.
+    with mock.patch.object(rules, "FEW_PARTICLES", 2), enumerable_noise(noise):
+        return expectation(trained, model, guide, noise, lambda: turn(1))
 
 
 def draws_again(elbo: Any) -> bool:
@@ -220,14 +253,25 @@ def draws_again(elbo: Any) -> bool:
     return any("program" in found and "hindsight" not in found for found in needs)
 
 
-def expectation(elbo: Any, model: Any, guide: Any, noise: ChoiceNoise) -> dict[str, Tensor]:
-    """As :func:`pyro_bpq.testing.expected_gradient`, without its checks, which take time."""
+def expectation(
+    make: Callable[[], Any],
+    model: Any,
+    guide: Any,
+    noise: ChoiceNoise,
+    turn: Callable[[], tuple[Any, ...]] = tuple,
+) -> dict[str, Tensor]:
+    """As :func:`pyro_bpq.testing.expected_gradient`, without its checks, which take time.
+
+    Each outcome takes what ``make`` gives, and then the arguments that ``turn`` gives.
+    """
     mean: dict[int, Tensor] = {}
     with torch.enable_grad(), GradientReader(model, guide, None) as reader:
 
         def step() -> dict[int, Tensor]:
+            with _unhandled():
+                elbo, args = make(), turn()
             reader.clear()
-            elbo.loss_and_grads(model, guide)
+            elbo.loss_and_grads(model, guide, *args)
             return reader.read()
 
         for count, (probability, gradient) in enumerate(iter_outcomes(step, num_outcomes=UNLIMITED, noise=noise)):
@@ -236,6 +280,18 @@ def expectation(elbo: Any, model: Any, guide: Any, noise: ChoiceNoise) -> dict[s
             for key, g in gradient.items():
                 mean[key] = mean.get(key, 0.0) + probability * g
     return reader.named(mean)
+
+
+@contextlib.contextmanager
+def _unhandled() -> Iterator[None]:
+    """No handler sees what runs within, and the global generator stays as it is."""
+    stack = _PYRO_STACK[:]
+    _PYRO_STACK.clear()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        _PYRO_STACK[:] = stack
 
 
 # What it is compared with.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,19 +18,27 @@ from pyro_bpq import cost
 from pyro_bpq.testing import TwoPoint
 
 __all__ = [
+    "Box",
     "Branching",
+    "Buffer",
     "Counted",
     "Memory",
     "Net",
     "SimpleNamespace",
+    "Slot",
     "Spin",
     "Tabled",
     "TwoPoint",
+    "box",
+    "closed",
     "cost",
     "dist",
+    "noise",
     "np",
+    "partial",
     "poutine",
     "pyro",
+    "table",
     "torch",
 ]
 
@@ -133,3 +142,51 @@ class Memory(nn.Module):
         for i, value in enumerate(values):
             self.kept[i] = value.detach().reshape(-1)[0]
         return (self.kept * torch.arange(1.0, 1.0 + len(self.kept), dtype=self.kept.dtype)).sum().clone()
+
+
+class Box:
+    """Holds what changes; its class does so, too."""
+
+
+class Slot:
+    """Holds one thing in a slot."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def read(self) -> Any:
+        """The thing."""
+        return self.kept
+
+
+class Buffer(nn.Module):
+    """Holds a tensor."""
+
+    kept: Tensor
+
+    def __init__(self, kept: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("kept", kept)
+
+    def forward(self) -> Tensor:
+        return self.kept
+
+
+def closed(kept: Any) -> tuple[Any, Any]:
+    """A function that gives a thing which it closes over, and one that replaces it."""
+
+    def read() -> Any:
+        return kept
+
+    def put(new: Any) -> None:
+        nonlocal kept
+        kept = new
+
+    return read, put
+
+
+box, table = Box(), dict[str, Any]()
+# Bernoulli draws of values are these values.
+noise = torch.Generator().manual_seed(0)

@@ -16,7 +16,8 @@ from typing import Any
 import pyro
 from torch import Tensor
 
-from fuzz.blocks import Block, Branch, Handed, Loop, Marginal, ObservedMask, Rows, Single, Wide, observe
+from fuzz.blocks import Block, Branch, Handed, Loop, Marginal, ObservedMask, Rows, Single, Sized, Wide, observe
+from fuzz.knobs import Knobs
 from fuzz.writer import Allowed, Latent, Plate, Writer
 from pyro_bpq.testing import exact_gradient, iter_outcomes
 
@@ -48,14 +49,16 @@ class Program:
         features: What it contains.
         model: The model.
         guide: The guide.
+        turn: Puts what it reads as it is before a change, or with 1 as after it; returns the arguments.
         rejected: How many texts were drawn before that stock Pyro does not run.
     """
 
     seed: int
     source: str
     features: frozenset[str]
-    model: Callable[[], Any]
-    guide: Callable[[], Any]
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    turn: Callable[[int], tuple[Any, ...]] | None = None
     rejected: int = 0
     _kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -70,6 +73,16 @@ class Program:
         """The exact gradient, by enumeration of all states under Pyro's own handlers."""
         pyro.clear_param_store()
         return exact_gradient(self.model, self.guide, num_outcomes=UNLIMITED)
+
+    @cached_property
+    def changed(self) -> Mapping[str, Tensor]:
+        """The exact gradient after the change."""
+        assert self.turn is not None
+        pyro.clear_param_store()
+        try:
+            return exact_gradient(self.model, self.guide, *self.turn(1), num_outcomes=UNLIMITED)
+        finally:
+            self.turn(0)
 
     def __str__(self) -> str:
         return f"# seed {self.seed}: {', '.join(sorted(self.features))}\n{self.source}"
@@ -89,7 +102,7 @@ def from_source(source: str, seed: int = 0, features: frozenset[str] = frozenset
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     space: dict[str, Any] = {}
     exec(compile(source, file, "exec"), space)
-    return Program(seed, source, features, space["model"], space["guide"], rejected)
+    return Program(seed, source, features, space["model"], space["guide"], space.get("turn"), rejected)
 
 
 def random_program(
@@ -118,8 +131,11 @@ def random_program(
         if allowed.marks and '"enumerate"' not in source:
             continue
         program = from_source(source, seed, features, attempt)
+        if allowed.changes and program.turn is None:
+            continue
         try:
-            finite = all(bool(gradient.isfinite().all()) for gradient in program.exact.values())
+            gradients = [*program.exact.values(), *(program.changed.values() if allowed.changes else ())]
+            finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         except Exception as error:
             if isinstance(error, (SyntaxError, NameError)):
                 raise
@@ -140,6 +156,7 @@ class _Draw:
         dear = MANY if self.budget > 16 else frozenset[str]()
         self.kinds = [kind for kind in _KINDS if kind not in dear and (kinds is None or kind in kinds)]
         self.count = 0
+        self.knobs = Knobs(rng) if allowed.changes else None
 
     def text(self) -> tuple[str, frozenset[str]]:
         rng = self.rng
@@ -147,6 +164,7 @@ class _Draw:
         # Where values steer a program, one particle runs: then there is nothing to see in many rows.
         is_wide = any(isinstance(block, Wide) for block in blocks)
         w = Writer(rng, replace(self.allowed, escapes=False, costs=False) if is_wide else self.allowed)
+        w.knobs = self.knobs
         w.function("guide")
         guided = self._ordered(w, blocks, 0.2)
         for block in guided:
@@ -163,7 +181,11 @@ class _Draw:
             block.write(w)
         for _ in range(rng.choice([1, 1, 2, 3])):
             observe(w)
-        return "\n".join([PRELUDE, "shared = SimpleNamespace()", *w.header, "", *w.lines, ""]), frozenset(w.features)
+        lines = [*w.header, "", *w.lines, ""]
+        if self.knobs is not None and self.knobs.count:
+            w.features |= self.knobs.features
+            lines = [self.knobs.signed(line) for line in [*self.knobs.header, *lines, *self.knobs.text(), ""]]
+        return "\n".join([PRELUDE, "shared = SimpleNamespace()", *lines]), frozenset(w.features)
 
     def _ordered(self, w: Writer, blocks: list[Block], chance: float) -> list[Block]:
         found = list(blocks)
@@ -201,6 +223,8 @@ class _Draw:
         blocks = more + blocks if rng.random() < 0.6 else blocks + more
         if allowed.left and allowed.dropped and rng.random() < 0.08:
             blocks.append(Handed("h"))
+        if self.knobs is not None and self.budget >= 4 and rng.random() < 0.4:
+            blocks.append(self._changing(self.knobs))
         if allowed.marks and rng.random() < 0.4:
             kind = rng.choice(["coin", "pick"])
             blocks.append(Marginal(Latent("n", kind, infer='{"enumerate": "parallel"}')))
@@ -209,6 +233,18 @@ class _Draw:
             blocks
             if any(not isinstance(block, (Handed, Marginal)) for block in blocks)
             else [Single(Latent("z0", "coin"))]
+        )
+
+    def _changing(self, knobs: Knobs) -> Block:
+        """Sites that are there before or after the change only, or of which there are more."""
+        self.budget //= 4
+        way = self.rng.randrange(3)
+        if way == 0:
+            return Sized(Plate("sized", 2, -1), knobs.size(1, 3))
+        return (
+            Branch("g", gate=f"if {knobs.flag()}")
+            if way == 1
+            else Branch("g", True, f"for i in range({knobs.size(0, 3)})")
         )
 
     def _mark(self, kind: str) -> str:

@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fuzz.knobs import Knobs
+
 __all__ = ["Allowed", "Latent", "Plate", "Writer", "literal"]
 
 
@@ -22,6 +24,7 @@ class Allowed:
         marks: Whether sites are marked to be enumerated.
         costs: Whether there are cost statements and other terms that a bound of several samples does not have.
         dropped: Whether the guide may hold sites that the model lacks.
+        changes: Whether what they read changes between two steps.
     """
 
     left: bool = True
@@ -30,6 +33,7 @@ class Allowed:
     marks: bool = False
     costs: bool = True
     dropped: bool = True
+    changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Writer:
     serial: int = 0
     shared: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     handed: list[str] = field(default_factory=list)
+    knobs: Knobs | None = None
 
     def function(self, role: str) -> None:
         """Begins another function."""
@@ -132,16 +137,31 @@ class Writer:
     def use(self, feature: str) -> None:
         self.features.add(feature)
 
+    def knob(self, chance: float = 0.05) -> Knobs | None:
+        """The knobs, if the next thing changes between two steps."""
+        return self.knobs if self.knobs is not None and self.knobs.is_turn(chance) else None
+
     def numbers(self, *shape: int, low: float = -1.2, high: float = 1.2) -> str:
         count = math.prod(shape)
         # No zeros, which hide what depends on what.
         return literal([round(self.rng.uniform(low, high), 2) or 0.05 for _ in range(count)], shape)
 
-    def constant(self, *shape: int, low: float = -1.2, high: float = 1.2) -> str:
-        return f"torch.tensor({self.numbers(*shape, low=low, high=high)})"
+    def constant(self, *shape: int) -> str:
+        knobs = self.knob()
+        return knobs.tensor(self.numbers(*shape), self.numbers(*shape)) if knobs else self.fixed(*shape)
+
+    def fixed(self, *shape: int) -> str:
+        """A constant that does not change."""
+        return f"torch.tensor({self.numbers(*shape)})"
 
     def number(self, low: float = -1.2, high: float = 1.2) -> str:
-        return f"{self.rng.uniform(low, high):.2f}"
+        knobs = self.knob()
+        return knobs.number(low, high) if knobs else f"{self.rng.uniform(low, high):.2f}"
+
+    def index(self, start: int, stop: int) -> str:
+        """A position."""
+        knobs = self.knob()
+        return knobs.size(start, stop) if knobs else str(self.rng.randrange(start, stop))
 
     def param(self, *shape: int) -> str:
         """A parameter; now and then one that is used elsewhere too."""
@@ -151,14 +171,14 @@ class Writer:
             # With its initial value: the other statement may stand in a branch that was not taken.
             return self.rng.choice(again)
         name = self.unique("q" if self.role == "guide" else "p")
-        text = f'pyro.param("{name}", {self.constant(*shape)})'
+        text = f'pyro.param("{name}", {self.fixed(*shape)})'
         if self.indent == 1:
             self.shared.append((text, shape))
         return text
 
     def positive(self) -> str:
         """A positive scalar parameter."""
-        name, value = self.unique("s"), self.number(0.5, 1.5)
+        name, value = self.unique("s"), f"{self.rng.uniform(0.5, 1.5):.2f}"
         return f'pyro.param("{name}", torch.tensor({value}), constraint=dist.constraints.positive)'
 
     def weights(self, *shape: int) -> str:
@@ -171,10 +191,29 @@ class Writer:
         count = min(self.rng.randint(least, most), len(self.known))
         # What was sampled last is read most often.
         chosen = sorted(self.known, key=lambda z: self.rng.random() ** (1 + self.known.index(z)))[-count:]
-        parts = [f"{self.number(0.4, 1.6)} * {self._atom(self.read(z, inside))}" for z in chosen if count]
+        parts = [f"{self.number(0.4, 1.6)} * {self._switched(z, inside)}" for z in chosen if count]
         if len(parts) > 1 and self.chance(0.3):
             parts[:2] = [f"{parts[0]} * {self._atom(self.read(chosen[1], inside))}"]
         return " + ".join(parts)
+
+    def _switched(self, z: Latent, inside: tuple[Plate, ...]) -> str:
+        """A read, perhaps one that a flag changes into another one."""
+        text, knobs = self._atom(self.read(z, inside)), self.knob(0.3)
+        if knobs is None:
+            return text
+        others = [other for other in self.known if other is not z] or [z]
+        other, way = self._atom(self.read(self.rng.choice(others), inside)), self.rng.randrange(4)
+        if way == 0:
+            return f"({text} + ({other} if {knobs.flag()} else 0.3))"
+        if way == 1:
+            return f"({text} if {knobs.flag()} else {other})"
+        if way == 2:
+            return f"({text} if {knobs.flag()} else {text} + 3 * (1 - {text}))"
+        self.use("caught error")
+        name = self.unique("c")
+        self.line(f"try: {name} = (torch.linalg.cholesky({knobs.sign()} * torch.eye(2)), {text})[1]")
+        self.line(f"except RuntimeError: {name} = {other}")
+        return name
 
     def _atom(self, text: str) -> str:
         return text if text.replace("_", "").isalnum() else f"({text})"
@@ -221,6 +260,10 @@ class Writer:
                 lambda: f"torch.stack([{v}, 1 - {v}], -1) @ {w(2)}",
                 lambda: f"{self.net(1)}({v}.unsqueeze(-1))",
             ]
+            if self.knobs and z.kind == "coin":
+                ways.append(
+                    lambda: self._used("hidden noise", f"torch.bernoulli({v}, generator=noise) * {self.number()}")
+                )
         elif z.kind in ("pick", "count"):
             index = v if z.kind == "pick" else f"{v}.long()"
             ways = [
@@ -253,7 +296,7 @@ class Writer:
     def _vector_ways(self, z: Latent) -> list:
         v, w, n = z.name, self.weights, z.width
         ways = [
-            lambda: f"{v}[..., {self.rng.randrange(-n, n)}]",
+            lambda: f"{v}[..., {self.index(-n, n)}]",
             lambda: f"{v}.sum(-1)",
             lambda: f"({v} * {w(n)}).sum(-1)",
             lambda: f"{v} @ {w(n)}",
@@ -340,7 +383,7 @@ class Writer:
     def _left_of_vector(self, z: Latent, v: str, n: int) -> list:
         w = self.weights
         return [
-            lambda: f"{v}[{self.rng.randrange(-n, n)}]",
+            lambda: f"{v}[{self.index(-n, n)}]",
             lambda: f"{v}.sum()",
             lambda: f"{v}.mean()",
             lambda: f"{v}.max()",
@@ -395,7 +438,7 @@ class Writer:
         if z.is_vector:
             self.line(f"{name}[:{min(z.width, 3)}] = {z.name}[:3]")
         else:
-            self.line(f"{name}[1] = {z.name}")
+            self.line(f"{name}[{self.index(1, 3) if self.knobs else 1}] = {z.name}")
         return f"{name} @ {self.weights(3)}"
 
     # Out of torch.
