@@ -366,8 +366,8 @@ class Tape(TorchDispatchMode):
 
     def _arrived(self, tensor: Tensor) -> Value:
         """The value of a tensor that no node has made: an input, or a view that no operator has shown."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return self._value(torch._C._functorch.get_unwrapped(tensor))
+        if (inner := unwrapped(tensor)) is not tensor:
+            return self._value(inner)
         storages = memory_of(tensor)
         mask = 0 if storages else (1 << len(self.bits)) - 1
         for storage in storages:
@@ -471,9 +471,15 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
     if tape is None:
         return function(*tensors)
     with tape.paused():
-        result = function(*tensors)
+        result = unwrapped(function(*tensors))
     tape.made(function, tuple(tensors), result)
     return result
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that operators see within a function transform."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.get_unwrapped(tensor) if is_wrapped else tensor
 
 
 def same(tensor: Tensor) -> Tensor:
