@@ -276,9 +276,18 @@ class Keys:
             if old is not new and old != new and _is_number(old) and _is_number(new):
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
-        varying = {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+        varying = self._counters
         found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
         return (*found, *map(kind_of, call.tensors))
+
+    @property
+    def _counters(self) -> set[int]:
+        return {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+
+    @property
+    def has_counters(self) -> bool:
+        """Whether numbers are left out."""
+        return bool(self._counters)
 
 
 def _is_number(entry: Any) -> bool:

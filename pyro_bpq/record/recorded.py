@@ -339,8 +339,11 @@ class Recorded:
                     [tensor.detach().clone() for tensor in tensors],
                 )
             dims = (0, *(None for _ in (*given, *constants)))
-            rows = lambda index, *own: function.with_draws(lambda draw: partial(draw.rows, index))(*own)  # noqa: E731
-            run = torch.func.vmap(lambda *own: tuple(rows(*own)), dims, randomness="different")
+
+            def rows(index: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+                return tuple(function.with_draws(lambda draw: partial(draw.rows, index))(*own))
+
+            run = torch.func.vmap(rows, dims, randomness="different")
             function, more = flat(run, [torch.arange(number), *tensors, *constants])
         return wanted, function, given, constants + more
 
