@@ -216,16 +216,10 @@ class Tape(TorchDispatchMode):
             self.deferred |= mask
         elif mask:
             # A check is an error that is not raised.
-<<<<<<< HEAD
-            is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
-            if self._is_new(mask) and not is_check:
-                self.steer(mask)
-=======
-            if not (check and is_library_check() and not catcher(self._outer)):
+            if not (self.has_ended or (check and is_library_check() and not catcher(self._outer))):
                 self.told.append((mask, found))
                 if self._is_new(mask):
                     self.steer(mask)
->>>>>>> w56e
         elif not (check and is_library_check()):
             self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
 
