@@ -53,7 +53,7 @@ def kind_of(func: Any) -> Kind:
     sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
     sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
     if "batch_norm" in name:
-        # In training mode, see `targets_of`, it updates its running statistics, but its schema does not declare the write.
+        # In training, see `targets_of`, it updates its running statistics, but its schema does not declare the write.
         writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     kind = Kind(

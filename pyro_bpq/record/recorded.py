@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyro
@@ -255,7 +255,7 @@ class Recorded:
                 [values[name] for name in given],
                 frozenset(values[name] for name in redrawn),
             )
-            self._made[key] = function.with_means() if means else function
+            self._made[key] = function.with_draws(lambda draw: draw.mean) if means else function
         function = self._made[key]
         tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
         taken = [tensors[value] for value in function.given]
@@ -335,12 +335,12 @@ class Recorded:
         with torch.random.fork_rng():
             if function.writes:
                 function, constants = flat(
-                    torch.func.functionalize(_called(function)), [tensor.detach().clone() for tensor in tensors]
+                    torch.func.functionalize(_called(function.with_draws(lambda draw: draw.noted))),
+                    [tensor.detach().clone() for tensor in tensors],
                 )
             dims = (0, *(None for _ in (*given, *constants)))
-            run = torch.func.vmap(
-                lambda index, *own: tuple(function.in_rows(index)(*own)), dims, randomness="different"
-            )
+            rows = lambda index, *own: function.with_draws(lambda draw: partial(draw.rows, index))(*own)  # noqa: E731
+            run = torch.func.vmap(lambda *own: tuple(rows(*own)), dims, randomness="different")
             function, more = flat(run, [torch.arange(number), *tensors, *constants])
         return wanted, function, given, constants + more
 

@@ -191,13 +191,6 @@ class Tape(TorchDispatchMode):
             self.nodes.append(Node(func, taken, _NOTHING, value, (), self._after))
             return value
 
-    def taint(self, tensor: Tensor, mask: int) -> None:
-        """Adds sources to what a tensor depends on."""
-        value = self._value(tensor)
-        self.masks[value] |= mask
-        for storage in memory_of(tensor):
-            self._storages.of(storage).mask |= mask
-
     # Reads.
 
     def listen(self) -> None:
@@ -216,7 +209,8 @@ class Tape(TorchDispatchMode):
             self.deferred |= mask
         elif mask:
             # A check is an error that is not raised.
-            if not (self.has_ended or (check and is_library_check() and not catcher(self._outer))):
+            is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
+            if not is_check:
                 self.told.append((mask, found))
                 if self._is_new(mask):
                     self.steer(mask)
@@ -372,8 +366,8 @@ class Tape(TorchDispatchMode):
 
     def _arrived(self, tensor: Tensor) -> Value:
         """The value of a tensor that no node has made: an input, or a view that no operator has shown."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return self._value(torch._C._functorch.get_unwrapped(tensor))
+        if (inner := unwrapped(tensor)) is not tensor:
+            return self._value(inner)
         storages = memory_of(tensor)
         mask = 0 if storages else (1 << len(self.bits)) - 1
         for storage in storages:
@@ -477,9 +471,15 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
     if tape is None:
         return function(*tensors)
     with tape.paused():
-        result = function(*tensors)
+        result = unwrapped(function(*tensors))
     tape.made(function, tuple(tensors), result)
     return result
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that operators see within a function transform."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.get_unwrapped(tensor) if is_wrapped else tensor
 
 
 def same(tensor: Tensor) -> Tensor:

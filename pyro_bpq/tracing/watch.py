@@ -74,7 +74,7 @@ class Watch(Messenger):
     ) -> None:
         super().__init__()
         self.options, self.tape = options, tape
-        self.is_guide = self.has_model = False
+        self.is_guide = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
         self.drawn_as: dict[str, tuple[Any, Frames]] = {}
@@ -109,7 +109,6 @@ class Watch(Messenger):
                 self.tape.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
-        self.has_model |= not self.is_guide
         if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
             msg["fn"] = _without_rsample(msg["fn"])
         if self._draws_alone(msg):
