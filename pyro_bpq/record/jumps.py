@@ -131,8 +131,11 @@ class Path(NamedTuple):
         return all(own is not None and own == its for own, its in pairs) and self.operators != other.operators
 
 
-def path_of(recorded: Recorded, names: Set[str]) -> Path:
-    """The path that Python has taken, without what it has read of some sites; values are numbered as they are met."""
+def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
+    """The path that Python has taken, without what it has read of some sites; values are numbered as they are met.
+
+    Where numbers count steps, no number tells paths apart.
+    """
     recording = recorded.recording
     function, bits = recording.cut(recorded.named.values(), sees_all=True), sum(recording.bits[name] for name in names)
     numbers = dict[Value, int]()
@@ -140,12 +143,14 @@ def path_of(recorded: Recorded, names: Set[str]) -> Path:
     def put(item: Any) -> Any:
         if item.__class__ is Value:
             return numbers.setdefault(item, len(numbers))
-        return tuple(map(put, item)) if item.__class__ in (tuple, list) else item
+        if item.__class__ in (tuple, list):
+            return tuple(map(put, item))
+        return None if has_counters and item.__class__ in (int, float) else item
 
     found: list[Any] = [sorted(recorded.named)]
     for node in function.nodes:
         found.append((node.func, put(node.args), put(sorted(node.kwargs.items(), key=str)), put(node.result)))
     # A run that makes parameters has their first numbers.
     constants = recording.constants - {*recorded.stored.values()}
-    found += [(put(value), recording.tensors[value].tolist()) for value in function.given if value in constants]
+    found += [(put(value), put(recording.tensors[value].tolist())) for value in function.given if value in constants]
     return Path([read for mask, read in recording.told if mask & ~bits], found)

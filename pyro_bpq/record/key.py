@@ -280,6 +280,11 @@ class Keys:
         found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
         return (*found, *map(kind_of, call.tensors))
 
+    @property
+    def has_counters(self) -> bool:
+        """Whether numbers are left out."""
+        return any(number > _MOST_CHANGES for number in self._changes.values())
+
 
 def _is_number(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)

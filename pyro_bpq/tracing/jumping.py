@@ -34,7 +34,9 @@ def is_undecided(run: TracedRun, looks: int) -> bool:
     return run.recorded is not None and looks < _COMPARED and not open_sites(run).isdisjoint(run.escaped_sites)
 
 
-def jumps_of(run: TracedRun, call: Call, looks: int, paths: list[Path]) -> Iterator[tuple[str, str]]:
+def jumps_of(
+    run: TracedRun, call: Call, looks: int, paths: list[Path], has_counters: bool
+) -> Iterator[tuple[str, str]]:
     """Such sites whose costs jump, and what was seen.
 
     Args:
@@ -42,13 +44,14 @@ def jumps_of(run: TracedRun, call: Call, looks: int, paths: list[Path]) -> Itera
         call: Its call.
         looks: Number of recorded runs of such calls before it.
         paths: The paths that they have taken; that of the run is added.
+        has_counters: Whether numbers change from step to step.
     """
     recorded, sites = run.recorded, open_sites(run)
     if recorded is None or not sites:
         return
     steering = sites & run.escaped_sites
     if steering and looks < _COMPARED:
-        path = path_of(recorded, steering)
+        path = path_of(recorded, steering, has_counters)
         steers = any(map(path.turns_off, paths))
         paths.append(path)
         for name in sorted(steering) if steers else ():

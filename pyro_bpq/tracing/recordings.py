@@ -292,7 +292,7 @@ class Recordings:
     def finds_jumps(self, traced: TracedRun) -> bool:
         """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
         now = self.now
-        found = dict(jumps_of(traced, self.call, now.looks, now.paths))
+        found = dict(jumps_of(traced, self.call, now.looks, now.paths, self._keys.has_counters))
         now.looks += 1
         for name, seen in found.items():
             warnings.warn(told(name, seen), BPQWarning, stacklevel=2)
