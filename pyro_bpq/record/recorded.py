@@ -12,6 +12,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
@@ -332,7 +333,8 @@ class Recorded:
             raise Uncut("noise")
         given, constants = function.given, list[Tensor]()
         tensors = [bound.tensors[value] for value in given]
-        with torch.random.fork_rng():
+        # The draws of this are for nobody.
+        with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
             if function.writes:
                 function, constants = flat(
                     torch.func.functionalize(_called(function.with_draws(lambda draw: draw.noted))),
