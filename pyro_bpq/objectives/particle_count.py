@@ -156,7 +156,10 @@ class ParticleCount:
             make_parameters(runner, program, self.one, mode.num_steps)
             runner.meet(program, mode)
         found = self._settled(runner, program, self.now, mode)
-        mixed = found.runs[0].mixes if self.now.has_plate and found.runs else None
+        sites = found.runs[0].run.sites.values() if found.runs else ()
+        # Without a score no particle is charged with the costs of others: they run as the user has written.
+        is_noisy = self.now.has_plate and any(record.score is not None for record in sites)
+        mixed = found.runs[0].mixes if is_noisy else None
         if self.now.has_plate and runner.recordings.failed:
             mixed = "the program", runner.recordings.failed
         if mixed is None:
