@@ -103,7 +103,6 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     # It loads a compiler's worth of modules, which most programs never need.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    subject.meet(program)
     inputs = _look(subject, program, call, number, updates)
     kept: list[Any] = []
 

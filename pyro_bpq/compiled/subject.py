@@ -74,8 +74,8 @@ class Subject(Protocol):
     def is_settled(self, program: Any) -> bool:
         """Whether structure and particles are settled for a program."""
 
-    def meet(self, program: Any) -> None:
-        """Looks at a call whose step is recorded."""
+    def meet(self, program: Any) -> bool:
+        """Looks at a call whose step is recorded, and says whether all is settled for it."""
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""

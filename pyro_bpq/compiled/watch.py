@@ -40,8 +40,6 @@ _TOLD = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, to
 _LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage))
 # Folders of code that is not the user's.
 _FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py")
-# Functions of this package that read the state of a generator.
-_OWN_READS = frozenset({"_has_drawn"})
 # Where distributions read numbers of their parameters.
 _READERS = ("torch.distributions.", "pyro.", "pyro_bpq.")
 
@@ -128,7 +126,6 @@ class StepWatch(TorchDispatchMode):
             if is_fixed and name == "aten._local_scalar_dense":
                 return _number(args[0])
             self.refuse_read()
-            return func(*args, **kwargs)
         if not is_fixed and (frame := catcher(self._outer)) is not None:
             self._refuse(
                 f"{frame.f_code.co_name} catches errors ({frame.f_code.co_filename}:{frame.f_lineno}), and a recording "
@@ -160,14 +157,12 @@ class StepWatch(TorchDispatchMode):
         """Whether all tensors within hold nothing but what Python's numbers say."""
         return all(storage in self._fixed for storage in _memory(value))
 
-    def refuse_read(self) -> None:
+    def refuse_read(self) -> NoReturn:
         """Refuses to record a step in which Python reads a number of a tensor."""
         frame: Any = sys._getframe(2)
         read = ""
         while frame is not None and frame.f_globals.get("__name__") != "pyro_bpq.compiled.recorder":
             file, module = frame.f_code.co_filename.replace("\\", "/"), frame.f_globals.get("__name__", "")
-            if module.startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
-                return
             if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
                 self._refuse(
                     f"Python reads a number of a tensor, in {frame.f_code.co_name}: {_line_of(frame)!r} "
@@ -210,8 +205,7 @@ class StepWatch(TorchDispatchMode):
                 )
             if _is_in("pyro_bpq.reruns."):
                 self._refuse(
-                    "it draws values that are no sites, and the programs run again at other values. Where these are "
-                    'initial values, give a function: pyro.param("w", lambda: torch.randn(2))'
+                    "it draws values that are no sites, and costs that read them are computed again at other values"
                 )
             return None
         source = generator.initial_seed() - self._first_seed

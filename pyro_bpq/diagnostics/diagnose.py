@@ -66,9 +66,8 @@ def diagnose(
     how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"
     signal = "zero in each" if math.isnan(ratio := moments.signal_to_noise) else f"signal to noise {number(ratio)}"
     checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {signal}"
+    if jumps := sorted(elbo.runner.recordings.jumps):
+        checked += f"; costs jump with the values of {listed(jumps)}, which get the score function"
     if look.pathwise:
-        checked += (
-            f"; not looked for: jumps of the costs at some values of {listed(look.pathwise)}, as by if, torch.where, "
-            "round or an index: pathwise gradients miss them"
-        )
+        checked += f"; jumps of costs with {listed(look.pathwise)} that no draw has met stay unseen"
     return Diagnosis(tuple(findings(look)), checked)

@@ -216,7 +216,8 @@ def _draws_one(fn: Any) -> bool:
 def hidden_rsample(look: Look) -> Said:
     """Sites whose distribution could be reparameterised, if ``has_rsample`` were not switched off."""
     # Who has chosen an estimator at the site knows; for some of these rsample is hidden by the library itself.
-    open_sites = [n for n in look.scored if n in look.laws and not look.infer(n).get("bpq", {}).get("estimator")]
+    sites = look.laws.keys() - look.elbo.runner.recordings.jumps
+    open_sites = [n for n in look.scored if n in sites and not look.infer(n).get("bpq", {}).get("estimator")]
     kinds = {name: kind for name in open_sites if (kind := _hides_rsample(look.laws[name]))}
     if not kinds:
         return None

@@ -67,6 +67,9 @@ class SiteProgram(Protocol):
     def slope(self) -> Tensor:
         """Gradient of all costs downstream at the sampled values; needs no extra run if no site is downstream."""
 
+    def sampled_cost(self) -> Tensor:
+        """Costs-to-go at the sampled values of all sites, computed as those at other values are."""
+
     def independent(self) -> Tensor:
         """Costs-to-go in nats of one run that draws every site afresh, in the shape of ``SiteContext.cost``."""
 

@@ -241,7 +241,7 @@ def _uncut(held: HeldCosts, like: Tensor) -> Tensor | None:
     """What is not known at other values, in expectation over the particle that is drawn."""
     if held.excess is None:
         return held.rest
-    excess = sum(held.excess)
+    excess = held.excess[0] + held.excess[1]
     if held.particle is not None:
         excess = torch.zeros_like(like).index_copy_(1, held.particle, (like.shape[1] * excess).to(like))
     return excess if held.rest is None else held.rest + excess

@@ -192,7 +192,7 @@ class BoundRunner(Runner):
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
         recordings, number = self.recordings, particles.in_call
-        record = not mode.is_recorded and recordings.wants(number)
+        record = not mode.is_recorded and recordings.wants(particles)
         first, *others = programs_of(program, particles)
         runs = [self.trace(first, particles, mode.num_steps, record)]
         if record:

@@ -29,6 +29,7 @@ from pyro_bpq.errors import BPQWarning, ParticlesDifferError, StructureChangedEr
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.recording import Uncut
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -111,7 +112,7 @@ class ParticleCount:
         way = self._way(runner)
         if not self.is_open:
             self.now = way or self.written
-            return runner.observe(program, self.now, mode) if way else self._given(runner, program, mode)
+            return self._settled(runner, program, way, mode) if way else self._given(runner, program, mode)
         if way is None and not mode.settles:
             self.now = self.one
             return runner.observe(program, self.now, mode)
@@ -119,8 +120,7 @@ class ParticleCount:
             return self._summed(runner, program, mode)
         found = None if way is not None else self._like_before(runner, program, mode)
         if way is not None:
-            self.now = way
-            found = runner.observe(program, way, mode)
+            found = self._settled(runner, program, way, mode)
         found = found or self._first(runner, program, mode)
         self._plan_sums(runner, found, mode)
         return found
@@ -128,6 +128,19 @@ class ParticleCount:
     def _use(self, runner: Runner, way: Particles) -> None:
         """Settles how the particles of such calls run."""
         self.now = runner.recordings.now.particles[self.written, self.is_open] = way
+
+    def _settled(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
+        """The step of particles that run in a settled way, as long as they can be computed from a recording."""
+        self.now, draws = way, Draws(runner.recordings.call.modules) if way.is_hidden else None
+        try:
+            return runner.observe(program, way, mode)
+        except Uncut as error:
+            assert draws is not None
+            draws.again()
+            self._say(f"Particles do not run {way.way}: {error}.")
+            runner.meet(program, mode)
+            self._use(runner, self.one if self.is_open else replace(way, is_hidden=False))
+            return runner.observe(program, self.now, mode)
 
     def _say(self, *texts: str) -> None:
         self.said = " ".join(texts)
@@ -142,17 +155,10 @@ class ParticleCount:
             # Such guides of Pyro make parameters in the shape of their first run.
             make_parameters(runner, program, self.one, mode.num_steps)
             runner.meet(program, mode)
-        if self.now.is_hidden:
-            apart = replace(self.now, is_hidden=False)
-            hidden = self._tried(runner, program, self.now, mode)
-            if hidden is not None:
-                return hidden
-            draws.again()
-            runner.meet(program, mode)
-            self._use(runner, apart)
-            return runner.observe(program, apart, mode)
-        found = runner.observe(program, self.now, mode)
+        found = self._settled(runner, program, self.now, mode)
         mixed = found.runs[0].mixes if self.now.has_plate and found.runs else None
+        if self.now.has_plate and runner.recordings.failed:
+            mixed = "the program", runner.recordings.failed
         if mixed is None:
             if not mode.is_recorded:
                 self._use(runner, self.now)
@@ -243,7 +249,7 @@ class ParticleCount:
         known = {*runner.recordings.known}
         runner.meet(program, mode)
         try:
-            with _silenced():
+            with contextlib.nullcontext() if is_known else _silenced():
                 found = runner.observe(program, way, mode)
             run = found.runs[0] if found.runs else None
             if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):

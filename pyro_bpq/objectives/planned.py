@@ -159,8 +159,7 @@ class PlannedObjective(Objective):
         """Runs guide and model as a step does."""
         runner, particles = self.runner, self.particles.drawn
         runner.meet(program, self.mode(learning=False))
-        record = runner.recordings.wants(particles.in_call)
-        return runner.trace(program, particles, self.num_steps, record)
+        return runner.trace(program, particles, self.num_steps, runner.recordings.wants(particles))
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""

@@ -47,8 +47,11 @@ class Recordable:
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(objective.runner) and objective.runner.is_settled
 
-    def meet(self, program: Program) -> None:
-        """Looks at a call whose step is recorded; a new one, as with a tensor in place of a number, takes a step."""
+    def meet(self, program: Program) -> bool:
+        """Looks at a call whose step is recorded, and says whether all is settled for it.
+
+        A new call takes a step that is undone, as where a tensor stands in place of a number.
+        """
         objective, recordings = self.objective, self.objective.runner.recordings
         mode = objective.mode(learning=True)
         objective.runner.meet(program, mode)
@@ -57,6 +60,7 @@ class Recordable:
                 objective.taken(program, mode)
                 found = snapshot(recordings)
             restore(recordings, found)
+        return self.is_settled(program)
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""

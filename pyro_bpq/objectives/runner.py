@@ -23,6 +23,7 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.structure import StructureFacts
+from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
@@ -76,7 +77,9 @@ class StepRunner(Runner):
     @property
     def said(self) -> tuple[str, ...]:
         """What was settled last of recording; empty where nothing was."""
-        return (self.recordings.said,) if self.recordings.said else ()
+        jumps = ", ".join(sorted(self.recordings.jumps))
+        scored = f"Costs jump with the values of {jumps}: they get the score function." if jumps else ""
+        return tuple(filter(None, (self.recordings.said, scored)))
 
     @property
     def is_settled(self) -> bool:
@@ -110,7 +113,11 @@ class StepRunner(Runner):
         """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         plan = self._static_plan(traced)
         recorded = self.recordings.recorded(traced, particles)
-        return 1 if plan is None else num_particles_for(plan, traced, particles, recorded and recorded.work)
+        return (
+            1
+            if plan is None
+            else num_particles_for(plan, traced, particles, None if recorded is None else recorded.work)
+        )
 
     def why_one(self, traced: TracedRun) -> str:
         """Why that number is 1, in words."""
@@ -185,7 +192,9 @@ class StepRunner(Runner):
 
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:
         planner, nesting, number = self.plans.planner, particles.nesting, particles.number
-        return TraceOptions(planner.choose, nesting, number, planner.attach, noise=self.noise, **more)
+        return TraceOptions(
+            planner.choose, nesting, number, planner.attach, noise=self.noise, jumps=self.recordings.jumps, **more
+        )
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
@@ -207,10 +216,10 @@ class StepRunner(Runner):
         recordings.now.steps += mode.counts(runs[0])
         graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
-        if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
-            sites = frozenset().union(*(traced.escaped_sites for traced in runs))
+        sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
+        if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        if mode.learning and mode.may_order and planner.orders:
+        if mode.learning and mode.may_order and planner.orders and not any(map(recordings.is_undecided, runs)):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         members, ndim = stacked(runs, is_dynamic), most_plates(runs)
         if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
@@ -247,18 +256,25 @@ class StepRunner(Runner):
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
-        record = not mode.is_recorded and (recordings.wants(number) or (recordings.always and not is_ordered))
+        record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
             runs = self._runs(programs, particles, mode, record)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
             return programs, self._runs(programs, particles, mode, False)
-        if record or mode.is_recorded or all(recordings.knows(run, number) for run in runs):
-            return programs, runs
-        recordings.is_new()
-        draws.again()
-        return programs, self._runs(programs, particles, mode, True)
+        if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
+            recordings.is_new()
+            draws.again()
+            runs = self._runs(programs, particles, mode, True)
+        chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
+        looks = looks and not (chosen and chosen.is_pathwise)
+        if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
+            # The same draws, with scores in place of pathwise gradients.
+            draws.again()
+            self.plans.forget()
+            runs = self._runs(programs, particles, mode, True)
+        return programs, runs
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
@@ -313,13 +329,13 @@ class StepRunner(Runner):
                     module._buffers[name] = buffer.detach()
 
     def _each(self, programs: Sequence[Program], particles: Particles, mode: Mode, **options: Any) -> list[TracedRun]:
-        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, **options)
+        options = {"particles": particles, "num_steps": mode.num_steps, **options}
         first, *others = programs
-        runs = [trace(first)]
+        runs = [self.trace(first, **options)]
         if particles.is_hidden:
             recorded = self.recordings.recorded(runs[0], 1)
             return [*runs, *further_particles(recorded, runs[0], self.recordings.call, particles.number - 1)]
-        return runs + [trace(program, has_told=True) for program in others]
+        return runs + [self.trace(program, has_told=True, **options) for program in others]
 
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""
@@ -339,7 +355,8 @@ class StepRunner(Runner):
         recordings, first = self.recordings, runs[0]
         recorded, known = recordings.recorded(first, particles.in_call), recordings.of(first)
         if is_dynamic or known is None:
-            patterns, self_read = frozenset(), frozenset() if recorded is None else recorded.self_read
+            patterns: Patterns = frozenset()
+            self_read = frozenset() if recorded is None else recorded.self_read
         else:
             patterns, self_read = known.patterns, known.self_read
         return StructureFacts(

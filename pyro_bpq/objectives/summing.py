@@ -48,7 +48,7 @@ class Summing:
     def observation(self) -> Observation:
         """The run that fills the tables, and their sum; refuses programs that cannot be summed."""
         recordings, draws, number = self.runner.recordings, Draws(), self.particles.number
-        record = not self.mode.is_recorded and recordings.wants(number)
+        record = not self.mode.is_recorded and recordings.wants(self.particles)
         traced = self._run(record)
         if not (record or self.mode.is_recorded or recordings.knows(traced, number)):
             draws.again()

@@ -16,6 +16,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_o
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import carried
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     for name, info in traced.infos.items():
         split, read = info.components, [parent for parent in graph.node(name).parents if parent not in shared]
         if name in shared:
-            if read or traced.run.sites[name].score is not None:
+            record = traced.run.sites[name]
+            if read or record.score is not None or carried(record.value):
                 return None
             continue
         if split is None or split.size != 1 or not 2 <= split.cardinality <= max_support:

@@ -69,7 +69,8 @@ def check_of(recorded: Recorded) -> Check | None:
     place = {value: i for i, value in recorded.reached.items()}
     others = [value for value in function.given if value not in place]
     size = sum(math.prod(recording.shapes[value]) for value in wanted)
-    if function.draws or function.writes or size > _MOST or not recording.lasts(others):
+    is_new = not (recording.lasts(others) and {*recorded.subsamples.values()}.isdisjoint(others))
+    if function.draws or function.writes or size > _MOST or is_new:
         return None
     sized = frozenset(
         guard.value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -82,14 +82,9 @@ class Function:
             gone.append(tuple(own))
         return gone[::-1]
 
-    def with_means(self) -> Function:
-        """The same with means in place of draws."""
-        nodes = (n._replace(func=n.func.mean) if isinstance(n.func, Draw) else n for n in self.nodes)
-        return replace(self, nodes=tuple(nodes))
-
-    def in_rows(self, index: Tensor) -> Function:
-        """The same with draws for each number in ``index``, which has a dimension that is not seen."""
-        nodes = (n._replace(func=partial(n.func.rows, index)) if isinstance(n.func, Draw) else n for n in self.nodes)
+    def with_draws(self, change: Callable[[Draw], Any]) -> Function:
+        """The same with something else in place of draws."""
+        nodes = (n._replace(func=change(n.func)) if isinstance(n.func, Draw) else n for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
 
     def in_double(self) -> Function:
@@ -132,7 +127,9 @@ class Function:
     @cached_property
     def writes(self) -> bool:
         """Whether an operator writes in place."""
-        return any(node.written or kind_of(node.func).writes for node in self.nodes)
+        # What an operator gives back may be what it wrote into; batch_norm, see `targets_of`, gives a new tensor.
+        kinds = ((node, kind_of(node.func)) for node in self.nodes)
+        return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 
 
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:

@@ -76,7 +76,7 @@ def written(tensor: Tensor, index: Sequence[Any], values: Tensor, accumulate: bo
     is_mask = len(index) == 1 and index[0].dtype in _MASKS and index[0].shape == tensor.shape
     if is_mask and values.dim() == 0 and not accumulate:
         return torch.where(index[0].bool(), values, tensor)
-    return torch.index_put(tensor, tuple(index), values, accumulate)
+    return torch.ops.aten.index_put(tensor, [*index], values, accumulate)
 
 
 def _row(part: Tensor, size: int) -> Tensor:

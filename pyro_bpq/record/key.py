@@ -91,7 +91,7 @@ class Call:
         sources: Where each tensor was found.
         modes: Whether gradients are on, and whether torch infers only.
         modules: Modules with buffers.
-        arrays: Large arrays of numpy, and where each was found: they are told apart by identity.
+        arrays: Arrays of numpy, and where each was found; large ones are told apart by identity.
     """
 
     def __init__(self) -> None:
@@ -184,6 +184,7 @@ class Call:
         elif isinstance(item, numpy.ndarray) and item.size <= _MOST_NUMBERS and item.dtype.kind in "biufc":
             self.note(path, (kind, item.dtype.str, item.shape))
             self.note(("the numbers of {}", path), item.tobytes())
+            self.arrays.append((path, item))
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)
@@ -275,14 +276,18 @@ class Keys:
             if old is not new and old != new and _is_number(old) and _is_number(new):
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
-        varying = {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+        varying = self._counters
         found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
         return (*found, *map(kind_of, call.tensors))
 
     @property
+    def _counters(self) -> set[int]:
+        return {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+
+    @property
     def has_counters(self) -> bool:
         """Whether numbers are left out."""
-        return any(number > _MOST_CHANGES for number in self._changes.values())
+        return bool(self._counters)
 
 
 def _is_number(entry: Any) -> bool:

@@ -48,6 +48,10 @@ class Draw:
         fn = mapped(self._form, lambda _: next(own))
         return fn.mean if self.is_mean else draw(self.name, fn)
 
+    def noted(self, *tensors: Tensor) -> Any:
+        """The same; a tape writes it down as a draw."""
+        return noted(self, [tensor.clone() for tensor in tensors])
+
     def rows(self, index: Tensor, *tensors: Tensor) -> Any:
         """A value for each number in ``index``, which has a dimension that the caller does not see."""
         return _Rows.apply(self, index, *tensors)  # type: ignore[no-untyped-call]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
@@ -104,6 +105,10 @@ class Recorded:
         self._made.update(other._made)
         known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
+        own, before = self.recording.tensors, other.recording.tensors
+        for value in self.recording.constants & before.keys() & own.keys():
+            # Compiled steps know constants by their tensors.
+            own[value] = before[value] if torch.equal(own[value], before[value]) else own[value]
 
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
@@ -251,12 +256,12 @@ class Recorded:
                 [values[name] for name in given],
                 frozenset(values[name] for name in redrawn),
             )
-            self._made[key] = function.with_means() if means else function
+            self._made[key] = function.with_draws(lambda draw: draw.mean) if means else function
         function = self._made[key]
         tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
         taken = [tensors[value] for value in function.given]
         taken = [tensor.clone() for tensor in taken] if function.writes else taken
-        with _drawing(function, seed):
+        with drawing(function, seed):
             found = zip(wanted, function(*taken), strict=True)
             return {name: bound.weighted(name, value) for name, value in found}
 
@@ -308,12 +313,14 @@ class Recorded:
         """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
 
         Raises:
-            Uncut: If something cannot be computed again.
-            NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+            Uncut: If something cannot be computed again, or not for many particles at once.
         """
         key = "many", number
         if key not in self._made:
-            self._made[key] = self._of_many(number, bound)
+            try:
+                self._made[key] = self._of_many(number, bound)
+            except (NotImplementedError, RuntimeError) as error:
+                raise Uncut(str(error)) from error
         wanted, function, given, constants = self._made[key]
         first = torch.arange(number)
         return dict(zip(wanted, function(first, *(bound.tensors[value] for value in given), *constants), strict=True))
@@ -326,15 +333,19 @@ class Recorded:
             raise Uncut("noise")
         given, constants = function.given, list[Tensor]()
         tensors = [bound.tensors[value] for value in given]
-        with torch.random.fork_rng():
+        # The draws of this are for nobody.
+        with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
             if function.writes:
                 function, constants = flat(
-                    torch.func.functionalize(_called(function)), [tensor.detach().clone() for tensor in tensors]
+                    torch.func.functionalize(_called(function.with_draws(lambda draw: draw.noted))),
+                    [tensor.detach().clone() for tensor in tensors],
                 )
             dims = (0, *(None for _ in (*given, *constants)))
-            run = torch.func.vmap(
-                lambda index, *own: tuple(function.in_rows(index)(*own)), dims, randomness="different"
-            )
+
+            def rows(index: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+                return tuple(function.with_draws(lambda draw: partial(draw.rows, index))(*own))
+
+            run = torch.func.vmap(rows, dims, randomness="different")
             function, more = flat(run, [torch.arange(number), *tensors, *constants])
         return wanted, function, given, constants + more
 
@@ -346,20 +357,21 @@ class Recorded:
         tensors = {**bound.tensors, **{self.drawn[name].value: value for name, value in moved.items()}}
         key = costs, sites, number
         if key not in self._made:
-            self._made[key] = self._flat(costs, sites, tensors)
+            values = {self.drawn[name].value for name in sites}
+            self._made[key] = self.in_rows(
+                self.recording.cut([self.named[name] for name in costs], values), values, tensors
+            )
         function, given, constants = self._made[key]
-        with _drawing(function):
+        with drawing(function):
             found = function(*(tensors[value] for value in given), *constants)
         shapes = [self.recording.shapes[self.named[name]] for name in costs]
         pairs = zip(found, shapes, strict=True)
         return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
 
-    def _flat(
-        self, costs: tuple[str, ...], sites: tuple[str, ...], tensors: Mapping[Value, Tensor]
+    def in_rows(
+        self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
-        """The function of all rows, the values that it takes, and constants."""
-        moved = {self.drawn[name].value for name in sites}
-        function = self.recording.cut([self.named[name] for name in costs], moved)
+        """A function of all rows, the values that it takes, and constants; some values have rows."""
         given, constants = function.given, list[Tensor]()
         with torch.random.fork_rng():
             if function.writes:
@@ -391,9 +403,8 @@ class _InRows:
         number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
         found = []
         for i in range(number):
-            with _drawing(self.function):  # the same noise in each row
-                own = (row if dim is None else row[i] for row, dim in zip(rows, self.dims, strict=True))
-                found.append(self.function(*own))
+            with drawing(self.function):  # the same noise in each row
+                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
@@ -402,7 +413,7 @@ def _called(function: Function) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _drawing(function: Function, seed: int = 0) -> Iterator[None]:
+def drawing(function: Function, seed: int = 0) -> Iterator[None]:
     """Draws of a function leave the global generators as they are."""
     if not function.draws:
         yield

@@ -38,6 +38,8 @@ class Recording:
         constants: Leaves whose numbers stand in the program.
         noise: Leaves that are random numbers.
         written: Leaves that the run has written into: the tensor, and what was in it before.
+        told: What Python read where sources reach: these, as bits, and the number.
+        lines: The first line that read each of these sources.
     """
 
     nodes: tuple[Node, ...]
@@ -52,6 +54,8 @@ class Recording:
     constants: Set[Value]
     noise: Set[Value] = frozenset()
     written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    told: Sequence[tuple[int, Any]] = ()
+    lines: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tape: Tape, given: Mapping[Value, Tensor]) -> Recording:
@@ -61,6 +65,7 @@ class Recording:
             *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
             *((*tape.guards,), tape.bits, tape.constants, frozenset(tape.noise)),
             {value: (tape.inputs[value], kept) for value, kept in tape.before.items()},
+            *((*tape.told,), tape.lines),
         )
 
     @cached_property

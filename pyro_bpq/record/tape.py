@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
-from pyro_bpq.record.operators import Kind, kind_of
+from pyro_bpq.record.operators import Kind, kind_of, targets_of
 from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in
 
 MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
@@ -52,7 +52,8 @@ class Tape(TorchDispatchMode):
         constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
         opaque: Values that no operator has made, and what has made them.
         guards: What Python read where no source reaches.
-        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each.
+        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each; ``told``
+            what each read has found.
     """
 
     supports_higher_order_operators = True
@@ -73,10 +74,12 @@ class Tape(TorchDispatchMode):
         self.guards: list[Guard] = []
         self.steering = 0
         self.lines: dict[int, str] = {}
+        self.told: list[tuple[int, Any]] = []
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self._heard: int | None = None  # the sources that were read while it listens
         self._paused = False
+        self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
         self._tensors, self._storages = Table(), Table()
@@ -96,7 +99,7 @@ class Tape(TorchDispatchMode):
         if self._stack is not None:
             raise RuntimeError("The tape is active. Nest another one: with Tape() as inner:")
         with ExitStack() as stack:
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             stack.push(super().__exit__)
             stack.enter_context(self._calls)
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
@@ -188,13 +191,6 @@ class Tape(TorchDispatchMode):
             self.nodes.append(Node(func, taken, _NOTHING, value, (), self._after))
             return value
 
-    def taint(self, tensor: Tensor, mask: int) -> None:
-        """Adds sources to what a tensor depends on."""
-        value = self._value(tensor)
-        self.masks[value] |= mask
-        for storage in memory_of(tensor):
-            self._storages.of(storage).mask |= mask
-
     # Reads.
 
     def listen(self) -> None:
@@ -213,8 +209,11 @@ class Tape(TorchDispatchMode):
             self.deferred |= mask
         elif mask:
             # A check is an error that is not raised.
-            if self._is_new(mask) and not (check and is_library_check() and not catcher(self._outer)):
-                self.steer(mask)
+            is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
+            if not is_check:
+                self.told.append((mask, found))
+                if self._is_new(mask):
+                    self.steer(mask)
         elif not (check and is_library_check()):
             self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
 
@@ -233,15 +232,6 @@ class Tape(TorchDispatchMode):
         if mask & ~self.steering:
             self.lines[mask & ~self.steering] = line_of_the_program()
             self.steering |= mask
-
-    @contextlib.contextmanager
-    def looked_at(self) -> Iterator[None]:
-        """What is read within steers nothing: not the program reads it."""
-        before, self.deferred = self.deferred, 0
-        try:
-            yield
-        finally:
-            self.deferred = before
 
     @contextlib.contextmanager
     def steered_by(self, mask: int) -> Iterator[None]:
@@ -267,7 +257,7 @@ class Tape(TorchDispatchMode):
             call = func, taken, named, self._mask, self._after
             self.compute(self._mask)
             if kind.writes:
-                targets = _targets(kind, args, kwargs)
+                targets = targets_of(kind, args, kwargs)
                 self._keep(targets)
         except Exception as error:
             raise RecordingError(kind.name) from error
@@ -376,8 +366,8 @@ class Tape(TorchDispatchMode):
 
     def _arrived(self, tensor: Tensor) -> Value:
         """The value of a tensor that no node has made: an input, or a view that no operator has shown."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return self._value(torch._C._functorch.get_unwrapped(tensor))
+        if (inner := unwrapped(tensor)) is not tensor:
+            return self._value(inner)
         storages = memory_of(tensor)
         mask = 0 if storages else (1 << len(self.bits)) - 1
         for storage in storages:
@@ -481,9 +471,15 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
     if tape is None:
         return function(*tensors)
     with tape.paused():
-        result = function(*tensors)
+        result = unwrapped(function(*tensors))
     tape.made(function, tuple(tensors), result)
     return result
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that operators see within a function transform."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.get_unwrapped(tensor) if is_wrapped else tensor
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -497,10 +493,3 @@ def _owner(function: Any) -> Any:
     if owner is None or isinstance(owner, ModuleType):
         return None if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else function
     return owner
-
-
-def _targets(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes into."""
-    named = kwargs or {}
-    found = [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
-    return [*tensors_in(found)]

@@ -81,7 +81,8 @@ def held_costs(
             parts[name].append(_tables(plan, graph, bound, traced, name, shape, rows, mine.get(name), group))
             if is_old:
                 excess[name].append(_excess(plan, graph, name, shape, rows, costs[i]))
-    joint = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in excess.items() if found}
+    pairs = {name: zip(*found, strict=True) for name, found in excess.items() if found}
+    joint = {name: (torch.cat(next(own)), torch.cat(next(own))) for name, own in pairs.items()}
     return {name: joined(found) for name, found in parts.items()}, joint
 
 

@@ -24,7 +24,7 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.sandbox import sandbox
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import leaf_of
@@ -142,7 +142,7 @@ def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
     """Runs programs from a given seed; generators, module buffers and captured parameters stay unchanged."""
     others = random.getstate(), np.random.get_state()
     try:
-        with Sandbox(seed), poutine.block(hide_types=["param"] if hides_params else []):
+        with sandbox(seed), poutine.block(hide_types=["param"] if hides_params else []):
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
             yield

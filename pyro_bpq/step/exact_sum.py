@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.all_action import AllAction
-from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.sums import common_type, in_single
 from pyro_bpq.step.values import Step
@@ -75,39 +74,6 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool)
     # One read on the host.
     value, num_zeros = torch.stack([number, sum(zeros, number.new_zeros(()))]).tolist()
     return ExactSum(loss, tuple(plan.components), math.isfinite(value), int(num_zeros))
-
-
-def costs_at(traced: TracedRun, plan: SumPlan, nesting: int, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The costs of runs at any joint values, as the tables of the sum tell them: ``(runs, plates)``, in nats.
-
-    Args:
-        traced: The run that fills the tables.
-        plan: The sites that laws and costs read.
-        nesting: Number of batch dimensions.
-        index: Number of the value of each site, ``(runs, plates)``.
-    """
-    tables, found = _Tables(traced, plan, nesting), dict[str, Tensor]()
-    for cost, other in plan.others.items():
-        found[cost] = _entries(tables.rows(traced.run.costs[cost], other), other, index)
-    for trace, others, name_of, sign in (
-        (traced.guide_trace, plan.parents, cost_of_guide, 1.0),
-        (traced.model_trace, plan.priors, cost_of_model, -1.0),
-    ):
-        for name, law in tables.laws(trace.nodes, others).items():
-            # The values of the site come first, for a table of each.
-            of_value = sign * tables.weighted(law, trace.nodes[name], others[name]).movedim(-1, 0)
-            given = torch.stack([_entries(table, others[name], index) for table in of_value])
-            found[name_of(name)] = _entries(given, name, {name: index[name].unsqueeze(0)})[0]
-    return found
-
-
-def _entries(table: Tensor, other: str | None, index: Mapping[str, Tensor]) -> Tensor:
-    """The entries of a table ``(values of the other or 1, plates)`` at values of the other."""
-    if other is None:
-        return table
-    at = index[other]
-    plates = torch.broadcast_shapes(table.shape[1:], at.shape[1:])
-    return table.expand(-1, *plates).gather(0, at.expand(-1, *plates))
 
 
 def sum_step(summed: ExactSum, is_learning: bool) -> Step:

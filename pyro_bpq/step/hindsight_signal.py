@@ -60,7 +60,8 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     if any(name in excess for name in cls.names):
         none = (torch.zeros_like(next(excess[name][0] for name in cls.names if name in excess)),) * 2
         own = zip(*(excess.get(name, none) for name in cls.names), strict=True)
-        more = later, immediate = tuple(map(torch.stack, own))
+        later, immediate = map(torch.stack, own)
+        more = later, immediate
     if not is_drawn:
         if more is not None:
             settled = -immediate if settled is None else settled - immediate

@@ -29,8 +29,7 @@ def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, n
     """Runs of further particles, which differ from the first one in what they draw.
 
     Raises:
-        Uncut: If something cannot be computed again.
-        NotImplementedError, RuntimeError: If torch does not run an operator for many particles at once.
+        Uncut: If something cannot be computed again, or not for many particles at once.
     """
     if recorded is None or first.untraced or not recorded.traced:
         raise Uncut("a value that no operator has made")
@@ -38,10 +37,10 @@ def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, n
     bound = recorded.bound(values, first.subsamples, call, {})
     found = recorded.many(number, bound)
     rows = {value: tensor.unbind(0) for value, tensor in found.items()}
-    return [_particle(first, iter(recorded.traced), rows, i) for i in range(number)]
+    return [_particle(first, 1 + number, iter(recorded.traced), rows, i) for i in range(number)]
 
 
-def _particle(first: TracedRun, names: Iterator[Any], rows: Any, i: int) -> TracedRun:
+def _particle(first: TracedRun, number: int, names: Iterator[Any], rows: Any, i: int) -> TracedRun:
     """One of them."""
 
     def own(tensor: Tensor) -> Tensor:
@@ -49,9 +48,8 @@ def _particle(first: TracedRun, names: Iterator[Any], rows: Any, i: int) -> Trac
         return rows[name][i] if name in rows else tensor
 
     guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
-    number = next(iter(first.infos.values())).num_particles
     again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
-    return replace(again, elimination=first.elimination)
+    return replace(again, elimination=first.elimination, recorded=first.recorded)
 
 
 def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:

@@ -19,11 +19,13 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
+from pyro_bpq.record.jumps import Path
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.graphs import build_graph, dense_graph
+from pyro_bpq.tracing.jumping import is_undecided, jumps_of, told
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
@@ -68,6 +70,7 @@ class Alike:
         always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
+        looks: Number of recorded runs that were looked at for jumps; ``paths`` what Python has done in the first ones.
     """
 
     particles: dict[Any, Particles] = field(default_factory=dict)
@@ -78,6 +81,8 @@ class Alike:
     steps: int = 0
     next: float = 0
     recorded: dict[Any, Recorded] = field(default_factory=dict)
+    looks: int = 0
+    paths: list[Path] = field(default_factory=list)
 
     def knows(self, modes: Any, number: int) -> bool:
         """Whether a run of so many particles was recorded."""
@@ -121,6 +126,7 @@ class Recordings:
         call: The call that is looked at; ``now`` what is known of calls like it.
         known: What is known of structures, by the key of their runs.
         escaping: Sites whose values steer the program.
+        jumps: Reparameterised sites that are scored, because costs jump with their values.
         crosses: Whether rows of a plate may meet.
         failed: What stopped a recording; empty if nothing has.
         in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
@@ -131,6 +137,7 @@ class Recordings:
         check_choice("structure", mode, STRUCTURES)
         self.mode = mode
         self.escaping: tuple[str, ...] = ()
+        self.jumps: frozenset[str] = frozenset()
         self.crosses = self.in_order = self.needs_graphs = False
         self.known: OrderedDict[Any, Known] = OrderedDict()
         self.said, self.failed, self.num_recorded = "", "", 0
@@ -148,12 +155,14 @@ class Recordings:
         """What runs have shown of the program; recordings are made again."""
         names = ("escaping", "crosses", "in_order")
         # It is saved only if values steer the program; else it has no meaning.
-        return {**{name: getattr(self, name) for name in names}, "needs_graphs": self.escapes and self.needs_graphs}
+        own = {name: getattr(self, name) for name in names}
+        return {**own, "jumps": tuple(sorted(self.jumps)), "needs_graphs": self.escapes and self.needs_graphs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
         self.escaping, self.crosses = tuple(state["escaping"]), state["crosses"]
         self.in_order, self.needs_graphs = state["in_order"], state["needs_graphs"]
+        self.jumps = frozenset(state["jumps"])
 
     @property
     def escapes(self) -> bool:
@@ -180,13 +189,16 @@ class Recordings:
         """Records the next run: what is known may no longer be so."""
         self._must = True
 
-    def wants(self, number: int) -> bool:
-        """Whether the next run, of so many particles in one call, is recorded."""
+    def wants(self, particles: Particles) -> bool:
+        """Whether the next run is recorded."""
+        number = particles.in_call
+        knows = self.now.knows(self.call.modes, number)
         if self.is_ordered:
-            return False
-        if self._must or self.always or self.now.always or self.now.steps >= self.now.next:
-            return True
-        return not self.now.knows(self.call.modes, number)
+            # In a plate of particles one run has to show that they keep apart.
+            return not (knows or self.failed or number == 1)
+        # What further particles cost is no control variate: it must not be outdated.
+        is_due = self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
+        return is_due or particles.is_hidden or not knows
 
     @property
     def always(self) -> bool:
@@ -257,7 +269,9 @@ class Recordings:
         if not is_joined:
             # Which numbers Python reads is not looked at.
             self.now = self._kind.put(Check(), self.call, self.now)
-        if traced.recorded is None:
+        if traced.recorded is None or self.is_dense:
+            if traced.recorded is not None:
+                self.now.recorded[self.call.modes, traced.key, number] = traced.recorded
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
@@ -267,10 +281,28 @@ class Recordings:
         if known is None:
             return build_graph(traced, traced.recorded.reads)
         self.known[traced.key] = known
-        self.known.move_to_end(traced.key)
         if len(self.known) > _CAPACITY:
             self.known.popitem(last=False)
         return known.graph
+
+    def is_undecided(self, traced: TracedRun) -> bool:
+        """Whether it is not yet known if what Python reads of reparameterised sites steers the program."""
+        return is_undecided(traced, self.now.looks)
+
+    def finds_jumps(self, traced: TracedRun) -> bool:
+        """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
+        now = self.now
+        found = dict(jumps_of(traced, self.call, now.looks, now.paths, self._keys.has_counters))
+        now.looks += 1
+        for name, seen in found.items():
+            warnings.warn(told(name, seen), BPQWarning, stacklevel=2)
+        if found:
+            self.jumps |= found.keys()
+            # Nothing that is known of the program is so any longer.
+            self.known.clear()
+            self._kinds.clear()
+            self.meet(self.call)
+        return bool(found)
 
     def _note(self, traced: TracedRun) -> None:
         assert traced.recorded is not None
@@ -351,7 +383,8 @@ def _crossing(traced: TracedRun) -> str:
         return _left_a_plate(traced)
     assert traced.recorded is not None
     cost, (plate, why) = next(iter(traced.met.items()))
-    inside = [n for n in sorted(traced.recorded.reads[cost]) if any(own.name == plate for own in traced.plates[n])]
+    read = traced.recorded.reads.get(cost, traced.run.sites)  # summed with others, it has another name
+    inside = [n for n in sorted(read) if any(own.name == plate for own in traced.plates[n])]
     first = f"a row of it reads other rows of {', '.join(map(repr, inside))}"
     if why:
         first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"

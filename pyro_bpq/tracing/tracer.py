@@ -92,8 +92,9 @@ def trace_run(
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
-        with contextlib.nullcontext() if tape is None else tape.looked_at():
-            traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+        if tape is not None:
+            tape.has_ended = True
+        traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
         if watch.leaves:
             traced = replace(traced, run=traced.run.with_leaves(watch.leaves))
         if watch.enumerated or maps is not None:

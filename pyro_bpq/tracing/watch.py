@@ -53,6 +53,7 @@ class TraceOptions:
     call: Call = field(default_factory=Call)  # what the call of the programs looks like
     noise: Callable[[], torch.Generator] = torch.Generator  # makes the generator that such estimators draw from
     only_costs: bool = False  # whether only cost statements count; the guide is then the whole program
+    jumps: frozenset[str] = frozenset()  # reparameterised sites that are scored, because costs jump with their values
     step: int = 0  # number of steps taken, for estimators with a schedule
     sloped: frozenset[str] = frozenset()  # sites whose values become autograd leaves of the costs
     maps: bool = False  # whether to note the linear maps that read these leaves
@@ -73,7 +74,7 @@ class Watch(Messenger):
     ) -> None:
         super().__init__()
         self.options, self.tape = options, tape
-        self.is_guide = self.has_model = False
+        self.is_guide = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.plates: dict[str, Frames] = {}
         self.drawn_as: dict[str, tuple[Any, Frames]] = {}
@@ -108,7 +109,6 @@ class Watch(Messenger):
                 self.tape.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
-        self.has_model |= not self.is_guide
         if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
             msg["fn"] = _without_rsample(msg["fn"])
         if self._draws_alone(msg):
@@ -178,7 +178,8 @@ class Watch(Messenger):
 
     def _is_pathwise(self, msg: Any) -> bool:
         """Whether the value of a site of the guide carries all of its gradient."""
-        return _has_rsample(msg) and self._choose(msg).is_pathwise
+        is_left = msg["name"] not in self.options.jumps or site_options(msg["name"], msg["infer"]).estimator is not None
+        return _has_rsample(msg) and is_left and self._choose(msg).is_pathwise
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if self.tape is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from pyro_bpq.compiled.calls import Arguments, Call, reach
 
+from pyro_bpq.compiled.arguments import Arguments
+from pyro_bpq.record.key import Call, reach
 from pyro_bpq.rollout.runs import Program
 
 

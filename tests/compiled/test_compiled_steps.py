@@ -34,7 +34,15 @@ from pyro_bpq import (
     compile_report,
 )
 from pyro_bpq.errors import BPQWarning, OptionError
-from pyro_bpq.estimators import Concrete, DebiasedStraightThrough, DisARM, GumbelStraightThrough, Hindsight, SecondRun
+from pyro_bpq.estimators import (
+    AllAction,
+    Concrete,
+    DebiasedStraightThrough,
+    DisARM,
+    GumbelStraightThrough,
+    Hindsight,
+    SecondRun,
+)
 
 STEPS = 12
 
@@ -262,12 +270,14 @@ def test_a_number_that_a_distribution_reads_is_told_as_such() -> None:
 
 
 @pytest.mark.parametrize("is_function", [False, True])
-def test_initial_values_that_every_run_draws_run_eagerly_and_functions_do_not(is_function: bool) -> None:
+def test_initial_values_that_are_drawn_are_recorded(is_function: bool) -> None:
     model = seeing(lambda z: z * pyro.param("w", (lambda: torch.randn(())) if is_function else torch.randn(())))
-    if is_function:
-        assert entries(trained(TraceBackpropQ_ELBO(compile="eager"), model, coin_guide))
-    else:
-        runs_eagerly(r"lambda: torch\.randn\(2\)", model)
+    assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, model, coin_guide))
+
+
+def test_noise_that_is_no_site_runs_eagerly_where_costs_are_computed_again() -> None:
+    model = seeing(lambda z: torch.nn.functional.dropout(z + 1.0))
+    runs_eagerly("draws values that are no sites", model, estimator=AllAction(exact=True))
 
 
 def test_a_second_run_that_draws_sites_anew_is_told_as_such() -> None:

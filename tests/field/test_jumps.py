@@ -73,7 +73,6 @@ def mean_gradient(adds: Program, **chosen: Estimator) -> tuple[float, float]:
     return float(gradients.mean()), float(gradients.std() / math.sqrt(STEPS))
 
 
-@pytest.mark.xfail(strict=True, reason="a pathwise gradient misses jumps: nothing looks for them")
 @pytest.mark.parametrize("name", JUMPS)
 def test_the_gradient_sees_a_jump(name: str) -> None:
     adds, jumps = JUMPS[name]

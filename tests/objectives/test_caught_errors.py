@@ -108,6 +108,8 @@ def test_costs_that_change_by_themselves_are_not_compared() -> None:
         calls[0] += 1
         a, b = coins(torch.zeros(2), True)
         pyro.sample("x", dist.Normal((a - 0.3 * b) * calls[0] / 100, 1.0), obs=torch.tensor(1.3))
+        pyro.factor("count", 0.0 * a - 1000.0 * calls[0])
 
-    elbo = after(6, model, guide_of(True))
+    elbo = after(40, model, guide_of(True))
     assert elbo.particles.now.is_hidden and elbo.num_particles > 1, elbo.settled
+    assert elbo.loss_and_grads(model, guide_of(True)) == pytest.approx(1000.0 * calls[0], abs=100.0)

@@ -61,8 +61,8 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
 
 def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tensor:
     """The table of a site: each component of each plate row set alone to each of its values."""
-    plan, traced, rollout, *_ = args
-    graph, one, split = plan.graph, traced[run], plan.components[name]
+    plan, values, rollout = args
+    graph, one, split = plan.graph, values.traced[run], plan.components[name]
     values = {
         n: s["value"].detach()
         for n, s in one.model_trace.nodes.items()
@@ -109,10 +109,10 @@ def test_flipped_costs_equal_runs_at_each_value(case: Case, options: dict[str, A
         elbo.loss_and_grads(case.model, case.guide, *case.args)
     if not spy.calls:
         pytest.skip("no site with an immediate cost of the model")
-    for tables, args in spy.calls:
-        assert tables is not None
+    for (tables, shifts), args in spy.calls:
         for name, table in tables.items():
-            expected = torch.cat([brute_force(case, args, i, name) for i in range(len(args[1]))])
+            torch.testing.assert_close(shifts[name], torch.zeros_like(shifts[name]))
+            expected = torch.cat([brute_force(case, args, i, name) for i in range(len(args[1].traced))])
             torch.testing.assert_close(table.expand(expected.shape), expected)
 
 

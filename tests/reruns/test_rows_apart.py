@@ -1,4 +1,4 @@
-"""Rows of a plate that meet in operators through which rows are not followed: values tell."""
+"""Rows of a plate that meet, in operators of all kinds."""
 
 from __future__ import annotations
 
@@ -89,21 +89,21 @@ def largest_error(read: Read, summed: str = "") -> tuple[TraceBackpropQ_ELBO, fl
 @pytest.mark.parametrize("name", MEETING)
 def test_rows_that_meet_are_found(name: str) -> None:
     elbo, error, said = largest_error(MEETING[name])
-    assert elbo.runner.structure.crosses and error < 1e-10
+    assert elbo.runner.recordings.crosses and error < 1e-10
     assert any("Rows of the plate 'rows' meet in -log p(x)" in text for text in said)
 
 
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_keep_apart_are_left_alone(name: str) -> None:
     elbo, error, said = largest_error(APART[name])
-    assert not elbo.runner.structure.crosses and error < 1e-10 and not said
+    assert not elbo.runner.recordings.crosses and error < 1e-10 and not said
 
 
 @pytest.mark.parametrize("summed", ["model", "guide"])
 @pytest.mark.parametrize("name", MEETING)
 def test_rows_that_meet_are_found_beside_enumerated_sites(name: str, summed: str) -> None:
     elbo, error, said = largest_error(MEETING[name], summed)
-    assert elbo.runner.structure.crosses and error < 1e-10
+    assert elbo.runner.recordings.crosses and error < 1e-10
     assert any("Rows of the plate 'rows' meet in" in text for text in said)
 
 
@@ -111,10 +111,10 @@ def test_rows_that_meet_are_found_beside_enumerated_sites(name: str, summed: str
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_keep_apart_are_left_alone_beside_enumerated_sites(name: str, summed: str) -> None:
     elbo, error, said = largest_error(APART[name], summed)
-    assert not elbo.runner.structure.crosses and error < 1e-10 and not said
+    assert not elbo.runner.recordings.crosses and error < 1e-10 and not said
 
 
-def test_rows_that_meet_are_not_found_without_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.objectives.runner.rows_that_meet", lambda *args: {})
+def test_rows_that_meet_are_not_found_where_nothing_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_bpq.record.recorded.rows_that_meet", lambda *args: {})
     _, error, said = largest_error(MEETING["one_hot"])
     assert error > 0.01 and not said

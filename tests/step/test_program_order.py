@@ -1,4 +1,4 @@
-"""Steps in program order: unbiased, untracked, and each site is charged with the loss of its run."""
+"""Steps in program order: unbiased, unrecorded, and each site is charged with the loss of its run."""
 
 from __future__ import annotations
 

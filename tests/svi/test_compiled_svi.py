@@ -205,13 +205,13 @@ def test_a_parameter_that_has_lost_its_gradient_still_moves_by_its_momentum() ->
     found = []
     for kind, options in both_kinds():
 
-        def switched(weight: float) -> None:
+        def switched(is_learned: bool) -> None:
             extra = pyro.param("extra", torch.tensor(0.5))
-            model(ROWS + (extra if weight > 0 else extra.detach()))
+            model(ROWS + (extra if is_learned else extra.detach()))
 
-        svi = kind(switched, lambda weight: guide(ROWS), SGD({"lr": 0.01, "momentum": 0.9}), plain(), **options)
+        svi = kind(switched, lambda is_learned: guide(ROWS), SGD({"lr": 0.01, "momentum": 0.9}), plain(), **options)
         for step in range(14):
-            svi.step(1.0 if step < 3 else 0.0)
+            svi.step(step < 3)
         found.append(pyro.param("extra").item())
     assert svi.objective.compiled.entries[-1].steps > 3
     assert found[1] == pytest.approx(found[0], abs=1e-9)

@@ -12,7 +12,9 @@ from steps import repeat
 from torch import Tensor, tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Hindsight
+from pyro_bpq.reruns.flipped_costs import flipped_costs
 from pyro_bpq.tracing.watch import carried, detached
 
 
@@ -46,14 +48,32 @@ class Program:
 
 
 @pytest.mark.parametrize("kind", ["bit", "one-hot"])
-def test_programs_are_not_summed_and_have_no_extra_run_of_such_laws(kind: str) -> None:
+def test_programs_of_such_laws_are_not_summed(kind: str) -> None:
     program, elbo = Program(kind), TraceBackpropQ_ELBO()
-    repeat(25, elbo.loss_and_grads, program.model, program.guide)
-    assert elbo.plan is not None and not elbo.plan.sums and elbo.plan.summed is None
-    elbo = TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True))
+    repeat(60, elbo.loss_and_grads, program.model, program.guide)
+    assert elbo.plan is not None and not elbo.plan.sums and not elbo.particles.now.sums
+
+
+@pytest.mark.parametrize("kind", ["bit", "one-hot"])
+def test_a_law_at_other_values_reads_what_its_value_carries(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Any, Any]] = []
+
+    def spy(plan: Any, values: Any, rollout: Any) -> Any:
+        tables = flipped_costs(plan, values, rollout)
+        found.append((tables[0]["a"], values.traced[0].model_trace.nodes))
+        return tables
+
+    monkeypatch.setattr("pyro_bpq.objectives.staging.flipped_costs", spy)
+    program, elbo = Program(kind), TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True))
     elbo.loss_and_grads(program.model, program.guide)
-    assert elbo.plan is not None and "-log p(z)" not in elbo.plan.layout.tabled["a"]
-    assert "-log p(x)" in elbo.plan.layout.tabled["a"]
+    ((table, nodes),) = found
+    z, b = nodes["z"]["value"], pyro.param("b").detach()
+    seen = z if kind == "bit" else z[..., 0] - z[..., 1]
+    for a in (0.0, 1.0):
+        log_p = relaxed(2.0 * tensor(a) - 1.0 + b, kind).log_prob(z) + dist.Normal(seen + 0.5 * a, 1.0).log_prob(
+            tensor(1.3)
+        )
+        torch.testing.assert_close(table[..., int(a)].squeeze(), -log_p)
 
 
 @pytest.mark.parametrize("kind", ["bit", "one-hot"])
@@ -83,5 +103,6 @@ def test_hindsight_does_not_read_the_law_of_such_a_value() -> None:
         pyro.sample("z", relaxed(a + parameter("m", 0.5), "bit"))
 
     elbo = TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=0, estimator=Hindsight())
-    elbo.loss_and_grads(Program("bit").model, guide)
+    with pytest.warns(BPQWarning, match="the law of 'z', which reads it, is not known"):
+        elbo.loss_and_grads(Program("bit").model, guide)
     assert elbo.plan is not None and (elbo.plan.held is None or "a" not in elbo.plan.held.sites)

@@ -11,12 +11,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import coin, fill, real
-from pyro_bpq.tracing.ledger import Ledger
 from steps import trained
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.record.tape import Tape
 from pyro_bpq.testing import assert_unbiased, exact_gradient
 from pyro_bpq.tracing.tracer import _is_own
 
@@ -224,8 +224,8 @@ def test_two_particles(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["branches", "numbers", "arrays", "later", "wrapped", "in_plate"])
-def test_without_listening_it_is_a_bias_that_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing.tracer._score", lambda trace, compute, *_: compute(trace) or {})
+def test_reads_that_go_unseen_are_a_bias_that_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tape, "steer", lambda *_: None)
     model, guide = PROGRAMS[name]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, structure="dynamic"), model, guide)
@@ -257,13 +257,14 @@ def test_costs_are_told_apart_as_far_as_they_read() -> None:
 
 
 def test_listening_hears_again_what_has_escaped_before() -> None:
-    ledger = Ledger()
-    ledger.read(1, check=False)
-    ledger.heard = 0
-    ledger.read(2, check=False)
-    assert (ledger.heard, ledger.escaped) == (2, 3)
-    ledger.read(1, check=False)
-    assert (ledger.heard, ledger.escaped) == (3, 3)
+    with Tape() as tape:
+        z, w = tape.source("z", torch.tensor(1.0)), tape.source("w", torch.tensor(0.0))
+        heard = []
+        for value in (z, w, z):
+            tape.listen()
+            assert bool(value) in (True, False)
+            heard.append(tape.names(tape.stop_listening()))
+    assert heard == [{"z"}, {"w"}, {"z"}] and tape.escaped == {"z", "w"}
 
 
 def test_distributions_of_libraries_are_told_from_others() -> None:

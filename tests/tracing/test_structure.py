@@ -1,7 +1,9 @@
-"""Which graph a run has: when it is tracked, cached, merged, or dense."""
+"""Which graph a run has: when it is recorded, kept, joined, or dense."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -9,56 +11,62 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case, each_case
-from pyro_bpq.tracing.structure_cache import StructureCache, dense_graph
 from steps import filtered, repeat, trained
 from torch import Tensor
 
-from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.tracing.graphs import build_graph, dense_graph
+from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
 
 
-def run(case: Case, track: bool, seed: int = 0) -> TracedRun:
+def run(case: Case, seed: int = 0) -> TracedRun:
     case.params()
     pyro.set_rng_seed(seed)
     planner = TraceBackpropQ_ELBO().planner
-    return trace_run(case.model, case.guide, case.args, {}, TraceOptions(planner.choose, track=track))
+    return trace_run(case.model, case.guide, case.args, {}, TraceOptions(planner.choose, track=True))
 
 
-def steps(cache: StructureCache, case: Case, count: int) -> list[bool]:
-    """Runs some steps; returns which of them were tracked."""
-    tracked = []
+def graph_of(traced: TracedRun) -> StochasticComputationGraph:
+    assert traced.recorded is not None
+    return build_graph(traced, traced.recorded.reads)
+
+
+def recorded(case: Case, count: int, **options: Any) -> tuple[list[int], Recordings]:
+    """Which of some steps were recorded, and the recordings."""
+    elbo, found = TraceBackpropQ_ELBO(num_particles=1, **options), list[int]()
+    case.params()
     for seed in range(count):
-        tracked.append(cache.wants_tracking())
-        cache.graph(run(case, tracked[-1], seed))
-    return tracked
+        before = elbo.runner.recordings.num_recorded
+        pyro.set_rng_seed(seed)
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+        found += [seed] * (elbo.runner.recordings.num_recorded > before)
+    return found, elbo.runner.recordings
 
 
-def test_static_programs_are_tracked_three_times_and_looked_at_again() -> None:
-    tracked = steps(StructureCache("auto"), BY_NAME["chain"], 30)
-    assert tracked == [True] * 3 + [False] * 10 + [True] + [False] * 16
+def test_static_programs_are_recorded_after_1_2_4_8_steps() -> None:
+    assert recorded(BY_NAME["chain"], 30)[0] == [0, 2, 5, 10, 19]
 
 
-def test_programs_whose_values_escape_stay_tracked() -> None:
-    cache = StructureCache("auto")
-    assert all(steps(cache, BY_NAME["python_table"], 20))
-    assert cache.is_dynamic(run(BY_NAME["python_table"], True))
+def test_programs_that_values_steer_are_recorded_at_every_step_where_graphs_are_needed() -> None:
+    steps, recordings = recorded(BY_NAME["python_table"], 20, estimator=AllAction())
+    assert steps == [*range(20)] and recordings.escapes
 
 
-def test_dynamic_is_always_tracked() -> None:
-    cache = StructureCache("dynamic")
-    assert all(steps(cache, BY_NAME["chain"], 20))
-    assert not cache.is_dynamic(run(BY_NAME["chain"], True)) and not cache.graphs
-    steps(cache, BY_NAME["python_branch"], 1)
-    assert cache.escapes
+def test_dynamic_is_always_recorded() -> None:
+    steps, recordings = recorded(BY_NAME["chain"], 20, structure="dynamic")
+    assert steps == [*range(20)] and not recordings.escapes and not recordings.known
+    assert recorded(BY_NAME["python_branch"], 1, structure="dynamic")[1].escapes
 
 
 @each_case(lambda case: case.is_static)
-def test_tracked_graph_is_within_the_dense_one(case: Case) -> None:
-    traced = run(case, True)
-    dense, graph = dense_graph(traced), StructureCache("auto").graph(traced)
+def test_recorded_graph_is_within_the_dense_one(case: Case) -> None:
+    traced = run(case)
+    dense, graph = dense_graph(traced), graph_of(traced)
     assert [n.name for n in graph.nodes] == [n.name for n in dense.nodes]
     for node in graph.nodes:
         assert set(node.parents) <= set(dense.node(node.name).parents)
@@ -79,40 +87,53 @@ EDGES = {
 @pytest.mark.parametrize("name", list(EDGES))
 def test_graph_has_the_edges_of_the_program(name: str) -> None:
     seeds = range(20)
-    runs = (run(BY_NAME[name], True, seed) for seed in seeds)
-    traced = next(r for r in runs if "w" in r.run.sites) if name == "python_branch" else run(BY_NAME[name], True)
-    graph = StructureCache("auto").graph(traced)
+    runs = (run(BY_NAME[name], seed) for seed in seeds)
+    graph = graph_of(next(r for r in runs if "w" in r.run.sites) if name == "python_branch" else run(BY_NAME[name]))
     assert {key: set(graph.parents(key)) for key in EDGES[name]} == EDGES[name]
 
 
-def drifting() -> tuple[Any, Any, Tensor]:
-    """A program whose dependencies change by a switch that no site and no plain value shows."""
-    switch = torch.tensor(False)
+def drifting(read: Callable[[], Any]) -> tuple[Any, Any]:
+    """A program whose dependencies change by a switch that no site shows."""
 
     def model() -> None:
         z, w = pyro.sample("z", dist.Bernoulli(0.4)), pyro.sample("w", dist.Bernoulli(0.3))
-        pyro.sample("x", dist.Normal(w + (z if switch else 0.0), 1.0), obs=torch.tensor(0.7))
+        pyro.sample("x", dist.Normal(w + (z if read() else 0.0), 1.0), obs=torch.tensor(0.7))
 
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
         pyro.sample("w", dist.Bernoulli(0.2))
 
-    return model, guide, switch
+    return model, guide
 
 
-def test_auto_merges_what_it_sees_and_warns() -> None:
-    model, guide, switch = drifting()
-    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=5)
-    switch.fill_(True)
+def parents_of_x(elbo: TraceBackpropQ_ELBO) -> set[str]:
+    (known,) = elbo.runner.recordings.known.values()
+    return set(known.graph.parents("-log p(x)"))
+
+
+def test_auto_joins_what_it_sees_and_warns() -> None:
+    switch = deque([False])  # an object of a library, into which nobody looks
+    model, guide = drifting(lambda: switch[0])
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1), model, guide, steps=5)
+    switch[0] = True
     with pytest.warns(BPQWarning, match=r"-log p\(x\) also reads \['z'\].*dynamic"):
         repeat(20, elbo.loss_and_grads, model, guide)
-    (graph,) = elbo.runner.structure.graphs.values()
-    assert set(graph.parents("-log p(x)")) == {"z", "w"}
-    switch.fill_(False)
+    assert parents_of_x(elbo) == {"z", "w"}
+    switch[0] = False
     with filtered("error"):
         repeat(200, elbo.loss_and_grads, model, guide)
-    (graph,) = elbo.runner.structure.graphs.values()
-    assert set(graph.parents("-log p(x)")) == {"z", "w"}  # a superset is always right
+    assert parents_of_x(elbo) == {"z", "w"}  # a superset is always right
+
+
+def test_a_tensor_that_python_reads_is_looked_at_in_each_step() -> None:
+    switch = torch.tensor(False)
+    model, guide = drifting(lambda: switch)
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1), model, guide, steps=5)
+    assert parents_of_x(elbo) == {"w"}
+    switch.fill_(True)
+    with filtered("error"):
+        elbo.loss_and_grads(model, guide)
+    assert parents_of_x(elbo) == {"z", "w"}
 
 
 def test_control_flow_is_not_a_matter_of_luck() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 from models import fill, real
 from pyro import poutine
-from pyro_bpq.tracing.component_costs import ElementWatch
 from steps import trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.estimators import CrossedLeaveOneOut, LeaveOneOut, SecondRun
+from pyro_bpq.record.components import elements_of
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
@@ -249,12 +249,9 @@ def test_leave_one_out_of_components(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flat_mask", "flat_flipped_mask", "flat_scale", "flat_scales", "event"])
 def test_elements_without_their_weights_are_a_bias_that_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    patterns = ElementWatch.patterns
-
-    def unweighted(self: ElementWatch, sites: Iterable[tuple[str, Any]]) -> Any:
-        return patterns(self, [(cost, {**site, "scale": 1.0, "mask": None}) for cost, site in sites])
-
-    monkeypatch.setattr(ElementWatch, "patterns", unweighted)
+    monkeypatch.setattr(
+        "pyro_bpq.tracing.tracer.elements_of", lambda site: elements_of({**site, "scale": 1.0, "mask": None})
+    )
     model, guide = VECTORS[name]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, num_particles=1, estimator=ScoreFunction()), model, guide)
@@ -299,7 +296,7 @@ def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytes
 
 
 def test_a_weight_by_the_site_itself_is_not_tabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing.tracer._weighted_by_itself", lambda *_: frozenset())
+    monkeypatch.setattr("pyro_bpq.tracing.tracer._self_read", lambda *_: frozenset())
     model, guide = SITES["in_place"]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, num_particles=1), model, guide)

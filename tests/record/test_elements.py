@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from pyro_bpq.tracing.component_costs import ElementTracker
-from pyro_bpq.tracing.element_rules import MANY, NONE, plan_of
-from pyro_bpq.tracing.provenance import DependencyTracker
 from torch import Tensor
 from torch.nn.functional import group_norm, one_hot, scaled_dot_product_attention
+
+from pyro_bpq.record.elements import MANY, NONE, Unknown, rule_of
+from pyro_bpq.record.recording import Recording
+from pyro_bpq.record.tape import Tape
 
 SHAPE = (2, 3)
 
@@ -45,6 +46,9 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda z: (z.unsqueeze(-1) * torch.ones(3, 4)).sum(-1),
     "softmax": lambda z: torch.stack([z, 1.0 - z], -1).log_softmax(-1),
     "embedding": lambda z: torch.nn.functional.embedding(z.long(), torch.arange(8.0).reshape(4, 2)),
+    "gather": lambda z: z[:, torch.tensor([2, 0, 1])],
+    "one_hot": lambda z: one_hot(z.long(), 2).float(),
+    "index_put": lambda z: torch.zeros(3).index_put((torch.tensor([2, 0, 1]),), z[0])[:2],
 }
 # Their entries read less than what is found, or nothing.
 ROUGH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,13 +59,10 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda z: z.sum(-1),
     "matmul": lambda z: z @ torch.ones(3, 2),
     "softmax": lambda z: z.softmax(-1),
-    "gather": lambda z: z[:, torch.tensor([2, 0, 1])],
-    "one_hot": lambda z: one_hot(z.long(), 2).float(),
     "overwritten": lambda z: _overwritten(z)[:, 0],
     "own_rows": lambda z: z - z.mean(0),
     "max": lambda z: z.max(),
     "row_times_matrix": lambda z: z[0] @ torch.arange(1.0, 7.0).reshape(3, 2),
-    "index_put": lambda z: torch.zeros(3).index_put((torch.tensor([2, 0, 1]),), z[0])[:2],
     "count_nonzero": lambda z: z.count_nonzero(-1),
     "attention": lambda z: scaled_dot_product_attention(*(z.view(1, 1, 6, 1),) * 3),
     "group_norm": lambda z: group_norm(z.view(1, 6), 2),
@@ -73,14 +74,14 @@ def _source() -> Tensor:
 
 
 def _positions(function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
-    tracker = DependencyTracker()
-    elements = ElementTracker(tracker.ledger)
-    with tracker, elements:
-        z = tracker.source("z", _source())
-        elements.follow("z", "z", z, np.arange(6, dtype=np.int32).reshape(SHAPE))
-        found = elements.positions("z", function(z))
-    assert not tracker.escaped
-    return found
+    with Tape() as tape:
+        z = tape.source("z", _source())
+        result = function(z)
+        source, wanted = tape.value_of(z), tape.value_of(result)
+    starts = {source: np.arange(6, dtype=np.int32).reshape(SHAPE)}
+    (found,), _ = Recording.of(tape, {source: z}).labels([wanted], starts)
+    assert not tape.escaped
+    return None if isinstance(found, Unknown) else np.broadcast_to(found, result.shape)
 
 
 def _truth(function: Callable[[Tensor], Tensor]) -> np.ndarray:
@@ -128,9 +129,9 @@ def test_nothing_is_missed(name: str) -> None:
 
 def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     flip = torch.ops.aten.flip.default
-    wrong = plan_of(flip)._replace(rule=lambda find, tensor, dims: find(tensor))
     monkeypatch.setattr(
-        "pyro_bpq.tracing.component_costs.plan_of", lambda func: wrong if func is flip else plan_of(func)
+        "pyro_bpq.record.elements.rule_of",
+        lambda func: (lambda read, tensor, dims: read(tensor)) if func is flip else rule_of(func),
     )
     with pytest.raises(AssertionError):
         test_nothing_is_missed("flip")
