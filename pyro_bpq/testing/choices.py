@@ -96,10 +96,10 @@ class _Choice:
         self.name = name
         self.shape = tuple(log_probs.shape)
         self.index = (0,) * log_probs.shape[1]
-        self.size = log_probs.shape[0] ** log_probs.shape[1]
         self._log_probs = log_probs
         self._table: list[list[float]] | None = None
         self._rest: Iterator[tuple[int, ...]] = iter(())
+        self.is_left = False
 
     def fits(self, name: str, num_values: int, num_elements: int) -> bool:
         """Whether it is a choice of these values."""
@@ -128,7 +128,7 @@ class _Choice:
 
     def leave(self) -> None:
         """Stays at its index, since nothing depends on it."""
-        self._table, self._rest, self.size = [[1.0]] * len(self.index), iter(()), 1
+        self.is_left, self._table, self._rest = True, [[1.0]] * len(self.index), iter(())
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
@@ -193,6 +193,8 @@ class ChoiceMessenger(Messenger):
 
         ``log_probs`` is called when the choice is first met, and returns shape ``(num_values, num_elements)``.
         """
+        while self._position < self._met and self._path[self._position].is_left:
+            self._position += 1
         if self._position < self._met and not self._path[self._position].fits(name, num_values, num_elements):
             self.leave_undone()
         if self._position == len(self._path):
@@ -213,7 +215,7 @@ class ChoiceMessenger(Messenger):
         self._position = self._met
 
     def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
-        size = math.prod(choice.size for choice in self._path)
+        size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
         if size * num_values**num_elements > self.num_outcomes:
             raise TooManyOutcomesError(
                 f"More than num_outcomes={self.num_outcomes} joint outcomes at site {name!r}, which has "
