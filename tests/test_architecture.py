@@ -269,7 +269,7 @@ BUDGETS = {
     "targets/": 172,
     "testing/": 917,
     "tracing/": 2131,
-    "tests": 23732,
+    "tests": 23853,
     "benchmarks": 3131,
     "words of docs": 17535,
 }

@@ -120,7 +120,8 @@ class Recordings:
     - ``"auto"``: a run is recorded if its call looks new, after 1, 2, 4, ... steps and then every 64, and at every step
       where what is computed from it must be fresh, or where sampled values steer the program;
     - ``"dynamic"``: every run is recorded;
-    - ``"dense"``: none is; steps go in program order, or every earlier site is an ancestor.
+    - ``"dense"``: none is, but one of particles in a plate, to show that they keep apart; steps go in program order, or
+      every earlier site is an ancestor.
 
     Attributes:
         call: The call that is looked at; ``now`` what is known of calls like it.

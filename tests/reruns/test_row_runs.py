@@ -1,0 +1,157 @@
+"""Programs whose rows at other values would mix: what they cost there is what runs at each value cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from steps import trained
+from torch import Tensor, nn
+
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq.objectives import staging
+from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.testing import assert_unbiased
+
+
+def guide() -> None:
+    logits = pyro.param("q", torch.tensor([0.3, -0.5, 0.9]))
+    pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
+
+
+def coins() -> Tensor:
+    z: Tensor = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6, 0.3])).to_event(1))
+    return z
+
+
+def observed(mean: Tensor) -> None:
+    pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(0.7))
+
+
+def reads(mean: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    return lambda: observed(mean(coins()))
+
+
+def looped() -> None:
+    z, total = coins(), torch.tensor(0.0)
+    for i in range(3):
+        total = total * 0.5 + z[i]
+    observed(total)
+
+
+class Recurrent(nn.Module):
+    """Torch's own recurrent layers refuse a hidden dimension."""
+
+    def __init__(self, kind: type[nn.Module], batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer: Any = kind(1, 2, batch_first=batch_first).double()
+
+    def __call__(self) -> None:
+        z = coins()
+        _, state = self.layer(z.reshape(-1, 3, 1) if self.layer.batch_first else z.reshape(3, 1))
+        state = state[0] if isinstance(state, tuple) else state
+        observed(state.sum(-1).reshape(z.shape[:-1]))
+
+
+def written() -> None:
+    z, memory = coins(), torch.zeros(3)
+    memory[0] = z[..., 0]
+    memory[1] = z[..., 2]
+    observed(memory.sum())
+
+
+def noisy_or() -> None:
+    z = coins()
+    fails = (1.0 - 0.8 * z[0]) * (1.0 - 0.5 * z[1]) * (1.0 - 0.7 * z[2])
+    pyro.sample("x", dist.Bernoulli(1.0 - 0.9 * fails), obs=torch.tensor(1.0))
+
+
+class Keeping:
+    """Keeps what it has drawn, to be looked at after the step."""
+
+    def __call__(self) -> None:
+        self.kept = coins()
+        observed(self.kept[0] - self.kept[1])
+
+
+NORMALISE = nn.BatchNorm1d(1).double().train()
+# Programs, and whether values stay in torch: else there is nothing to evaluate at other values.
+PROGRAMS: dict[str, tuple[Any, bool]] = {
+    "right": (reads(lambda z: z[..., 0] - z.sum(-1) * z[..., 1]), True),
+    "left": (reads(lambda z: z[0] - z.sum() * z[1]), True),
+    "looped": (looped, True),
+    "flattened": (reads(lambda z: z.reshape(-1)[0]), True),
+    "LSTM over rows": (Recurrent(nn.LSTM, True), True),
+    "LSTM": (Recurrent(nn.LSTM, False), True),
+    "written": (written, True),
+    "batch norm": (reads(lambda z: NORMALISE(z.reshape(3, 1)).reshape(3)[0]), True),
+    "stack": (reads(lambda z: torch.stack([z[..., 0], z[..., 1]])[0]), True),
+    "noisy or": (noisy_or, True),
+    "keeps values": (Keeping(), True),
+    "boolean mask": (reads(lambda z: z[z > 0].sum() * 0.5), False),
+}
+
+
+ESTIMATORS = pytest.mark.parametrize("estimator", [None, AllAction(exact=True)], ids=["default", "exact"])
+
+
+@ESTIMATORS
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, is_cut), found, flips = PROGRAMS[name], list[Any](), staging.flipped_costs
+
+    def spied(plan: Any, values: Any, rollout: Any) -> Any:
+        tables, shifts = flips(plan, values, rollout)
+        found.append((tables["z"], plan.flips.costs["z"], values.traced[0].run.sites["z"].value.detach()))
+        return tables, shifts
+
+    monkeypatch.setattr(staging, "flipped_costs", spied)
+    elbo = trained(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=5)
+    assert bool(found) == is_cut
+    for table, costs, value in found:
+        assert [*costs] == ["-log p(x)"]
+        for d, k in itertools.product(range(3), range(2)):
+            other = value.clone()
+            other[d] = k
+            alone = poutine.trace(poutine.condition(model, {"z": other})).get_trace()
+            alone.compute_log_prob()
+            torch.testing.assert_close(table[0, d, k], -alone.nodes["x"]["log_prob"].detach(), rtol=0, atol=1e-12)
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+@ESTIMATORS
+def test_costs_of_other_rows_are_a_bias_that_is_caught(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: rows are taken from one another."""
+    at_rows = Recorded.at_rows
+
+    def rolled(self: Recorded, *args: Any) -> dict[str, Tensor]:
+        return {cost: torch.cat([row[:1], row[1:].roll(1, 0)]) for cost, row in at_rows(self, *args).items()}
+
+    monkeypatch.setattr(Recorded, "at_rows", rolled)
+    model, _ = PROGRAMS["left"]
+    elbo = trained(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=5)
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_sites_of_which_one_has_other_values_are_stacked() -> None:
+    """``torch.stack`` does not broadcast."""
+
+    def stacks() -> None:
+        values = [pyro.sample(f"z_{i}", dist.Bernoulli(0.4)) for i in range(3)]
+        pyro.sample("x", dist.Normal(torch.stack(values, -1).sum(-1), 1.0), obs=torch.tensor(0.3))
+
+    def each() -> None:
+        q = pyro.param("q", torch.tensor([0.3, -0.5, 0.2]))
+        for i in range(3):
+            pyro.sample(f"z_{i}", dist.Bernoulli(logits=q[i]))
+
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1), stacks, each, steps=3)
+    assert_unbiased(elbo.eval(), stacks, each)
