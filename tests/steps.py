@@ -23,7 +23,7 @@ from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import exact_gradient, expected_gradient
-from pyro_bpq.testing.choices import ChoiceMessenger, ChoiceNoise, walk
+from pyro_bpq.testing.choices import ChoiceMessenger, walk
 
 CHAIN = BY_NAME["chain"]
 Objective = TypeVar("Objective", bound=Any)
@@ -243,14 +243,3 @@ def module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
     pyro.clear_param_store()
     torch.manual_seed(0)
     return elbo(Model(), Guide())
-
-
-def chosen_entries(noise: ChoiceNoise) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """Draws one entry of each row as ``DebiasedStraightThrough`` does, from noise that can be enumerated."""
-
-    def draw(chance: Tensor, generator: torch.Generator) -> Tensor:
-        flat = chance.flatten(-2)
-        index = noise.draw_choice(flat / flat.sum(-1, keepdim=True))
-        return torch.zeros_like(flat).scatter_(-1, index.unsqueeze(-1), 1.0).reshape(chance.shape)
-
-    return draw

@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 17624,
+    "pyro_bpq": 17592,
     "modules": 172,
     "top": 104,
     "batching/": 539,
@@ -259,19 +259,19 @@ BUDGETS = {
     "diagnostics/": 770,
     "estimators/": 1450,
     "graph/": 765,
-    "objectives/": 2228,
+    "objectives/": 2224,
     "plan/": 1063,
-    "record/": 2100,
-    "reruns/": 1041,
+    "record/": 2075,
+    "reruns/": 1037,
     "rollout/": 463,
     "step/": 1422,
     "svi/": 312,
     "targets/": 172,
     "testing/": 917,
     "tracing/": 2131,
-    "tests": 23853,
+    "tests": 23847,
     "benchmarks": 3131,
-    "words of docs": 17535,
+    "words of docs": 17521,
 }
 
 

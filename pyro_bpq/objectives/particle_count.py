@@ -31,7 +31,6 @@ from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
@@ -131,7 +130,7 @@ class ParticleCount:
 
     def _settled(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
         """The step of particles that run in a settled way, as long as they can be computed from a recording."""
-        self.now, draws = way, Draws(runner.recordings.call.modules) if way.is_hidden else None
+        self.now, draws = way, runner.recordings.mark() if way.is_hidden else None
         try:
             return runner.observe(program, way, mode)
         except Uncut as error:
@@ -150,7 +149,7 @@ class ParticleCount:
 
     def _given(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """Particles as the user has written; those that do not keep apart in a plate run in another way."""
-        draws, self.now = Draws(runner.recordings.call.modules), self.written
+        draws, self.now = runner.recordings.mark(), self.written
         if self.now.has_plate and isinstance(poutine.unwrap(program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
             make_parameters(runner, program, self.one, mode.num_steps)
@@ -194,7 +193,7 @@ class ParticleCount:
 
     def _first(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The step of a call that looks new: one particle shows what number the program is good for."""
-        draws, call, self.now = Draws(runner.recordings.call.modules), runner.recordings.call, self.one
+        draws, call, self.now = runner.recordings.mark(), runner.recordings.call, self.one
         found = runner.observe(program, self.one, mode)
         self._plan_sums(runner, found, mode)
         if self._sums(runner, mode):
@@ -227,7 +226,7 @@ class ParticleCount:
         """The step of a call that looks new, with the particles of the last one, if its structure is no news."""
         if not self.now.has_plate or self.now.sums or mode.is_recorded:
             return None
-        draws, way = Draws(runner.recordings.call.modules), self.now
+        draws, way = runner.recordings.mark(), self.now
         found = self._tried(runner, program, way, mode, is_known=True)
         if found is None:
             draws.again()
@@ -317,7 +316,7 @@ class ParticleCount:
 
     def _summed(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The step whose loss is summed over all values; particles are drawn where that fails."""
-        draws, now = Draws(runner.recordings.call.modules), runner.recordings.now
+        draws, now = runner.recordings.mark(), runner.recordings.now
         way, before = now.sums, self.now
         assert way is not None
         if mode.asks_for_more:
@@ -347,7 +346,7 @@ class ParticleCount:
 
 def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:
     """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
-    draws = Draws(runner.recordings.call.modules)
+    draws = runner.recordings.mark()
     with torch.no_grad():
         _undo(runner.trace(program, one, num_steps, track=True))
     draws.again()

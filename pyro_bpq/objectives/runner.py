@@ -113,11 +113,8 @@ class StepRunner(Runner):
         """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         plan = self._static_plan(traced)
         recorded = self.recordings.recorded(traced, particles)
-        return (
-            1
-            if plan is None
-            else num_particles_for(plan, traced, particles, None if recorded is None else recorded.work)
-        )
+        work = None if recorded is None else recorded.work
+        return 1 if plan is None else num_particles_for(plan, traced, particles, work)
 
     def why_one(self, traced: TracedRun) -> str:
         """Why that number is 1, in words."""
@@ -255,31 +252,31 @@ class StepRunner(Runner):
     ) -> tuple[list[Program], list[TracedRun]]:
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
-        programs, draws = programs_of(program, particles), Draws(recordings.call.modules)
+        programs, draws = programs_of(program, particles), recordings.mark()
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
-            runs = self._runs(programs, particles, mode, record)
+            runs = self._runs(programs, particles, mode, record, draws)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
-            return programs, self._runs(programs, particles, mode, False)
+            return programs, self._runs(programs, particles, mode, False, draws)
         if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
             recordings.is_new()
             draws.again()
-            runs = self._runs(programs, particles, mode, True)
+            runs = self._runs(programs, particles, mode, True, draws)
         chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
         looks = looks and not (chosen and chosen.is_pathwise)
         if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             # The same draws, with scores in place of pathwise gradients.
             draws.again()
             self.plans.forget()
-            runs = self._runs(programs, particles, mode, True)
+            runs = self._runs(programs, particles, mode, True, draws)
         return programs, runs
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
         # With two particles leave-one-out has a plan too.
-        few, draws = replace(particles, number=min(particles.number, 2)), Draws(self.recordings.call.modules)
+        few, draws = replace(particles, number=min(particles.number, 2)), self.recordings.mark()
         self.observe(program, few, replace(mode, learning=False, may_order=False))
         draws.again()
 
@@ -295,12 +292,14 @@ class StepRunner(Runner):
         step = ordered_by_rules if follows_rules else ordered_by_option
         return step(planner, recordings, program, options, mode.learning)
 
-    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool) -> list[TracedRun]:
-        """Traces the programs of a step, with slopes if the last step's plan needs them."""
+    def _runs(
+        self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool, draws: Draws
+    ) -> list[TracedRun]:
+        """Traces the programs of a step from a mark on, with slopes if the last step's plan needs them."""
         last = self.plans.last if torch.is_grad_enabled() else None
         if last is None or not last.plan.led_back:
             return self._each(programs, particles, mode, track=record)
-        draws, plan = Draws(self.recordings.call.modules), last.plan
+        plan = last.plan
         try:
             runs = self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
         except BPQError:
@@ -342,7 +341,7 @@ class StepRunner(Runner):
         recordings = self.recordings
         key = recordings.call.modes, traced.key, 1
         if key not in recordings.now.recorded:
-            one, draws = Particles(nesting=particles.nesting - 1), Draws(recordings.call.modules)
+            one, draws = Particles(nesting=particles.nesting - 1), recordings.mark()
             run = self.trace(program, one, 1, track=True, warns=False)
             draws.again()
             assert run.recorded is not None

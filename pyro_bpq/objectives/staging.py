@@ -40,10 +40,8 @@ class Staging:
         """The signals of the sites; without ``one``, the program for one particle, estimators compare no values."""
         rollout, critics, mode, plan = self._rollout(), self.runner.critics, self.mode, self._plan()
         values = self._values(plan, one)
-        flips: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        if plan.flips is not None:
-            flips = flipped_costs(plan, values, rollout)
-        tables, shifts = flips
+        none: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        tables, shifts = none if plan.flips is None else flipped_costs(plan, values, rollout)
         rerun = None
         if one is not None and plan.needs_program and not self.facts.is_dynamic:
             share = 1.0 / self.particles.number if mode.goes_back else None
@@ -69,14 +67,13 @@ class Staging:
     def _values(self, plan: Plan, one: Program | None) -> Values:
         """What costs at other values are computed from."""
         runner, particles = self.runner, self.particles
-        recorded = [runner.recordings.recorded(traced, particles.in_call) for traced in self.traced]
+        found = [runner.recordings.recorded(traced, particles.in_call) for traced in self.traced]
+        recorded = tuple(own for own in found if own is not None)
         alone = None
         if one is not None and particles.has_plate and plan.held is not None and plan.held.all_drawn:
             alone = runner.alone(one, particles, self.traced[0])
         nesting = int(particles.nesting) if particles.has_plate else 0
-        return Values(
-            tuple(own for own in recorded if own is not None), alone, self.traced, runner.recordings.call, nesting
-        )
+        return Values(recorded, alone, self.traced, runner.recordings.call, nesting)
 
     def _has_slopes(self, rerun: Reruns, plan: Plan, rollout: Rollout) -> bool:
         """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""

@@ -183,11 +183,8 @@ def _component_labels(
         return any(recording.reads(value, other) for other in mixed)
 
     # What is drawn from it reads the elements that its law reads.
-    for other in below.values():
-        if other.value == site.value or is_mixed(other.elements):
-            mixed += () if other.value == site.value else (other.value,)
-            continue
-        (own,), more = recording.labels([other.elements], starts)
+    for other in (own for child, own in below.items() if child != name):
+        (own,), more = ([Unknown()], 0) if is_mixed(other.elements) else recording.labels([other.elements], starts)
         number += more
         if isinstance(own, Unknown) or (own == MANY).any():
             mixed.append(other.value)

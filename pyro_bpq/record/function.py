@@ -34,6 +34,17 @@ def arguments_of(node: Node) -> Iterator[Value]:
         yield from values_in(part)
 
 
+def results_of(node: Node) -> Iterator[Value]:
+    """The values that a node makes, those that it writes included."""
+    yield from values_in(node.result)
+    yield from (new for _, new in node.written)
+
+
+def makers(nodes: Iterable[Node]) -> dict[Value, int]:
+    """The position of the node that makes each value."""
+    return {value: i for i, node in enumerate(nodes) for value in results_of(node)}
+
+
 @dataclass(frozen=True, eq=False)
 class Function:
     """A straight line of operators.
@@ -108,13 +119,13 @@ class Function:
         for node in self.nodes:
             if not known.isdisjoint(arguments_of(node)):
                 found.append(node)
-                known.update(values_in(node.result), (new for _, new in node.written))
+                known.update(results_of(node))
         return found
 
     def only_reading(self, sources: Set[Value]) -> Function:
         """The operators that depend on some of the given values; what others make is given."""
         nodes = tuple(self.reading(sources))
-        made = {value for node in nodes for value in (*values_in(node.result), *(new for _, new in node.written))}
+        made = makers(nodes)
         taken = dict.fromkeys(value for node in nodes for value in arguments_of(node) if value not in made)
         taken.update(dict.fromkeys(value for value in self.wanted if value not in made))
         return replace(self, nodes=nodes, given=tuple(taken))
@@ -152,7 +163,7 @@ def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
         given = tuple(map(tape.value_of, tensors))
         found = function(*tensors)
         wanted = tuple(map(tape.value_of, found))
-    nodes, taken = pruned(tape.nodes, wanted, {*given})
+    nodes, taken = pruned(tape.nodes, makers(tape.nodes), wanted, {*given})
     nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in nodes)
     if lost := [tape.opaque[value] for value in taken if value in tape.opaque]:
         raise NotImplementedError(lost[0])
@@ -175,12 +186,10 @@ _INSTEAD: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
-def pruned(nodes: Sequence[Node], wanted: Iterable[Value], given: Set[Value]) -> tuple[tuple[Node, ...], list[Value]]:
-    """The nodes that make what is wanted from what is given, and the values that they take and no node makes."""
-    maker: dict[Value, int] = {}
-    for i, node in enumerate(nodes):
-        maker.update(dict.fromkeys(values_in(node.result), i))
-        maker.update({new: i for _, new in node.written})
+def pruned(
+    nodes: Sequence[Node], maker: Mapping[Value, int], wanted: Iterable[Value], given: Set[Value]
+) -> tuple[tuple[Node, ...], list[Value]]:
+    """The nodes that make what is wanted from what is given, and the values that they take: given, or made by none."""
     pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
     while pending:
         value = pending.pop()

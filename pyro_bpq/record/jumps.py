@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, arguments_of, values_in
+from pyro_bpq.record.function import Function, arguments_of, results_of
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, drawing
 from pyro_bpq.record.values import Value
@@ -35,7 +35,7 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
         read = moving.intersection(arguments_of(node))
         if not read:
             continue
-        made = {*values_in(node.result), *(new for _, new in node.written)}
+        made = {*results_of(node)}
         moving |= made
         if any(dtypes[value].is_floating_point for value in read):
             name = kind_of(node.func).name.rstrip("_")
@@ -65,7 +65,7 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
     through = frozenset(recorded.drawn[other].value for other in passing - {name})
     values = {cost: value for cost, value in recorded.costs.items() if recorded.can_compute(cost)}
     whole = recording.cut(values.values(), {site}, through)
-    moving = {site}.union(*(values_in(node.result) for node in whole.reading({site})))
+    moving = {site}.union(*map(results_of, whole.reading({site})))
     found, costs = switches(whole, {site}), [cost for cost in values if values[cost] in moving]
     if not found or not costs:
         return None

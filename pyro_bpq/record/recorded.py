@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, arguments_of, flat, values_in
+from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
@@ -208,7 +208,7 @@ class Recorded:
             for part in read:
                 mask = -1 if part < 0 or mask < 0 else mask | part
             of_node.append(mask)
-            for value in (*values_in(node.result), *(new for _, new in node.written)):
+            for value in results_of(node):
                 if value not in recording.leaves:
                     found[value] = -1 if value in recording.opaque else mask
         return found
@@ -277,8 +277,7 @@ class Recorded:
             is_draw = isinstance(node.func, Draw) or kind_of(node.func).is_random
             if is_draw or not (found.isdisjoint(arguments_of(node)) and wrote.isdisjoint(node.after)):
                 wrote.add(i)
-                new = (*values_in(node.result), *(own for _, own in node.written))
-                found.update(value for value in new if value not in recording.leaves)
+                found.update(value for value in results_of(node) if value not in recording.leaves)
         return found
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:

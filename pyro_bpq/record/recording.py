@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.elements import Labels, Reader, Unknown
-from pyro_bpq.record.function import Function, arguments_of, flat, values_in
+from pyro_bpq.record.function import Function, flat, makers, pruned
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Guard, Node, Value
 
@@ -70,11 +70,7 @@ class Recording:
 
     @cached_property
     def _maker(self) -> dict[Value, int]:
-        found: dict[Value, int] = {}
-        for i, node in enumerate(self.nodes):
-            found.update(dict.fromkeys(values_in(node.result), i))
-            found.update({new: i for _, new in node.written})
-        return found
+        return makers(self.nodes)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -152,26 +148,7 @@ class Recording:
             Uncut: If a value on the way cannot be made again.
         """
         wanted, known = tuple(wanted), {*self.leaves, *given} - redrawn
-        pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
-        while pending:
-            value = pending.pop()
-            if value in known:
-                taken[value] = None
-                continue
-            if value in self.opaque and not sees_all:
-                raise Uncut(self.opaque[value])
-            if value not in self._maker:
-                if not sees_all:
-                    raise Uncut(self.opaque.get(value, "a tensor from elsewhere"))
-                taken[value] = None
-                continue
-            first = [self._maker[value]]
-            while first:
-                i = first.pop()
-                if i not in needed:
-                    needed.add(i)
-                    pending += arguments_of(self.nodes[i])
-                    first += self.nodes[i].after
-        return Function(
-            tuple(self.nodes[i] for i in sorted(needed)), tuple(sorted(taken)), wanted, self.shapes, self.dtypes
-        )
+        nodes, taken = pruned(self.nodes, self._maker, wanted, known if sees_all else known | self.opaque.keys())
+        if not sees_all and (lost := next((value for value in taken if value not in known), None)) is not None:
+            raise Uncut(self.opaque.get(lost, "a tensor from elsewhere"))
+        return Function(nodes, tuple(sorted(taken)), wanted, self.shapes, self.dtypes)

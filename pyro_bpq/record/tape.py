@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
 from pyro_bpq.record.operators import Kind, kind_of, targets_of
-from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in
+from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
 
 MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -474,12 +474,6 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         result = unwrapped(function(*tensors))
     tape.made(function, tuple(tensors), result)
     return result
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that operators see within a function transform."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return torch._C._functorch.get_unwrapped(tensor) if is_wrapped else tensor
 
 
 def same(tensor: Tensor) -> Tensor:

@@ -78,13 +78,19 @@ def tensors_in(item: Any) -> Iterator[Tensor]:
         yield from (leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor))
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that operators see within a function transform."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.get_unwrapped(tensor) if is_wrapped else tensor
+
+
 def memory_of(value: Tensor) -> tuple[torch.UntypedStorage, ...]:
     """The storages that hold the data of a tensor; empty if they cannot be reached."""
     try:
         return (_storage(value),)
     except _NO_STORAGE:
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            return memory_of(torch._C._functorch.get_unwrapped(value))
+        if (inner := unwrapped(value)) is not value:
+            return memory_of(inner)
         if value.layout is torch.sparse_coo:
             return memory_of(value._indices()) + memory_of(value._values())
         return ()

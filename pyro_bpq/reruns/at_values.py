@@ -47,7 +47,7 @@ class Reruns:
     @property
     def is_outdated(self) -> bool:
         """Whether costs come from an earlier run than the step's own."""
-        return any(traced.recorded is None for traced in self.traced)
+        return self.values.is_outdated
 
     def with_plan(self, plan: Plan) -> Reruns:
         """The same runs, by another plan of the same graph."""

@@ -71,15 +71,14 @@ def held_costs(
         runs, costs = [runs[int(particle)]], [costs[int(particle)]]
     parts: dict[str, list[Changes]] = {name: [] for name in plan.sites}
     excess: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in plan.sites}
-    is_old = any(traced.recorded is None for traced in values.traced)
     for i, (traced, bound) in enumerate(runs):
         mine = drawn if len(runs) == 1 else {name: own[i : i + 1] for name, own in drawn.items()}
-        rows = _changes(plan, traced, bound, mine, group)
+        rows = _costs_and_laws(plan, traced, bound, mine, group)
         for name in plan.sites:
             shape = rollout.batch_shape(graph.node(name).plates)
             shape = (number if rollout.is_vectorized else 1, *shape[1:])
             parts[name].append(_tables(plan, graph, bound, traced, name, shape, rows, mine.get(name), group))
-            if is_old:
+            if values.is_outdated:
                 excess[name].append(_excess(plan, graph, name, shape, rows, costs[i]))
     pairs = {name: zip(*found, strict=True) for name, found in excess.items() if found}
     joint = {name: (torch.cat(next(own)), torch.cat(next(own))) for name, own in pairs.items()}
@@ -103,7 +102,7 @@ def _excess(
     return found[0], found[1]
 
 
-def _changes(
+def _costs_and_laws(
     plan: HeldPlan,
     traced: TracedRun,
     bound: Bound,
@@ -119,8 +118,7 @@ def _changes(
     children = dict.fromkeys(child for site in plan.sites.values() for child in site.children)
     costs = dict.fromkeys(cost for site in plan.sites.values() for cost in site.costs)
     costs.update(dict.fromkeys(recorded.law(child) for child in children))
-    found = recorded.at_rows(tuple(costs), bound, moved)
-    return found
+    return recorded.at_rows(tuple(costs), bound, moved)
 
 
 def _tables(

@@ -35,16 +35,18 @@ class Values:
     @cached_property
     def bound(self) -> tuple[Bound, ...]:
         """The tensors of each run."""
-        return tuple(
-            own.bound(_values(run), run.subsamples, self.call, run.weights)
-            for own, run in zip(self.recorded, self.traced, strict=True)
-        )
+        return tuple(run.bound(own, self.call) for own, run in zip(self.recorded, self.traced, strict=True))
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether costs come from an earlier run than the step's own."""
+        return any(run.recorded is None for run in self.traced)
 
     def of_particle(self, index: Tensor) -> Bound:
         """The tensors of one of the particles that ran in one call, by its number ``(1,)``."""
         assert self.alone is not None
         (run,), alone = self.traced, self.alone
-        values = {name: self._alone(run, name, value, index) for name, value in _values(run).items()}
+        values = {name: self._alone(run, name, record.value, index) for name, record in run.run.sites.items()}
         weights = {name: tuple(self.particle_of(part, index) for part in pair) for name, pair in run.weights.items()}
         return alone.bound(values, run.subsamples, self.call, weights)
 
@@ -61,10 +63,6 @@ class Values:
         if not isinstance(item, Tensor) or item.dim() < self.nesting or item.shape[0] == 1:
             return item
         return item.index_select(0, index)[0]
-
-
-def _values(run: TracedRun) -> dict[str, Tensor]:
-    return {name: record.value for name, record in run.run.sites.items()}
 
 
 @torch.no_grad()

@@ -33,9 +33,7 @@ def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, n
     """
     if recorded is None or first.untraced or not recorded.traced:
         raise Uncut("a value that no operator has made")
-    values = {name: record.value for name, record in first.run.sites.items()}
-    bound = recorded.bound(values, first.subsamples, call, {})
-    found = recorded.many(number, bound)
+    found = recorded.many(number, first.bound(recorded, call))
     rows = {value: tensor.unbind(0) for value, tensor in found.items()}
     return [_particle(first, 1 + number, iter(recorded.traced), rows, i) for i in range(number)]
 
@@ -76,8 +74,7 @@ def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
     wanted, loss = recorded.differentiable, traced.run.differentiable
     if wanted is None or not loss.requires_grad:
         return wanted is not None
-    values = {name: record.value for name, record in traced.run.sites.items()}
-    bound = recorded.bound(values, traced.subsamples, call, {})
+    bound = traced.bound(recorded, call)
     function = recorded.recording.cut([wanted])
     (again,) = function(*(bound.tensors[value] for value in function.given))
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]

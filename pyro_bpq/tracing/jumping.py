@@ -63,8 +63,7 @@ def jumps_of(
     if (looks + 1).bit_count() > 1 or (looks + 1).bit_length() % 2 == 0:
         return
     passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
-    values = {name: site.value for name, site in run.run.sites.items()}
-    bound = recorded.bound(values, run.subsamples, call, run.weights)
+    bound = run.bound(recorded, call)
     for name in sorted(sites):
         try:
             jump = jump_of(recorded, bound, name, passing, 1 + looks)

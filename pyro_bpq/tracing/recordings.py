@@ -26,6 +26,7 @@ from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.graphs import build_graph, dense_graph
 from pyro_bpq.tracing.jumping import is_undecided, jumps_of, told
+from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
@@ -181,6 +182,10 @@ class Recordings:
             if len(self._kinds) > _CAPACITY:
                 self._kinds.popitem(last=False)
         self.call, self._kind, self.now = call, kind, kind.find(call) or Alike()
+
+    def mark(self) -> Draws:
+        """A mark to which a step of the call can go back, in its draws and in the buffers of its modules."""
+        return Draws(self.call.modules)
 
     def is_new(self) -> None:
         """Notes that a run has a structure that no run of such calls had: from now on they are recorded."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
@@ -102,6 +103,11 @@ class TracedRun:
         sides = ((self.guide_trace, True), (self.model_trace, False))
         sites = [(site, of_guide) for trace, of_guide in sides for site in samples(trace).values()]
         return {cost_of_site(site, of_guide): (site["scale"], site["mask"]) for site, of_guide in sites}
+
+    def bound(self, recorded: Recorded, call: Call) -> Bound:
+        """The tensors of the run, whose call it was, with the operators of a recording."""
+        values = {name: record.value for name, record in self.run.sites.items()}
+        return recorded.bound(values, self.subsamples, call, self.weights)
 
     @property
     def leaked(self) -> frozenset[str]:
