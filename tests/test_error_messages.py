@@ -58,6 +58,8 @@ READS: dict[str, Program] = {
     "if": branches,
     "item": lambda: see(coin().item()),
     "max": lambda: see(max(coin(), 0.5)),
+    "numpy": lambda: see(float(coin().numpy().sum())),
+    "list": lambda: see(sum(coin().reshape(-1).tolist())),
 }
 
 

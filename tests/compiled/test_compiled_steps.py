@@ -180,14 +180,6 @@ def test_a_float_argument_that_changes_becomes_an_input() -> None:
     assert found.steps > 10
 
 
-def test_svi_is_told_the_parameters() -> None:
-    def take(elbo: TraceBackpropQ_ELBO) -> list[float]:
-        svi = SVI(slope_model, slope_guide, Adam({"lr": 0.1}), elbo)
-        return [*repeat(20, svi.step, ROWS), pyro.param("q").item()]
-
-    assert compared(take)[0].steps > 5
-
-
 class Net(nn.Module):
     """A guide with a network, batch norm included."""
 
@@ -478,14 +470,6 @@ def test_an_old_torch_runs_eagerly_with_one_warning(
     texts = [str(each.message) for each in told if "older than" in str(each.message)]
     assert len(texts) == runs_eagerly and bool(entries(elbo)) != runs_eagerly
     assert f"torch {version} is older than" in compile_report(elbo) or not runs_eagerly
-
-
-def test_numpy_within_a_program_runs_eagerly() -> None:
-    def model(x: Tensor) -> None:
-        seeing(lambda z: z + float(x.numpy().mean()))()
-
-    text = r"reads a number of a tensor, in .*x\.numpy\(\)"
-    runs_eagerly(text, model, lambda x: coin_guide(), ROWS)
 
 
 def test_the_number_of_recordings_is_bounded() -> None:

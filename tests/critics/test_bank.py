@@ -88,14 +88,6 @@ def test_select_serves_a_shared_row_twice() -> None:
     assert found.read("mean").tolist() == [1.0, 1.0, 2.0]
 
 
-def test_read_is_a_copy() -> None:
-    bank = CriticBank()
-    found = select(bank, "ab")
-    before = found.read("mean")
-    write(bank, found, [1.0, 2.0])
-    assert before.tolist() == [0.0, 0.0]
-
-
 def test_commit_ignores_blocks_that_are_gone() -> None:
     bank = CriticBank()
     mark = bank.snapshot()
@@ -105,35 +97,12 @@ def test_commit_ignores_blocks_that_are_gone() -> None:
     assert not len(bank.blocks)
 
 
-def test_own_critics_are_buffers() -> None:
-    bank = CriticBank(is_own=True)
-    select(bank, "ab")
-    assert not list(bank.parameters())
-    (name,) = bank.weights()
-    assert name in dict(bank.blocks.named_buffers()) and bank.weights()[name].is_leaf
-    bank = CriticBank(is_own=False)
-    select(bank, "ab")
-    assert len(list(bank.parameters())) == len(bank.weights()) == 1
-
-
 def test_conversion_keeps_weights_trainable() -> None:
     bank = CriticBank()
     select(bank, "ab")
     bank.to(torch.float32)
     (weight,) = bank.weights().values()
     assert weight.dtype == torch.float32 and weight.requires_grad and weight.is_leaf
-
-
-def test_restore_forgets_what_was_built_later() -> None:
-    bank = CriticBank()
-    select(bank, "ab")
-    before = copy.deepcopy(bank.state_dict())
-    mark = bank.snapshot()
-    select(bank, "cd")
-    select(bank, "ab", kind="other")
-    assert len(bank.restore(mark)) == 2
-    assert bank.state_dict().keys() == before.keys()
-    assert bank.select("k", ("c",), None) is None and bank.select("k", ("a",), None) is not None
 
 
 def test_restore_keeps_rows_that_were_loaded() -> None:
@@ -160,15 +129,6 @@ def test_state_dict_round_trip_before_and_after_building() -> None:
         # Rows find their place by kind and key, in whatever blocks and order they are asked for.
         assert select(fresh, "cba").read("mean").tolist() == [3.0, 2.0, 1.0]
         assert select(fresh, "b", kind="other", width=2).read("mean").tolist() == [8.0]
-
-
-def test_state_dict_is_not_lost_when_saved_again_before_building() -> None:
-    bank, second, third = CriticBank(), CriticBank(), CriticBank()
-    write(bank, select(bank, "ab"), [1.0, 2.0])
-    second.load_state_dict(copy.deepcopy(bank.state_dict()))
-    select(second, "b")
-    third.load_state_dict(copy.deepcopy(second.state_dict()))
-    assert select(third, "ab").read("mean").tolist() == [1.0, 2.0]
 
 
 def test_rows_of_another_shape_are_not_loaded() -> None:

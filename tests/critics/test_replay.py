@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import real
-from steps import CHAIN, assert_equal, critic_targets, repeat, run, state_of
+from steps import assert_equal, critic_targets, repeat, run, state_of
 from tabular import prob, set_policy
 from torch import Tensor
 
@@ -417,7 +417,3 @@ def test_replay_without_a_buffer_is_refused() -> None:
 def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Replay(**options)
-
-
-def test_steps_do_not_change_where_replay_is_off() -> None:
-    assert_equal(run(TraceBackpropQ_ELBO(1), CHAIN), run(TraceBackpropQ_ELBO(1, learner=CriticLearner()), CHAIN))

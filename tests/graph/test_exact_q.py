@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import pytest
 import torch
 from tables import TabularProgram
 from tabular import FORMS, MODES, graph_of, largest, random_program, site_total
 from torch import Tensor
+from validation import validate_network
 
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import StochasticComputationGraph
@@ -56,6 +58,15 @@ def test_targets_of_exact_q_functions_are_unbiased(reduction: Reduction, form: s
         network = build(program.graph, reduction, form=form, immediate=immediate)
         for lam, is_expected in ((0.0, False), (0.6, True), (0.6, False), (1.0, True), (1.0, False)):
             assert target_error(program, network, lam, is_expected) < ATOL, (seed, lam, is_expected, network)
+
+
+def test_backups_are_exact_where_some_costs_are_immediate() -> None:
+    for seed, reduction in itertools.product(range(40), get_args(Reduction)):
+        program = random_program(seed)
+        network = build(program.graph, reduction, immediate=frozenset(list(program.costs)[::2]))
+        validate_network(network)
+        assert target_error(program, network, 0.0, True) < ATOL
+        assert all(set(node.immediate) <= network.immediate for node in network.nodes)
 
 
 def test_exact_q_functions_read_their_scope_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from tabular import FORMS, graph_of, random_graph, random_program
 from torch import Tensor
@@ -77,25 +76,3 @@ def test_shared_parameters_need_nothing_special() -> None:
         (summed,) = torch.autograd.grad(surrogate, theta)
         torch.testing.assert_close(summed, exact, rtol=0.0, atol=1e-12)
         assert float(exact.abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize(("depth", "width"), [(2, 2), (5, 1), (4, 4), (8, 6)])
-@pytest.mark.parametrize("reduction", ["merged", "chain"])
-def test_layers_need_one_q_function_a_node(depth: int, width: int, reduction: str) -> None:
-    def name(layer: int, k: int) -> str:
-        return f"x{layer}_{k}"
-
-    nodes = {
-        name(layer, k): [name(layer - 1, j) for j in range(width)] if layer else []
-        for layer in range(depth)
-        for k in range(width)
-    }
-    graph = graph_of(nodes, {f"f_{site}": [site] for site in nodes})
-    network = build(graph, reduction)
-    assert len(network.learned) == (depth - 1) * width
-    per_cost = build(graph, "per_cost", immediate="learned") if depth * width < 20 else None
-    for layer, k in itertools.product(range(depth), range(width)):
-        learned = [node for node in network.q_nodes(name(layer, k)) if node.is_learned]
-        assert len(learned) == (layer < depth - 1)
-        if per_cost is not None:
-            assert len(per_cost.q_nodes(name(layer, k))) == (depth - 1 - layer) * width + 1

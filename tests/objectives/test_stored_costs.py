@@ -156,16 +156,6 @@ def test_critics_agree_with_the_exact_q_of_the_current_guide_without_a_call(lam:
     assert counter.total == 0 and objective.replay_buffer.num_dropped == 0
 
 
-def test_stored_values_alone_would_be_biased() -> None:
-    # The same without expected backups: the values that the old guide drew stand for those of the new one.
-    objective = rolled_out(particles=256)
-    x1 = torch.cat([stored.values[0]["x1"].flatten() for stored in objective.replay_buffer._rollouts])
-    paid = torch.cat([stored.costs[0]["f"].flatten() for stored in objective.replay_buffer._rollouts])
-    means = [float(paid[x1 == value].mean()) for value in (0, 1)]
-    assert all(abs(mean - exact_q(OLD, value)) < 0.3 for value, mean in enumerate(means))
-    assert max(abs(mean - exact_q(NEW, value)) for value, mean in enumerate(means)) > 0.5
-
-
 def collider() -> None:
     x, b = bit("x1", pyro.param("q1").squeeze()), bit("b", pyro.param("qb").squeeze())
     cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, bit("x3", pyro.param("q3")[x, b]))

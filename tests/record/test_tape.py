@@ -118,11 +118,6 @@ def data_write(c: Inputs) -> Tensor:
     return target
 
 
-def autograd_grad(c: Inputs) -> Tensor:
-    leaf = torch.ones(3, requires_grad=True)
-    return torch.autograd.grad((leaf * c.x).sum(), leaf)[0]
-
-
 def accumulated_grad(c: Inputs) -> Tensor:
     leaf = torch.ones(3, requires_grad=True)
     (leaf * c.x).sum().backward()
@@ -165,22 +160,6 @@ class Subclass(Tensor):
     pass
 
 
-def lstm(c: Inputs) -> Tensor:
-    net = nn.LSTM(3, 2, batch_first=True)
-    return net(c.x.view(1, 1, 3))[1][0]
-
-
-def packed(c: Inputs) -> Tensor:
-    net = nn.GRU(3, 2)
-    seq = nn.utils.rnn.pack_padded_sequence(c.x.expand(4, 2, 3), torch.tensor([4, 2]))
-    return nn.utils.rnn.pad_packed_sequence(net(seq)[0])[0]
-
-
-def attention(c: Inputs) -> Tensor:
-    net = nn.MultiheadAttention(4, 2)
-    return net(torch.ones(2, 1, 4) * c.s, torch.ones(2, 1, 4), torch.ones(2, 1, 4))[0]
-
-
 def batch_norm(c: Inputs) -> Tensor:
     net = nn.BatchNorm1d(3)
     net(torch.ones(4, 3) * c.x)
@@ -210,10 +189,6 @@ def out_topk(c: Inputs) -> list[Tensor]:
     out = (torch.zeros(2), torch.zeros(2, dtype=torch.long))
     torch.topk(c.x, 2, out=out)
     return list(out)
-
-
-def view_of_choice(c: Inputs) -> Tensor:
-    return c.p[c.i].view(3, 1).expand(3, 2)[1:].t()
 
 
 def table_after_choice(c: Inputs) -> list[Tensor]:
@@ -288,66 +263,41 @@ def scan(c: Inputs) -> Tensor:
 KEPT: dict[str, tuple[Program, str]] = {
     # elementwise, shapes, reductions
     "add": (lambda c: c.x + c.s, "x s"),
-    "radd": (lambda c: 1.0 - c.x, "x"),
     "matmul": (lambda c: c.p @ c.x, "x"),
-    "einsum": (lambda c: torch.einsum("ij,j->i", c.p, c.x), "x"),
     "view": (lambda c: c.x.view(3, 1).t()[:, :2], "x"),
     "expand": (lambda c: c.s.expand(2, 3), "s"),
-    "flip_roll": (lambda c: c.x.flip(0).roll(1), "x"),
-    "stack": (lambda c: torch.stack([c.x, c.z]), "x"),
     "stack_index": (lambda c: torch.stack([c.s, c.z[0]])[1], "s"),
-    "cat": (lambda c: torch.cat([c.z, c.x]), "x"),
-    "split": (lambda c: c.x.split(1)[0], "x"),
-    "chunk_unbind": (lambda c: list(c.x.unbind()), "x"),
-    "iterate": (lambda c: [v * 2 for v in c.x], "x"),
-    "sort": (lambda c: c.x.sort().indices, "x"),
-    "topk": (lambda c: c.x.topk(2).values, "x"),
-    "cumsum": (lambda c: c.x.cumsum(0), "x"),
-    "logsumexp": (lambda c: c.x.logsumexp(0), "x"),
-    "softmax": (lambda c: F.softmax(c.x, -1), "x"),
     "argmax": (lambda c: c.x.argmax(), "x"),
     "compare": (lambda c: c.x > c.s, "x s"),
-    "cast": (lambda c: c.i.float(), "i"),
     "one_hot": (lambda c: F.one_hot(c.i, 3), "i"),
-    "one_hot_vector": (lambda c: F.one_hot(c.k, 3), "k"),
     "detach": (lambda c: c.x.detach(), "x"),
     "data": (lambda c: c.x.data, "x"),
-    "clone": (lambda c: c.x.clone(), "x"),
     "contiguous": (lambda c: c.x.expand(2, 3).t().contiguous(), "x"),
     "as_strided": (lambda c: c.x.as_strided((2,), (1,), 1), "x"),
-    "tensordot": (lambda c: torch.tensordot(c.p, c.x, dims=1), "x"),
     "tensor_split_int": (lambda c: list(c.x.tensor_split(3)), "x"),
     "optimizer_step": (optimizer_step, "s"),
     "gradient_hook": (gradient_hook, "s"),
     "subclass": (lambda c: c.x.as_subclass(Subclass) * 2, "x"),
-    "linalg_solve": (lambda c: torch.linalg.solve(c.p + 5 * torch.eye(3), c.x), "x"),
     "cholesky": (lambda c: torch.linalg.cholesky(torch.eye(3) * c.s), "s"),
     "zeros_like": (lambda c: torch.zeros_like(c.v) + c.x, "x"),
-    "lerp": (lambda c: torch.lerp(c.v, c.v, c.s), "s"),
     "complex": (lambda c: torch.view_as_real(torch.complex(c.x, c.x)), "x"),
-    "fft": (lambda c: torch.fft.rfft(c.x).abs(), "x"),
     # selections
     "gather": (lambda c: c.p.gather(1, c.k.unsqueeze(-1)), "k"),
     "index_vector": (lambda c: c.p[c.k], "k"),
     "index_scalar": (lambda c: c.p[c.i], "i"),
-    "index_scalar_parameter": (lambda c: c.w[c.i], "i"),
     "index_scalar_twice": (lambda c: c.w[c.i][c.k[0]], "i k"),
     "index_tuple": (lambda c: c.p[c.i, c.k[1]], "i k"),
     "index_ellipsis": (lambda c: c.p[..., c.i], "i"),
     "index_with_slice": (lambda c: c.p[1:, c.i], "i"),
-    "index_none": (lambda c: c.p[None, c.i], "i"),
     "index_list_of_tensors": (lambda c: c.p[[c.i, c.k[0]]], "i k"),
     "index_source_by_source": (lambda c: c.x[c.i], "x i"),
     "choice_normal": (lambda c: dist.Normal(c.w[:, 0][c.i], 1.0).mean, "i"),
-    "choice_view": (view_of_choice, "i"),
     "choice_detached": (lambda c: c.w[c.i].data, "i"),
     "choice_leaves_table": (table_after_choice, ""),
     "choice_write": (write_through_choice, "i"),
     "choice_of_written": (write_into_chosen_table, "i s"),
     "choices_apart": (two_choices, "i"),
     "index_select": (lambda c: c.p.index_select(0, c.k), "k"),
-    "take": (lambda c: c.p.take(c.k), "k"),
-    "take_along_dim": (lambda c: c.p.take_along_dim(c.k[:, None], 1), "k"),
     "where": (lambda c: torch.where(c.b, c.z, c.v), "b"),
     "where_scalar": (lambda c: torch.where(c.m, 1.0, 0.0), "m"),
     "masked_fill": (lambda c: c.v.masked_fill(c.m, 0.0), "m"),
@@ -364,16 +314,13 @@ KEPT: dict[str, tuple[Program, str]] = {
     "setitem_mask": (inplace(lambda t, c: t.__setitem__(c.m, 1.0)), "m"),
     "setitem_bool": (inplace(lambda t, c: t.__setitem__(c.b, 1.0)), "b"),
     "setitem_list": (inplace(lambda t, c: t.view(3, 1).__setitem__([c.i, torch.tensor(0)], 1.0)), "i"),
-    "setitem_slice": (inplace(lambda t, c: t.__setitem__(slice(1, 3), c.s)), "s"),
     "copy_": (inplace(lambda t, c: t.copy_(c.x)), "x"),
     "add_": (inplace(lambda t, c: t.add_(c.x)), "x"),
-    "iadd": (inplace(lambda t, c: t.__iadd__(c.x)), "x"),
     "mul_view": (inplace(lambda t, c: t[1:].mul_(c.s)), "s"),
     "fill_": (inplace(lambda t, c: t.fill_(c.s)), "s"),
     "scatter_": (inplace(lambda t, c: t.scatter_(0, c.k, 1.0)), "k"),
     "index_put_": (inplace(lambda t, c: t.index_put_((c.k,), c.x)), "k x"),
     "index_add_": (inplace(lambda t, c: t.index_add_(0, torch.tensor([0, 1, 2]), c.x)), "x"),
-    "masked_fill_": (inplace(lambda t, c: t.masked_fill_(c.m, 1.0)), "m"),
     "masked_scatter_": (inplace(lambda t, c: t.masked_scatter_(c.m, c.v)), "m"),
     "bernoulli_": (inplace(lambda t, c: t.bernoulli_(c.x.sigmoid())), "x"),
     "copyto_no_grad": (inplace(lambda t, c: torch.no_grad()(t.copy_)(c.x)), "x"),
@@ -399,17 +346,11 @@ KEPT: dict[str, tuple[Program, str]] = {
     "jacrev": (lambda c: torch.func.jacrev(lambda v: v * c.s)(c.v), "s"),
     "grad_of_choice": (grad_of_choice, "i"),
     "grad_of_write": (grad_of_write, "i"),
-    "hessian": (lambda c: torch.func.hessian(lambda v: (v**3).sum() * c.s)(c.v), "s"),
     "jit_choice": (lambda c: scripted_choice(c.i, c.p), "i"),
     "jvp": (lambda c: torch.func.jvp(torch.sin, (c.v,), (c.x,))[1], "x"),
-    "functional_call": (
-        lambda c: torch.func.functional_call(nn.Linear(3, 1), {"bias": c.s.view(1)}, c.v),
-        "s",
-    ),
     "jit_script": (lambda c: [scripted(c.x, c.z) for _ in range(3)], "x"),
     "jit_trace": (lambda c: [traced(c.x) for _ in range(3)], "x"),
     "autograd_function": (lambda c: Double.apply(c.x), "x"),
-    "autograd_grad": (autograd_grad, "x"),
     "backward_grad": (accumulated_grad, "x"),
     "double_backward": (double_backward, "x"),
     "checkpoint": (lambda c: checkpoint(torch.sin, c.x, use_reentrant=False), "x"),
@@ -418,37 +359,20 @@ KEPT: dict[str, tuple[Program, str]] = {
     "inference_mode_choice": (lambda c: torch.inference_mode()(lambda: c.p[c.i] * 2)(), "i"),
     # modules
     "linear": (lambda c: nn.Linear(3, 2)(c.x), "x"),
-    "sequential": (lambda c: nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.LayerNorm(4))(c.x), "x"),
-    "conv": (lambda c: nn.Conv1d(1, 2, 3)(c.x.view(1, 1, 3)), "x"),
-    "lstm": (lstm, "x"),
-    "gru_cell": (lambda c: nn.GRUCell(3, 2)(c.v.view(1, 3), c.x[:2].view(1, 2)), "x"),
-    "packed_gru": (packed, "x"),
-    "attention": (attention, "s"),
     "sdpa": (lambda c: F.scaled_dot_product_attention(c.p[None], c.p[None], c.p[None] * c.s), "s"),
-    "transformer": (
-        lambda c: nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)(torch.ones(1, 2, 4) * c.s),
-        "s",
-    ),
     "scan": (scan, "x"),
-    "cross_entropy": (lambda c: F.cross_entropy(c.p, c.k), "k"),
-    "binary_cross_entropy": (lambda c: F.binary_cross_entropy_with_logits(c.v, c.m.float()), "m"),
     "sparse": (sparse, "x"),
     "sparse_values_write": (sparse_values_write, "x"),
     # construction
     "torch_tensor": (lambda c: torch.tensor(c.s), "s"),
     "torch_tensor_list": (lambda c: torch.tensor([c.s, c.x[0], 1.0]), "s x"),
-    "torch_tensor_nested": (lambda c: torch.tensor([[c.s, 1.0], [0.0, c.i]]), "s i"),
     "as_tensor": (lambda c: torch.as_tensor(c.x), "x"),
-    "asarray": (lambda c: torch.asarray([c.s, c.s]), "s"),
     "legacy_new": (lambda c: c.v.new([c.s]), "s"),
-    "new_tensor": (lambda c: c.v.new_tensor([c.s]), "s"),
     "deepcopy": (lambda c: copy.deepcopy(c.x), "x"),
     "nested_tensor": (lambda c: torch.nested.nested_tensor([c.x, c.v]).to_padded_tensor(0.0), "x"),
     # random draws
     "bernoulli": (lambda c: torch.bernoulli(c.x.sigmoid()), "x"),
     "multinomial": (lambda c: torch.multinomial(c.x.softmax(0), 1), "x"),
-    "normal": (lambda c: torch.normal(c.x, 1.0), "x"),
-    "poisson": (lambda c: torch.poisson(c.x.exp()), "x"),
     # no dependence at all
     "untouched": (lambda c: c.p @ c.v, ""),
     "parameter": (lambda c: c.w * 2, ""),
@@ -498,12 +422,6 @@ def foreign_memory(c: Inputs) -> Any:
     return array[0]
 
 
-def foreign_memory_as_tensor(c: Inputs) -> Any:
-    array = np.zeros(3, dtype=np.float32)
-    torch.as_tensor(array)[0] = c.s
-    return array[0]
-
-
 def pickled(c: Inputs) -> Any:
     return pickle.loads(pickle.dumps(c.x))
 
@@ -528,18 +446,12 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "jvp_of_choice": (lambda c: torch.func.jvp(lambda t: t[c.i], (c.p,), (c.p + 1,))[1], "i"),
     "if": (lambda c: 1 if c.b else 0, "b"),
     "bool": (lambda c: bool(c.b), "b"),
-    "not": (lambda c: not c.b, "b"),
-    "compare_if": (lambda c: 1 if c.s > 0 else 0, "s"),
     "item": (lambda c: c.s.item(), "s"),
-    "int": (lambda c: int(c.i), "i"),
-    "float": (lambda c: float(c.s), "s"),
     "complex": (lambda c: complex(c.s), "s"),
     "index": (lambda c: c.i.__index__(), "i"),
-    "round": (lambda c: round(c.s.item()), "s"),
     "tolist": (lambda c: c.x.tolist(), "x"),
     "numpy": (lambda c: c.x.numpy(), "x"),
     "numpy_view": (lambda c: c.x[1:].detach().cpu().numpy(), "x"),
-    "asarray": (lambda c: np.asarray(c.x), "x"),
     "array": (lambda c: np.array([c.s, c.s]), "s"),
     "ufunc": (lambda c: np.exp(c.x), "x"),
     "dlpack": (lambda c: np.from_dlpack(c.x), "x"),
@@ -549,30 +461,20 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "storage_offset": (lambda c: c.p[c.i].storage_offset(), "i"),
     "range": (lambda c: list(range(c.i)), "i"),
     "list_index": (lambda c: [1, 2, 3][c.i], "i"),
-    "list_int": (lambda c: [1, 2, 3][int(c.i)], "i"),
-    "dict_item": (lambda c: {0: "a", 1: "b"}[c.i.item()], "i"),
     "module_list": (module_list, "i"),
     "while": (while_item, "s"),
     "slice": (lambda c: c.p[: c.i], "i"),
-    "slice_in_tuple": (lambda c: c.p[0, : c.i], "i"),
-    "slice_step": (lambda c: c.p[:: c.i], "i"),
     "slice_assignment": (lambda c: c.p.__setitem__(slice(None, c.i), 0.0), "i"),
     "size": (lambda c: torch.zeros(c.i), "i"),
-    "size_list": (lambda c: torch.zeros([2, c.i]), "i"),
-    "torch_size": (lambda c: torch.Size([c.i]), "i"),
     "view_size": (lambda c: c.s.expand(c.i), "i"),
     "arange": (lambda c: torch.arange(c.i), "i"),
     "full": (lambda c: torch.full((2,), c.s), "s"),
     "legacy_constructor": (lambda c: torch.Tensor([c.s]), "s"),
-    "legacy_long": (lambda c: torch.LongTensor([c.i, c.i]), "i"),
-    "legacy_bool": (lambda c: torch.BoolTensor([c.b]), "b"),
     "percent": (lambda c: "%d" % c.i, "i"),  # noqa: UP031
     "math": (lambda c: math.exp(c.s), "s"),
     "string_times": (lambda c: "a" * c.i, "i"),
     "roll": (lambda c: c.v.roll(c.i), "i"),
-    "repeat": (lambda c: c.v.repeat(c.i), "i"),
     "pad": (lambda c: F.pad(c.v, (c.i, 0)), "i"),
-    "randperm": (lambda c: torch.randperm(c.i), "i"),
     "from_dlpack_then_written": (lambda c: exposed_by(np.from_dlpack, c), "s"),
     "under_another_mode": (lambda c: under_another_mode(c.x), "x"),
     "alpha": (lambda c: torch.add(c.v, c.v, alpha=c.s), "s"),
@@ -582,39 +484,23 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "allclose": (lambda c: torch.allclose(c.x, c.v), "x"),
     "is_nonzero": (lambda c: torch.is_nonzero(c.s), "s"),
     "contains": (lambda c: 0.5 in c.x, "x"),
-    "list_contains": (lambda c: c.s in [c.v[0], c.v[1]], "s"),
     "max_builtin": (lambda c: max(c.s, c.v[0]), "s"),
-    "sorted": (lambda c: sorted(c.x), "x"),
-    "any_builtin": (lambda c: any(c.x > 0), "x"),
     "nonzero": (lambda c: c.m.nonzero().shape, "m"),
-    "nonzero_tuple": (lambda c: c.m.nonzero(as_tuple=True), "m"),
     "where_one": (lambda c: torch.where(c.m), "m"),
-    "argwhere": (lambda c: torch.argwhere(c.m), "m"),
     "mask_index": (lambda c: c.v[c.m], "m"),
-    "mask_index_of_source": (lambda c: c.x[c.m], "m"),
     "mask_index_scalar": (lambda c: c.v[c.b], "b"),
     "masked_select": (lambda c: torch.masked_select(c.x, c.m), "m"),
     "masked_select_out": (lambda c: torch.masked_select(c.x, c.m, out=torch.empty(0)), "m"),
     "unique": (lambda c: c.k.unique(), "k"),
-    "unique_consecutive": (lambda c: torch.unique_consecutive(c.k), "k"),
     "bincount": (lambda c: torch.bincount(c.k), "k"),
     "repeat_interleave": (lambda c: torch.repeat_interleave(c.v, c.k), "k"),
     "one_hot_unsized": (lambda c: F.one_hot(c.k), "k"),
     "tensor_split": (lambda c: torch.tensor_split(c.v, c.k), "k"),
     "split_sizes": (lambda c: c.v.split(c.k.tolist()), "k"),
-    "pack_lengths": (
-        lambda c: nn.utils.rnn.pack_padded_sequence(torch.ones(3, 3, 1), c.k + 1, enforce_sorted=False),
-        "k",
-    ),
     "to_sparse": (lambda c: c.m.to_sparse(), "m"),
-    "ctc_lengths": (
-        lambda c: F.ctc_loss(torch.zeros(5, 3, 4), torch.ones(3, 3, dtype=torch.long), torch.tensor([5, 5, 5]), c.k),
-        "k",
-    ),
     "apply_": (lambda c: c.x.apply_(lambda v: v + 1), "x"),
     "repr": (lambda c: repr(c.x), "x"),
     "format": (lambda c: f"site_{c.i}", "i"),
-    "format_vector": (lambda c: f"{c.x}", "x"),
     "pickle": (pickled, "x"),
     "save": (saved, "x"),
     "copy": (lambda c: copy.copy(c.x), "x"),
@@ -628,7 +514,6 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "written_then_read": (lambda c: inplace(lambda t, c: t.copy_(c.x))(c).tolist(), "x"),
     "exposed_then_written": (exposed_then_written, "s"),
     "from_numpy_then_written": (foreign_memory, "s"),
-    "as_tensor_then_written": (foreign_memory_as_tensor, "s"),
     "user_distribution_check": (lambda c: dist.constraints.positive.check(c.s).all().item(), "s"),
     "torch_validation_by_user": (lambda c: bool(dist.Normal(c.s, 1.0).mean > 0), "s"),
     "size_of_plate": (lambda c: dist.Normal(c.v[0], 1.0).expand([c.i]).sample(), "i"),
@@ -660,60 +545,33 @@ def test_programs_that_look_at_values_escape(name: str) -> None:
     assert tape.escaped == names(expected)
 
 
-def test_tables_are_large() -> None:
-    assert len(KEPT) + len(ESCAPES) >= 200
-
-
 DISTRIBUTIONS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "bernoulli": (lambda c: dist.Bernoulli(c.x.sigmoid()), "x"),
     "bernoulli_logits": (lambda c: dist.Bernoulli(logits=c.x), "x"),
-    "bernoulli_table": (lambda c: dist.Bernoulli(c.p.sigmoid()[c.i]), "i"),
     "categorical": (lambda c: dist.Categorical(c.x.softmax(-1)), "x"),
     "categorical_logits": (lambda c: dist.Categorical(logits=c.w[c.i]), "i"),
     "one_hot_categorical": (lambda c: dist.OneHotCategorical(logits=c.x), "x"),
-    "one_hot_straight_through": (lambda c: dist.OneHotCategoricalStraightThrough(logits=c.x), "x"),
-    "relaxed_one_hot": (lambda c: dist.RelaxedOneHotCategorical(c.s, logits=c.v), "s"),
     "relaxed_bernoulli": (lambda c: dist.RelaxedBernoulliStraightThrough(c.s, logits=c.v), "s"),
     "multinomial": (lambda c: dist.Multinomial(5, logits=c.x), "x"),
     "binomial": (lambda c: dist.Binomial(4, logits=c.x), "x"),
     "binomial_latent_count": (lambda c: dist.Binomial(c.k.float() + 1, logits=c.v), "k"),
     "beta_binomial": (lambda c: dist.BetaBinomial(c.s, 1.0, 4), "s"),
-    "dirichlet_multinomial": (lambda c: dist.DirichletMultinomial(c.x.exp(), 4), "x"),
-    "geometric": (lambda c: dist.Geometric(c.x.sigmoid()), "x"),
-    "negative_binomial": (lambda c: dist.NegativeBinomial(3, logits=c.x), "x"),
     "poisson": (lambda c: dist.Poisson(c.x.exp()), "x"),
-    "gamma_poisson": (lambda c: dist.GammaPoisson(c.s, 1.0), "s"),
     "zero_inflated_poisson": (lambda c: dist.ZeroInflatedPoisson(c.x.exp(), gate=c.s.sigmoid()), "x s"),
     "normal": (lambda c: dist.Normal(c.x, c.s), "x s"),
-    "normal_table": (lambda c: dist.Normal(c.w[:, 0][c.i], 1.0), "i"),
-    "log_normal": (lambda c: dist.LogNormal(c.x, c.s), "x s"),
-    "half_normal": (lambda c: dist.HalfNormal(c.s), "s"),
-    "half_cauchy": (lambda c: dist.HalfCauchy(c.s), "s"),
-    "student_t": (lambda c: dist.StudentT(c.s + 2, c.x, 1.0), "x s"),
-    "laplace": (lambda c: dist.Laplace(c.x, 1.0), "x"),
-    "cauchy": (lambda c: dist.Cauchy(c.x, 1.0), "x"),
-    "gumbel": (lambda c: dist.Gumbel(c.x, 1.0), "x"),
-    "logistic": (lambda c: dist.Logistic(c.x, 1.0), "x"),
     "uniform": (lambda c: dist.Uniform(c.x, c.x + c.s), "x s"),
-    "exponential": (lambda c: dist.Exponential(c.s), "s"),
     "gamma": (lambda c: dist.Gamma(c.s, c.x.exp()), "x s"),
-    "inverse_gamma": (lambda c: dist.InverseGamma(c.s, 1.0), "s"),
     "beta": (lambda c: dist.Beta(c.s, c.x.exp()), "x s"),
-    "chi2": (lambda c: dist.Chi2(c.s), "s"),
-    "pareto": (lambda c: dist.Pareto(c.s, 2.0), "s"),
-    "weibull": (lambda c: dist.Weibull(c.s, 2.0), "s"),
     "kumaraswamy": (lambda c: dist.Kumaraswamy(c.s, 2.0), "s"),
     "dirichlet": (lambda c: dist.Dirichlet(c.x.exp()), "x"),
     "von_mises": (lambda c: dist.VonMises(c.x, 2.0), "x"),
     "continuous_bernoulli": (lambda c: dist.ContinuousBernoulli(logits=c.x), "x"),
     "mvn": (lambda c: dist.MultivariateNormal(c.x, torch.eye(3) * c.s), "x s"),
-    "mvn_tril": (lambda c: dist.MultivariateNormal(c.x, scale_tril=torch.eye(3)), "x"),
     "low_rank_mvn": (lambda c: dist.LowRankMultivariateNormal(c.x, c.p[:, :1], torch.ones(3)), "x"),
     "lkj": (lambda c: dist.LKJCholesky(3, c.s), "s"),
     "wishart": (lambda c: dist.Wishart(torch.tensor(5.0), torch.eye(2) * c.s), "s"),
     "independent": (lambda c: dist.Normal(c.x, 1.0).to_event(1), "x"),
     "masked": (lambda c: dist.Normal(c.x, 1.0).mask(c.m), "x m"),
-    "expanded": (lambda c: dist.Normal(c.s, 1.0).expand([4]), "s"),
     "delta": (lambda c: dist.Delta(c.x), "x"),
     "unit": (lambda c: dist.Unit(c.s), "s"),
     "mixture": (
@@ -730,19 +588,10 @@ DISTRIBUTIONS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
         lambda c: dist.TransformedDistribution(dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.planar(3)]),
         "x",
     ),
-    "spline": (
-        lambda c: dist.TransformedDistribution(dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.spline(3)]),
-        "x",
-    ),
-    "sigmoid": (
-        lambda c: dist.TransformedDistribution(dist.Normal(c.x, 1.0), [dist.transforms.SigmoidTransform()]),
-        "x",
-    ),
     "ordered_logistic": (
         lambda c: dist.OrderedLogistic(c.s, torch.tensor([0.0, 1.0, 2.0])),
         "s",
     ),
-    "folded": (lambda c: dist.FoldedDistribution(dist.Normal(c.x, 1.0)), "x"),
     "projected_normal": (lambda c: dist.ProjectedNormal(c.x), "x"),
     "empirical": (lambda c: dist.Empirical(c.x, torch.zeros(3)), "x"),
     "non_reparameterised": (lambda c: dist.Normal(c.x, c.s).has_rsample_(False), "x s"),

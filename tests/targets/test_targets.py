@@ -222,15 +222,6 @@ def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObje
 
 
 @hypothesis.given(st.data())
-def test_monte_carlo_return_counts_every_remote_cost_once(data: st.DataObject) -> None:
-    network = random_network(data.draw)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    found = monte_carlo_return(network, costs)
-    for node in network.nodes:
-        assert float(found[node.name]) == pytest.approx(sum(float(costs[name]) for name in node.remote), abs=1e-9)
-
-
-@hypothesis.given(st.data())
 def test_lambda_zero_is_td(data: st.DataObject) -> None:
     network = random_network(data.draw)
     costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})

@@ -21,7 +21,6 @@ from pyro_bpq.errors import (
     BPQWarning,
     PlateError,
     SiteNotFoundError,
-    UnsupportedProgramError,
     UnsupportedSiteError,
 )
 
@@ -79,28 +78,6 @@ def test_too_small_nesting_that_shows_at_a_value() -> None:
     text = text_of(model, guide, PlateError, max_plate_nesting=0, **options)
     assert "site 'z' has values of its own there. Write max_plate_nesting=1 or more" in text
     TraceBackpropQ_ELBO(max_plate_nesting=1, **options).loss_and_grads(model, guide)
-
-
-READS: dict[str, Callable[[Tensor], Any]] = {
-    "numpy": lambda z: float(z.numpy().sum()),
-    "int of numpy": lambda z: [0.0, 1.0][int(z.numpy())],
-    "list": lambda z: sum([z.reshape(-1).tolist()[0]]),
-}
-
-
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_values_that_leave_torch_whole_name_the_site(read: Callable[[Tensor], Any]) -> None:
-    def model() -> None:
-        mean = read(pyro.sample("z", dist.Bernoulli(0.5)))
-        pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(1.0))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(()))))
-
-    options: dict[str, Any] = {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 0}
-    text = text_of(model, guide, UnsupportedProgramError, **options)
-    for words in ("A sampled value of 'z' left torch", "3 particles", "vectorize_particles=False"):
-        assert words in text
 
 
 @pytest.mark.parametrize("is_validated", [True, False])
@@ -211,16 +188,6 @@ def test_data_outside_of_the_support_are_counted() -> None:
     data = torch.tensor([0, 1, 4, 0, 5, 1, 0, 0])
     text = text_of(seeing(lambda z: dist.Categorical(torch.ones(3)), data), guide, UnsupportedSiteError)
     assert text.startswith("The data of site 'x' has 2 of 8 values outside of the support") and "4 among them" in text
-
-
-def test_bernoulli_against_categorical_names_both() -> None:
-    def model() -> None:
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Categorical(torch.ones(2)))
-            pyro.sample("x", dist.Normal(torch.arange(2.0)[z], 1.0), obs=torch.zeros(ROWS))
-
-    text = text_of(model, guide, PlateError)
-    assert "Write Categorical in the guide, or Bernoulli in the model." in text and "None" not in text
 
 
 def test_an_infinite_factor_is_named() -> None:
