@@ -168,37 +168,35 @@ def test_errors_that_are_not_about_shapes_are_left_alone(error: Exception, optio
 # Plates
 
 
-def in_rows(fn: Any) -> None:
-    with pyro.plate("rows", 3):
+def in_rows(fn: Any, dim: int = -1) -> None:
+    with pyro.plate("rows", 3, dim=dim):
         coin(fn)
 
 
-def test_site_outside_of_the_models_plate_names_the_plates_of_both() -> None:
-    line = "'z' is in the plates [('rows', -1, 3)] in the model, and [] in the guide"
-    for shape in ((), (3,)):
-        pyro.clear_param_store()
-        text = text_of(
-            lambda: in_rows(dist.Bernoulli(0.4)),
-            lambda shape=shape: coin(dist.Bernoulli(logits=logits(*shape))),
-            PlateError,
-        )
-        assert line in text and 'in the guide too: with pyro.plate("rows", 3, dim=-1)' in text
+def model_rows() -> None:
+    in_rows(dist.Bernoulli(0.4))
 
 
-def test_site_outside_of_the_guides_plate_names_the_plates_of_both() -> None:
-    text = text_of(model, lambda: in_rows(dist.Bernoulli(logits=logits())), PlateError)
-    assert "'z' is in the plates [] in the model, and [('rows', -1, 3)] in the guide" in text
-    assert 'in the model too: with pyro.plate("rows", 3, dim=-1)' in text
+def posterior(*shape: int) -> Any:
+    return dist.Bernoulli(logits=logits(*shape))
 
 
-def test_plate_in_another_dimension_names_both() -> None:
-    def other() -> None:
-        with pyro.plate("rows", 3, dim=-2):
-            coin(dist.Bernoulli(logits=logits()))
+LEFT, NONE, UP = "[('rows', -1, 3)]", "[]", "[('rows', -2, 3)]"
+ADVICE = 'in the {} too: with pyro.plate("rows", 3, dim=-1)'
 
-    text = text_of(lambda: in_rows(dist.Bernoulli(0.4)), other, PlateError)
-    assert "[('rows', -1, 3)] in the model, and [('rows', -2, 3)] in the guide" in text
-    assert 'Give "rows" the same size and dim in both: pyro.plate("rows", 3, dim=-1)' in text
+
+@pytest.mark.parametrize(
+    ("program", "other", "plates", "advice"),
+    [
+        (model_rows, guide, (LEFT, NONE), ADVICE.format("guide")),
+        (model_rows, lambda: coin(posterior(3)), (LEFT, NONE), ADVICE.format("guide")),
+        (model, lambda: in_rows(posterior()), (NONE, LEFT), ADVICE.format("model")),
+        (model_rows, lambda: in_rows(posterior(), -2), (LEFT, UP), 'Give "rows" the same size and dim in both: pyro.'),
+    ],
+)
+def test_plates_that_differ_are_named_for_both(program: Any, other: Any, plates: tuple[str, str], advice: str) -> None:
+    text = text_of(program, other, PlateError)
+    assert "'z' is in the plates {} in the model, and {} in the guide".format(*plates) in text and advice in text
 
 
 def nested(fn: Any) -> None:

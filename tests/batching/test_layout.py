@@ -18,7 +18,6 @@ from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
-from pyro_bpq.targets.lambda_return import network_rules
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
@@ -179,17 +178,3 @@ def test_cells_count_the_joint_states_of_the_scope() -> None:
     specs["x0"] = SiteSpec((), None, (), Pathwise())
     found = Layout(graph, network, specs, {})
     assert found.cells(group_of(found, "x3")) == 0
-
-
-def test_rules_become_matrices() -> None:
-    graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
-    network = BackpropQNetwork.build(graph, "merged", immediate="learned")
-    found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
-    rules = network_rules(network, found.rule_order, torch.zeros((), dtype=torch.float64))
-    rule, root = rules.within, dense(rules.root)
-    at = found.rule_order
-    assert rule[at["x"]].tolist() == [
-        {"y^f1": 1.0, "y^f2": 0.5, "z": 0.5}.get(name, 0.0) for name in sorted(at, key=at.__getitem__)
-    ]
-    assert root[at["y^f1"]].tolist() == [1.0, 0.0] and root[at["z"]].tolist() == [0.0, 1.0]
-    assert rules.immediate is None and torch.equal(rule, rule.triu(1))

@@ -71,23 +71,6 @@ def test_select_builds_only_what_is_missing() -> None:
     assert weights(select(bank, "dab"))[:, 0].tolist() == [1.0, 0.0, 1.0]
 
 
-def test_select_may_be_forbidden_to_build() -> None:
-    bank = CriticBank()
-    assert bank.select("k", ("a",), None) is None and not len(bank.blocks)
-    select(bank, "a")
-    assert bank.select("k", ("a", "b"), None) is None
-    assert bank.select("other", ("a",), None) is None
-    assert bank.select("k", ("a",), None) is not None
-
-
-def test_select_serves_a_shared_row_twice() -> None:
-    bank = CriticBank()
-    found = select(bank, "aab")
-    assert len(next(iter(bank.blocks.values())).keys) == 2
-    write(bank, select(bank, "ab"), [1.0, 2.0])
-    assert found.read("mean").tolist() == [1.0, 1.0, 2.0]
-
-
 def test_commit_ignores_blocks_that_are_gone() -> None:
     bank = CriticBank()
     mark = bank.snapshot()
@@ -95,14 +78,6 @@ def test_commit_ignores_blocks_that_are_gone() -> None:
     bank.restore(mark)
     bank.commit(writes)
     assert not len(bank.blocks)
-
-
-def test_conversion_keeps_weights_trainable() -> None:
-    bank = CriticBank()
-    select(bank, "ab")
-    bank.to(torch.float32)
-    (weight,) = bank.weights().values()
-    assert weight.dtype == torch.float32 and weight.requires_grad and weight.is_leaf
 
 
 def test_restore_keeps_rows_that_were_loaded() -> None:

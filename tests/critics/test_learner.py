@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,14 +32,6 @@ def sgd(learner_lr: float = 0.5, **options: float) -> CriticOptimizer:
     return CriticOptimizer(CriticLearner(lr=learner_lr, optimizer=torch.optim.SGD, **options))  # type: ignore[arg-type]
 
 
-def test_step_moves_against_the_gradient() -> None:
-    bank = bank_of("k")
-    sgd().step(bank, gradients(bank))
-    (weight,) = bank.weights().values()
-    assert weight.tolist() == [[-0.5] * 3] * 2
-    assert weight.grad is None
-
-
 def test_step_leaves_other_blocks_alone() -> None:
     bank, optimizer = bank_of("k", "l"), sgd()
     first, second = bank.weights()
@@ -61,19 +52,6 @@ def test_clip_limits_each_critic_on_its_own() -> None:
     torch.testing.assert_close(bank.weights()[name], torch.tensor([[-0.6, -0.8, 0.0], [-0.3, 0.0, -0.4]]))
 
 
-def test_state_dict_continues() -> None:
-    bank, optimizer = bank_of("k"), CriticOptimizer(CriticLearner(lr=0.1))
-    for value in (1.0, -2.0, 0.5):
-        optimizer.step(bank, gradients(bank, value))
-    twin, fresh = copy.deepcopy(bank), CriticOptimizer(CriticLearner(lr=0.1))
-    fresh.load_state_dict(optimizer.state_dict())
-    assert fresh.state_dict().keys() == optimizer.state_dict().keys()  # kept until the block is first stepped
-    for value in (3.0, 0.2):
-        optimizer.step(bank, gradients(bank, value))
-        fresh.step(twin, gradients(twin, value))
-        assert torch.equal(next(iter(bank.weights().values())), next(iter(twin.weights().values())))
-
-
 def test_load_state_dict_shares_no_tensor() -> None:
     bank, optimizer = bank_of("k"), CriticOptimizer(CriticLearner(lr=0.1))
     optimizer.step(bank, gradients(bank))
@@ -86,30 +64,6 @@ def test_load_state_dict_shares_no_tensor() -> None:
         assert torch.equal(state["state"][0]["x"], after[key]["state"][0]["x"])
 
 
-def test_step_goes_on_after_a_move_to_another_dtype() -> None:
-    bank, optimizer = bank_of("k"), CriticOptimizer(CriticLearner(lr=0.1))
-    optimizer.step(bank, gradients(bank))
-    bank.to(torch.float32)
-    optimizer.step(bank, gradients(bank))
-    (weight,) = bank.weights().values()
-    assert weight.dtype == torch.float32
-    (state,) = optimizer.state_dict().values()
-    assert state["state"][0]["n"] == 2 and state["state"][0]["x"].dtype == torch.float32
-
-
-def test_forget_drops_an_optimiser() -> None:
-    bank, optimizer = bank_of("k"), CriticOptimizer(CriticLearner(lr=0.1))
-    optimizer.step(bank, gradients(bank))
-    optimizer.forget(["unknown", *optimizer.state_dict()])
-    assert optimizer.state_dict() == {}
-
-
 def test_make_gives_averaged_adam() -> None:
     made = CriticLearner(lr=0.3).make([torch.zeros(1, requires_grad=True)])
     assert isinstance(made, AveragedAdam) and made.param_groups[0]["lr"] == 0.3
-
-
-@pytest.mark.parametrize("lr", [0.0, -1.0])
-def test_learner_refuses_a_rate_that_is_not_positive(lr: float) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        CriticLearner(lr=lr)

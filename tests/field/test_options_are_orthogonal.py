@@ -246,18 +246,6 @@ def test_an_option_of_a_site_that_nothing_reads_is_told_once(make: Any, options:
     assert text.startswith(f"Nothing reads the options {words}:")
 
 
-def test_a_context_of_a_reparameterised_site_is_told() -> None:
-    def model() -> None:
-        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(0.7))
-
-    def guide() -> None:
-        law = dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0)
-        pyro.sample("z", law, infer={"bpq": {"context": torch.ones(2)}})
-
-    (text,) = warned((model, guide))
-    assert text.startswith("Nothing reads the options context at z:")
-
-
 def test_under_an_estimator_for_all_sites_print_tells_it() -> None:
     """Estimators are compared on programs whose sites have options of their own."""
     programs = few(context=torch.ones(2))

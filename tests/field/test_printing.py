@@ -130,18 +130,6 @@ def test_like_sites_of_a_plan_are_one_line() -> None:
     assert "known at all values: -log p(x), -log p(z11), log q(z11), by 2 rows of an extra run; " in last
 
 
-def test_a_site_of_its_own_kind_has_a_line_of_its_own() -> None:
-    def program() -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", lambda: torch.tensor(0.3))))
-        pyro.sample("y", dist.Normal(z, pyro.param("s", lambda: torch.tensor(1.0))))
-
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
-    elbo.loss_and_grads(program, program)
-    told = str(elbo.plan).splitlines()
-    assert [line for line in told if line.startswith("y: ")] == ["y: Pathwise(), because reparameterised"]
-    assert any(line.startswith("z: ") for line in told)
-
-
 def test_a_comparison_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     quick: dict[str, Any] = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False}
     rivals = {"one": TraceBackpropQ_ELBO(1), "two": TraceBackpropQ_ELBO(2)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from steps import repeat, trained
 
-from pyro_bpq import AllAction, LeaveOneOut, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
 from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, MANY_COMPONENTS
 from pyro_bpq.short import short
 
@@ -97,21 +97,6 @@ def test_a_plan_tells_particles_critics_and_exact_costs() -> None:
     assert str(after(coin, rows=ROWS).plan).startswith("8 particles\n")
 
 
-def test_a_plan_tells_sites_that_are_alike_together() -> None:
-    def chain(length: int) -> TraceBackpropQ_ELBO:
-        def program() -> None:
-            z = torch.tensor(0.0)
-            for t in range(length):
-                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)) + z))
-
-        elbo = TraceBackpropQ_ELBO()
-        elbo.loss_and_grads(program, program)
-        return elbo
-
-    assert str(chain(12).plan).count("\n") < str(chain(4).plan).count("\n") + 10
-    assert "z_0 to " in str(chain(12).plan) and "z_1: " in str(chain(2).plan)
-
-
 def test_sites_with_observations_of_their_own_are_told_together() -> None:
     def program(obs: torch.Tensor | None) -> None:
         z = torch.tensor(0.0)
@@ -124,13 +109,6 @@ def test_sites_with_observations_of_their_own_are_told_together() -> None:
     text = str(elbo.plan)
     assert "-log p(x_t), -log p(the site), log q(the site)" in text and text.count("because") < 6
     assert "-log p(x_11)" in text and "\0" not in text and "\1" not in text
-
-
-def test_the_last_rule_by_options_serves_every_site() -> None:
-    elbo = after(lambda r: dist.Poisson(r.exp()), num_particles=2)
-    assert elbo.plan is not None
-    assert elbo.plan.layout.specs["z"].estimator == ScoreFunction(LeaveOneOut())
-    assert elbo.plan.rules["z"] == BY_OPTIONS[-1].says
 
 
 def test_rules_have_names_of_their_own() -> None:

@@ -65,14 +65,6 @@ def table(split: Components, fn: Any) -> Tensor:
 
 
 @each
-def test_log_probs_are_normalised(make: Any, expected: Components) -> None:
-    fn = make()
-    found = table(expected, fn)
-    assert found.shape == (*fn.batch_shape, expected.size, expected.cardinality)
-    torch.testing.assert_close(found.exp().sum(-1), torch.ones(found.shape[:-1]))
-
-
-@each
 def test_log_probs_at_the_index_sum_to_log_prob(make: Any, expected: Components) -> None:
     fn = make()
     base = fn

@@ -25,43 +25,16 @@ def pick(run: Run, name: str) -> Tensor:
     return run.costs[name]
 
 
-@pytest.mark.parametrize(
-    ("plates", "shape"), [((), (2, 1, 1)), ((INNER,), (2, 1, 3)), ((OUTER,), (2, 2, 1)), ((OUTER, INNER), (2, 2, 3))]
-)
-def test_batch_shape_has_a_dimension_for_every_plate(plates: tuple[Plate, ...], shape: tuple[int, ...]) -> None:
-    assert Rollout((), 2, SIZES, 2).batch_shape(plates) == shape
-
-
 def test_stack_puts_particles_behind_sites() -> None:
     runs = tuple(run({"a": torch.arange(3.0) + 10 * m, "b": torch.arange(3.0) + 10 * m + 100}) for m in range(2))
     found = Rollout(runs, 2, {INNER: 3}, 1).stack(pick, ["a", "b"], [INNER])
     assert found.tolist() == [[[0, 1, 2], [10, 11, 12]], [[100, 101, 102], [110, 111, 112]]]
 
 
-def test_stack_broadcasts_what_is_smaller_than_its_plates() -> None:
-    rollout = Rollout((run({"a": torch.tensor(1.5), "b": torch.ones(2, 1)}),), 1, SIZES, 2)
-    assert rollout.stack(pick, ["a", "b"], [OUTER, INNER]).shape == (2, 1, 2, 3)
-
-
 def test_stack_sums_dimensions_without_a_plate() -> None:
     rollout = Rollout((run({"a": torch.arange(6.0).reshape(2, 3)}),), 1, SIZES, 2)
     assert rollout.stack(pick, ["a"], [INNER]).tolist() == [[[[3, 5, 7]]]]
     assert rollout.stack(pick, ["a"], []).tolist() == [[[[15]]]]
-
-
-def test_stack_keeps_event_dimensions() -> None:
-    rollout = Rollout((run({"a": torch.ones(3, 5)}),), 1, SIZES, 2)
-    assert rollout.stack(pick, ["a"], [INNER], event_ndim=1).shape == (1, 1, 1, 3, 5)
-
-
-def test_stack_of_vectorised_particles() -> None:
-    value = torch.arange(12.0).reshape(2, 2, 1, 3)[:, 0]  # particles, outer, inner
-    rollout = Rollout((run({"a": value}),), 2, SIZES, 2, is_vectorized=True)
-    found = rollout.stack(pick, ["a"], [INNER])
-    assert found.shape == (1, 2, 1, 3) and torch.equal(found[0], value)
-    # A value that does not depend on the particle.
-    rollout = Rollout((run({"a": torch.ones(3)}),), 2, SIZES, 2, is_vectorized=True)
-    assert rollout.stack(pick, ["a"], [INNER]).shape == (1, 2, 1, 3)
 
 
 def test_stack_with_dimensions_outside_the_plates_raises() -> None:

@@ -38,20 +38,6 @@ Q_3 = {"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0}
 F_3 = {"f": 7.0}
 
 
-@pytest.mark.parametrize(("lam", "gamma"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.3, 0.9), (1.0, 0.8)])
-def test_lambda_return_of_worked_case_3(lam: float, gamma: float) -> None:
-    found = floats(lambda_return(CASE_3, numbers(Q_3), numbers(F_3), lam, gamma))
-    q, f = Q_3, F_3["f"]
-    d_z = gamma * f - q["z"]
-    d_y1 = gamma * q["z"] - q["y1"] + gamma * lam * d_z
-    d_y2 = gamma * q["z"] - q["y2"] + gamma * lam * d_z
-    d_x = gamma * (q["y1"] + q["y2"]) / 2 - q["x"] + gamma * lam * (d_y1 + d_y2) / 2
-    expected = {"z": q["z"] + d_z, "y1": q["y1"] + d_y1, "y2": q["y2"] + d_y2, "x": q["x"] + d_x}
-    assert found == pytest.approx(expected)
-    if lam == 1.0:
-        assert found["x"] == pytest.approx(gamma**3 * f)
-
-
 def test_lambda_return_of_worked_case_3_in_numbers() -> None:
     found = floats(lambda_return(CASE_3, numbers(Q_3), numbers(F_3), 0.5, 0.5))
     # d_z = 3.5 - 5 = -1.5; d_y1 = 2.5 - 2 - .375; d_y2 = 2.5 - 4 - .375; d_x = 1.5 - 1 + .25 * (-.875)

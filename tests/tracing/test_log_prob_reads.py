@@ -256,17 +256,6 @@ def test_costs_are_told_apart_as_far_as_they_read() -> None:
     assert set(elbo.graph.cost("-log p(y)").parents) == {"w"}
 
 
-def test_listening_hears_again_what_has_escaped_before() -> None:
-    with Tape() as tape:
-        z, w = tape.source("z", torch.tensor(1.0)), tape.source("w", torch.tensor(0.0))
-        heard = []
-        for value in (z, w, z):
-            tape.listen()
-            assert bool(value) in (True, False)
-            heard.append(tape.names(tape.stop_listening()))
-    assert heard == [{"z"}, {"w"}, {"z"}] and tape.escaped == {"z", "w"}
-
-
 def test_distributions_of_libraries_are_told_from_others() -> None:
     one = torch.ones(2)
     assert not _is_own(dist.Normal(one, one).to_event(1).mask(False))
