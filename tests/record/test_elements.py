@@ -47,6 +47,9 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda z: torch.stack([z, 1.0 - z], -1).log_softmax(-1),
     "embedding": lambda z: torch.nn.functional.embedding(z.long(), torch.arange(8.0).reshape(4, 2)),
     "gather": lambda z: z[:, torch.tensor([2, 0, 1])],
+    "mask": lambda z: z[:, torch.tensor([True, False, True])],
+    "mask_of_two_dimensions": lambda z: z[torch.tensor([[True, False, True], [False, True, False]])],
+    "mask_elsewhere": lambda z: z[:, :, None].expand(2, 3, 2)[..., torch.tensor([True, False])],
     "one_hot": lambda z: one_hot(z.long(), 2).float(),
     "index_put": lambda z: torch.zeros(3).index_put((torch.tensor([2, 0, 1]),), z[0])[:2],
 }
