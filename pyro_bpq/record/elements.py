@@ -134,7 +134,7 @@ class Reader:
 
 
 Rule = Callable[..., Any]
-_SHAPING = frozenset(("dim", "keepdim", "dims"))  # arguments given by name that rules must know
+_SHAPING = frozenset(("dim", "keepdim", "dims", "left"))  # arguments given by name that rules must know
 
 
 def _pointwise(read: Reader, *args: Any, **_: Any) -> Labels:
@@ -194,6 +194,11 @@ def _layer_norm(read: Reader, tensor: Any, shape: Any, weight: Any = None, bias:
     own = read(tensor)
     spread = over(own, tuple(range(own.ndim - len(shape), own.ndim)))
     return combined(spread, *(read(part) for part in values_in((weight, bias))))
+
+
+def _solve(read: Reader, matrix: Any, right: Any, left: bool = True) -> Labels:
+    """Rule for ``X`` of ``matrix @ X = right``: a column reads its right side, and all of the matrix."""
+    return combined(over(read(matrix), (-2, -1)), over(read(right), -2 if left else -1))
 
 
 def _attention(read: Reader, query: Any, keys: Any, values: Any, *rest: Any) -> Labels:
@@ -351,7 +356,8 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "mm bmm": _matmul,
         "addmm baddbmm": lambda read, bias, left, right, *_: combined(read(bias), _matmul(read, left, right)),
         "addmv": lambda read, bias, left, right, *_: combined(read(bias), _mv(read, left, right)),
-        "linalg_cholesky_ex linalg_inv_ex linalg_solve_triangular _linalg_solve_ex cholesky_inverse": partial(_last, 2),
+        "linalg_solve_triangular": _solve,
+        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse": partial(_last, 2),
         "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh triangular_solve": partial(_last, 2),
         "linalg_cross": partial(_last, 1),
         "_linalg_det _linalg_slogdet": lambda read, tensor: over(read(tensor), (-2, -1), False),
