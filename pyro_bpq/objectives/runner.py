@@ -328,7 +328,7 @@ class StepRunner(Runner):
                     module._buffers[name] = buffer.detach()
 
     def _each(self, programs: Sequence[Program], particles: Particles, mode: Mode, **options: Any) -> list[TracedRun]:
-        options = {"particles": particles, "num_steps": mode.num_steps, **options}
+        options = {"particles": particles, "num_steps": mode.num_steps, "warns": mode.learning, **options}
         first, *others = programs
         runs = [self.trace(first, **options)]
         if particles.is_hidden:

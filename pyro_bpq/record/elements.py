@@ -134,7 +134,7 @@ class Reader:
 
 
 Rule = Callable[..., Any]
-_SHAPING = frozenset(("dim", "keepdim", "dims"))  # arguments given by name that rules must know
+_SHAPING = frozenset(("dim", "keepdim", "dims", "left"))  # arguments given by name that rules must know
 
 
 def _pointwise(read: Reader, *args: Any, **_: Any) -> Labels:
@@ -196,6 +196,11 @@ def _layer_norm(read: Reader, tensor: Any, shape: Any, weight: Any = None, bias:
     return combined(spread, *(read(part) for part in values_in((weight, bias))))
 
 
+def _solve(read: Reader, matrix: Any, right: Any, left: bool = True) -> Labels:
+    """Rule for ``X`` of ``matrix @ X = right``: a column reads its right side, and all of the matrix."""
+    return combined(over(read(matrix), (-2, -1)), over(read(right), -2 if left else -1))
+
+
 def _attention(read: Reader, query: Any, keys: Any, values: Any, *rest: Any) -> Labels:
     """A row of the result reads its query, all keys and all values."""
     others = [over(read(part), None, False) for part in values_in(rest)]
@@ -223,28 +228,31 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
     return [part.numpy() + NONE for part in found] if isinstance(found, (list, tuple)) else found.numpy() + NONE
 
 
-def _positions(index: Sequence[Any], rank: int) -> tuple[list[int], int]:
-    """The dimensions that are indexed, and where those of the index come in the result."""
-    dims = [i for i, part in enumerate(index) if part is not None]
-    is_one_block = dims == list(range(dims[0], dims[-1] + 1))
-    return dims, dims[0] if is_one_block else 0
-
-
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
     """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
-    labels, dims = read(table), [i for i, part in enumerate(index) if part is not None]
-    places = [part for part in index if part is not None]
-    chosen = combined(*map(read, places))
-    known = [read.known(part) for part in places]
-    if any(labels.shape[i] > 1 for i in dims) and all(part is not None for part in known) and (chosen == NONE).all():
-        given = {i: part.cpu().numpy() for i, part in zip(dims, known, strict=True) if part is not None}
-        return read.whole(table)[tuple(given.get(i, slice(None)) for i in range(labels.ndim))]
-    if any(read.dtypes[part] in MASKS for part in places):
-        raise Unknown("a mask as an index")
+    labels = read(table)
+    dims, chosen, dim = list[int](), np.full((), NONE, np.int32), 0
+    for part in index:
+        # A mask takes as many dimensions as it has, and gives one.
+        is_mask = part is not None and read.dtypes[part] in MASKS
+        rank = len(read.shape(part)) if is_mask else 1
+        if part is not None:
+            dims += range(dim, dim + rank)
+            chosen = combined(chosen, over(read(part), None, False).reshape(1) if is_mask else read(part))
+        dim += rank
+    known = [None if part is None else read.known(part) for part in index]
+    is_known = all(found is not None for part, found in zip(index, known, strict=True) if part is not None)
+    if any(labels.shape[i] > 1 for i in dims) and is_known and (chosen == NONE).all():
+        taken = (slice(None) if found is None else _number(found) for found in known)
+        return read.whole(table)[tuple(taken)]
     labels, at = over(labels, tuple(dims)), dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     rest = np.squeeze(labels, tuple(dims))
     own = rest.reshape(*rest.shape[:at], *(1,) * chosen.ndim, *rest.shape[at:])
     return combined(own, chosen.reshape(*chosen.shape, *(1,) * (rest.ndim - at)))
+
+
+def _number(index: Tensor) -> np.ndarray:
+    return (index.bool() if index.dtype in MASKS else index).cpu().numpy()
 
 
 def _selected(read: Reader, table: Any, index: Any) -> Labels:
@@ -348,7 +356,8 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "mm bmm": _matmul,
         "addmm baddbmm": lambda read, bias, left, right, *_: combined(read(bias), _matmul(read, left, right)),
         "addmv": lambda read, bias, left, right, *_: combined(read(bias), _mv(read, left, right)),
-        "linalg_cholesky_ex linalg_inv_ex linalg_solve_triangular _linalg_solve_ex cholesky_inverse": partial(_last, 2),
+        "linalg_solve_triangular": _solve,
+        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse": partial(_last, 2),
         "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh triangular_solve": partial(_last, 2),
         "linalg_cross": partial(_last, 1),
         "_linalg_det _linalg_slogdet": lambda read, tensor: over(read(tensor), (-2, -1), False),
