@@ -56,6 +56,7 @@ class Recording:
     written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
     told: Sequence[tuple[int, Any]] = ()
     lines: Mapping[int, str] = field(default_factory=dict)
+    _flat: dict[Any, Function] = field(default_factory=dict, repr=False)  # functions without writes
 
     @classmethod
     def of(cls, tape: Tape, given: Mapping[Value, Tensor]) -> Recording:
@@ -127,10 +128,14 @@ class Recording:
 
     def _without_writes(self, function: Function) -> Function:
         """The same operators, none of which writes in place."""
+        asked = function.wanted, function.given
+        if asked in self._flat:
+            return self._flat[asked]
         given = [self.tensors[value].detach().clone() for value in function.given]
         devices = {tensor.device for tensor in given if tensor.is_cuda}
         with torch.no_grad(), torch.random.fork_rng([device.index for device in devices]):
-            return flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
+            found = flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
+        return self._flat.setdefault(asked, found)
 
     def cut(
         self,
