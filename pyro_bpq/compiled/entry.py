@@ -82,13 +82,13 @@ class Entry:
 
     def __str__(self) -> str:
         recording, (record, compile_) = self.recording, self.seconds
-        updated, handed = len(recording.inputs.updates), len(recording.graded)
+        updated, handed = len(recording.updates), len(recording.graded)
         does = [f"it updates {updated} parameters"] if updated else []
         if handed or not updated:
             does.append(f"it gives {handed} gradients to the optimiser")
         text = (
-            f"Recorded: {recording.num_operators} operators, {len(recording.used) + len(recording.constants)} input "
-            f"tensors, in {record:.1f} s; {' and '.join(does)}"
+            f"Recorded: {recording.num_operators} operators, {len(recording.reads)} input tensors, "
+            f"in {record:.1f} s; {' and '.join(does)}"
         )
         if self.note:
             text += f"; {self.note}"
@@ -97,7 +97,7 @@ class Entry:
         elif compile_:
             text += f"; compiled in {compile_:.1f} s"
         text += f"; {self.steps} steps taken."
-        shapes = [str(tuple(tensor.shape)) for tensor in recording.inputs.call.tensors]
+        shapes = [str(tuple(tensor.shape)) for tensor in recording.call.tensors]
         if shapes:
             shown = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "")
             text += f" It serves tensors of the shapes {shown}."
@@ -111,25 +111,25 @@ class Entry:
     @property
     def holds(self) -> bool:
         """Whether critics, statistics and the optimiser's state are where they were."""
-        inputs = self.recording.inputs
-        return all_hold(inputs.places) and all(update.holds for update in inputs.updates)
+        recording = self.recording
+        return all_hold(recording.places) and all(update.holds for update in recording.updates)
 
     def tensors(self, call: Call) -> list[Tensor] | None:
         """The inputs of a call, without noise and schedules; ``None`` if the recording does not serve it."""
-        inputs = self.recording.inputs
-        if call.spec != inputs.call.spec or not self.holds:
+        recording = self.recording
+        if call.spec != recording.call.spec or not self.holds:
             return None
         store = dict(pyro.get_param_store().named_parameters())
-        if not all(name in store for name in inputs.params):
+        if not all(name in store for name in recording.params):
             return None
-        params = [store[name] for name in inputs.params]
+        params = [store[name] for name in recording.params]
         present = set(map(id, params))
-        if not all(id(update.parameter) in present for update in inputs.updates):
+        if not all(id(update.parameter) in present for update in recording.updates):
             # The store was cleared: an optimiser keeps its state by parameter, not by name.
             return None
-        checked = distinct(call.tensors, params, inputs.state, inputs.extras)
-        tensors = distinct(checked, inputs.optimizer_state)
-        serves = len(tensors) == inputs.num_found and tuple(map(kind_of, checked)) == inputs.kinds
+        checked = distinct(call.tensors, params, recording.state, recording.extras)
+        tensors = distinct(checked, recording.optimizer_state)
+        serves = len(tensors) == recording.num_found and tuple(map(kind_of, checked)) == recording.kinds
         return tensors if serves else None
 
     @property
@@ -151,27 +151,27 @@ class Entry:
         if not self.is_ready:
             return None
         recording = self.recording
-        inputs = recording.inputs
-        if inputs.num_generators:
-            generators = subject.generators(inputs.num_generators)
-            tensors += [noise.draw(generators[noise.source]) for noise in inputs.noise]
-        tensors += [scheduled(schedule, number) for schedule in inputs.schedules]
-        if inputs.updates:
-            tensors.append(torch.tensor(numbers_of(inputs.updates), dtype=torch.float64))
+        if recording.num_generators:
+            generators = subject.generators(recording.num_generators)
+            tensors += [noise.draw(generators[noise.source]) for noise in recording.noise]
+        tensors += [scheduled(schedule, number) for schedule in recording.schedules]
+        if recording.updates:
+            tensors.append(torch.tensor(numbers_of(recording.updates), dtype=torch.float64))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()
-            for name, value in inputs.messages:
-                _announce(store[name] if name in inputs.params else value, name=name)
+            for name, value in recording.messages.items():
+                _announce(store[name] if name in recording.params else value, name=name)
         with torch.no_grad():
-            results = self.run(*[tensors[i] for i in recording.used], *recording.constants)
+            tensors += recording.constants
+            results = self.run(*[tensors[i] for i in recording.reads])
         self.steps += 1
-        for update in inputs.updates:
+        for update in recording.updates:
             update.count()
         ahead = 1 + len(recording.graded)
         leaves = [tensors[i] for i in recording.graded]
         rest = results[ahead:]
-        return Outcome(results[0], leaves, results[1:ahead], LastInfo(partial(recording.info, rest)))
+        return Outcome(results[0], leaves, results[1:ahead], LastInfo(partial(recording.build, rest)))
 
 
 @effectful(type="param")
@@ -181,9 +181,8 @@ def _announce(value: Tensor) -> Tensor:
 
 def make(entry: Entry, options: Compile) -> None:
     """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
-    examples = [entry.recording.inputs.tensors[i] for i in entry.recording.used]
-    examples += entry.recording.constants
     backend, recording = options.backend, entry.recording
+    examples = [(*recording.tensors, *recording.constants)[i] for i in recording.reads]
     lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
     if lack:
         entry.note = f"{lack}, so the recorded operators run as they are"

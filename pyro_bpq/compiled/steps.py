@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pyro_bpq.compiled.arguments import Arguments
 from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import fingerprint, first_line, record
+from pyro_bpq.compiled.recorder import first_line, look, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
@@ -96,7 +94,7 @@ class CompiledSteps:
         for entry in self.entries:
             tensors = entry.tensors(call) if entry.updates is updates else None
             if tensors is not None:
-                if entry.is_due and not self._is_still(subject, program, entry, tensors, number):
+                if entry.is_due and not self._is_still(subject, program, entry, call, number):
                     return None
                 return entry.take(subject, tensors, number)
         made = self._recorded(subject, program, call, number, updates)
@@ -105,7 +103,7 @@ class CompiledSteps:
 
     def _why(self, call: Call) -> str:
         """Where a call differs from that of the last recording, in words; empty where there is none."""
-        changed = self.entries[-1].recording.inputs.call.difference(call) if self.entries else ""
+        changed = self.entries[-1].recording.call.difference(call) if self.entries else ""
         return f", the last time because {changed}" if changed else ""
 
     def _recorded(
@@ -150,16 +148,14 @@ class CompiledSteps:
         self.entries.append(entry)
         return entry
 
-    def _is_still(self, subject: Subject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int) -> bool:
+    def _is_still(self, subject: Subject, program: Any, entry: Entry, call: Call, number: int) -> bool:
         """Whether the programs still do what was recorded; if not, the recording is dropped."""
         recording, text = entry.recording, ""
-        inputs = recording.inputs
-        own = inputs.tensors[len(tensors) :]
         try:
             subject.meet(program)
             # The first run may make functions of a new recording of the programs.
-            runs = (fingerprint(subject, program, inputs, (*tensors, *own), number) for _ in range(2))
-            if not any(now.is_like(recording.print) for now in runs):
+            runs = (look(subject, program, call, number, entry.updates) for _ in range(2))
+            if not any(now.is_like(recording) for now in runs):
                 text = "the programs do other things now"
         except Unrecordable as error:
             text = str(error)

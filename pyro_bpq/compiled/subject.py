@@ -287,15 +287,17 @@ def numbers_of(updates: Iterable[OptimizerUpdate]) -> list[float]:
     return [number for update in updates for number in update.numbers]
 
 
-def apply_all(updates: Sequence[OptimizerUpdate], gradients: Mapping[int, Tensor], numbers: Iterator[Tensor]) -> None:
-    """Updates parameters."""
-    of_all = iter(next(numbers)) if updates else iter(())
+def apply_all(
+    updates: Iterable[OptimizerUpdate], gradients: Mapping[Tensor, Tensor], numbers: Iterable[Tensor]
+) -> None:
+    """Updates parameters, from gradients and from the numbers of all updates, one after the other."""
+    own = iter(numbers)
     with torch.no_grad():
         for update in updates:
-            gradient = gradients.get(id(update.parameter))
+            gradient = gradients.get(update.parameter)
             if gradient is None:
                 gradient = torch.zeros_like(update.parameter)
-            update.apply(gradient, [next(of_all) for _ in update.numbers])
+            update.apply(gradient, [next(own) for _ in update.numbers])
 
 
 def _without_schedule(owner: Any) -> torch.optim.Optimizer:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, values_in
-from pyro_bpq.record.indexing import copied, filled, one_hot, remade, selected, written
+from pyro_bpq.record.indexing import MASKS, copied, filled, one_hot, remade, selected, written
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import MASKS
 from pyro_bpq.record.values import Value
 
 NONE, MANY = -1, -2

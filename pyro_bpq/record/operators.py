@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_bpq.record.indexing import MASKS
 from pyro_bpq.record.values import tensors_in
 
 _SHAPE_FROM = MappingProxyType({"masked_select": 1, "index": 1, "sparse_mask": 1, "_pack_padded_sequence": 1})
@@ -68,6 +69,14 @@ def kind_of(func: Any) -> Kind:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
     return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view))
+
+
+def sizing(kind: Kind, args: Any) -> Any:
+    """The arguments of an operator that decide on the shape of its result."""
+    found = args if kind.shape_from is None else args[kind.shape_from]
+    if isinstance(found, list):  # indices of a tensor: only masks do
+        return [index for index in found if isinstance(index, Tensor) and index.dtype in MASKS]
+    return found
 
 
 def targets_of(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:

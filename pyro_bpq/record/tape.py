@@ -25,10 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
-from pyro_bpq.record.operators import Kind, kind_of, targets_of
+from pyro_bpq.record.operators import Kind, kind_of, sizing, targets_of
 from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
 
-MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -310,11 +309,9 @@ class Tape(TorchDispatchMode):
 
     def _sized(self, kind: Kind, args: Any, result: Any) -> int:
         """Notes what decides the shape of a result, which is read."""
-        sizing: Any = args if kind.shape_from is None else args[kind.shape_from]
-        if isinstance(sizing, list):  # indices of a tensor: only masks decide the shape
-            sizing = [index for index in sizing if isinstance(index, Tensor) and index.dtype in MASKS]
-        self.read(sizing, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
-        return self.mask_of(sizing)
+        found = sizing(kind, args)
+        self.read(found, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
+        return self.mask_of(found)
 
     # Writes.
 

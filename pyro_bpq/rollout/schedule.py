@@ -2,7 +2,7 @@ r"""Options that change from step to step: a number, or a function of the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,20 +16,14 @@ class RecordedStep(int):
     Schedules then give tensors, which are inputs of the recording: a number would be frozen in it.
     """
 
-    read: list[Callable[[int], float]]
-    given: Sequence[Tensor] | None
+    value: Callable[[Callable[[int], float], int], Tensor]  # makes such an input
 
     @staticmethod
-    def of(number: int, given: Sequence[Tensor] | None = None) -> RecordedStep:
+    def of(number: int, value: Callable[[Callable[[int], float], int], Tensor]) -> RecordedStep:
         """The number of a step that is recorded."""
         step = RecordedStep(number)
-        step.read, step.given = [], given
+        step.value = value
         return step
-
-    def value(self, schedule: Callable[[int], float]) -> Tensor:
-        """What a schedule gives at this step, a scalar."""
-        self.read.append(schedule)
-        return scheduled(schedule, int(self)) if self.given is None else self.given[len(self.read) - 1]
 
 
 def scheduled(schedule: Callable[[int], float], number: int) -> Tensor:
@@ -47,4 +41,4 @@ def at(schedule: Schedule | Tensor, number: int) -> float | Tensor:
         return schedule
     if not callable(schedule):
         return float(schedule)
-    return number.value(schedule) if isinstance(number, RecordedStep) else float(schedule(number))
+    return number.value(schedule, int(number)) if isinstance(number, RecordedStep) else float(schedule(number))

@@ -252,13 +252,26 @@ def test_a_number_read_from_a_closure_runs_eagerly() -> None:
 
 
 def test_a_number_that_a_distribution_reads_is_told_as_such() -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.NanMaskedNormal(pyro.param("q", torch.tensor(0.3)), 1.0))
+
+    def model() -> None:
+        pyro.sample("z", dist.NanMaskedNormal(torch.tensor(0.0), 1.0))
+
+    runs_eagerly(r"reads a number of a tensor, in log_prob of pyro.*nanmasked", model, guide, num_particles=1)
+
+
+def test_a_write_where_a_mask_holds_is_recorded() -> None:
+    """As in ``log_prob`` of Multinomial."""
+
     def model() -> None:
         pyro.sample("z", dist.Multinomial(3, logits=torch.tensor([0.1, 0.2])))
 
     def guide() -> None:
         pyro.sample("z", dist.Multinomial(3, logits=pyro.param("q", torch.tensor([0.3, 0.1]))))
 
-    runs_eagerly(r"reads a number of a tensor, in log_prob of torch.*multinomial", model, guide, num_particles=1)
+    make = functools.partial(TraceBackpropQ_ELBO, num_particles=1)
+    assert entries(both(make, pyro.clear_param_store, model, guide))
 
 
 @pytest.mark.parametrize("is_function", [False, True])
