@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -32,30 +33,22 @@ LOG = logging.getLogger("pyro_bpq")
 _LONGEST = 1000
 
 
-class LastInfo(Mapping[str, dict[str, Any]]):
+class LastInfo(UserDict[str, dict[str, Any]]):
     """What a compiled step found out about each site; it is computed when it is first read."""
 
     def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
         self._build = build
 
     @cached_property
-    def _all(self) -> dict[str, dict[str, Any]]:
+    def data(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
+        """By site."""
         return dict(self._build())
 
-    def __repr__(self) -> str:
-        return repr(self._all)
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        return self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self._all,)
+        return dict, (self.data,)
+
+    def __copy__(self) -> LastInfo:
+        return LastInfo(lambda: self.data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +69,7 @@ class Entry:
     run: Callable[..., Sequence[Tensor]]  # the compiled function
     updates: Updates | None = None  # the optimiser that is part of the step; ``None`` if there is none
     steps: int = 0  # number of steps it has taken
+    checked: int = 0  # this number when the programs were last seen to do what is recorded
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds to record, and to compile
     note: str = ""  # what went wrong when it was compiled
     thread: threading.Thread | None = None  # compiles it, if that goes on in the background
@@ -135,16 +129,7 @@ class Entry:
     @property
     def is_due(self) -> bool:
         """Whether the programs run once more before the next step, to compare what they do with the recording."""
-        is_due = self.steps & (self.steps - 1) == 0 if self.steps < _LONGEST else self.steps % _LONGEST == 0
-        return self.steps > 0 and is_due and self.is_ready
-
-    @property
-    def steps_in_doubt(self) -> int:
-        """Number of steps since the last comparison."""
-        if self.steps <= 1:
-            return self.steps
-        before = 1 << (self.steps - 1).bit_length() - 1 if self.steps <= _LONGEST else self.steps - _LONGEST
-        return self.steps - before
+        return self.is_ready and self.steps >= self.checked + min(max(self.checked, 1), _LONGEST)
 
     def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome | None:
         """A step on the tensors of a call; ``None`` while it is being compiled."""
@@ -153,10 +138,10 @@ class Entry:
         recording = self.recording
         if recording.num_generators:
             generators = subject.generators(recording.num_generators)
-            tensors += [noise.draw(generators[noise.source]) for noise in recording.noise]
-        tensors += [scheduled(schedule, number) for schedule in recording.schedules]
+            tensors += [noise.draw(generators[noise.source]) for noise in recording.watch.noise]
+        tensors += [scheduled(schedule, number) for schedule in recording.watch.schedules]
         if recording.updates:
-            tensors.append(torch.tensor(numbers_of(recording.updates), dtype=torch.float64))
+            tensors.append(numbers_of(recording.updates))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()
@@ -182,7 +167,7 @@ def _announce(value: Tensor) -> Tensor:
 def make(entry: Entry, options: Compile) -> None:
     """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
     backend, recording = options.backend, entry.recording
-    examples = [(*recording.tensors, *recording.constants)[i] for i in recording.reads]
+    examples = recording.watch.inputs
     lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
     if lack:
         entry.note = f"{lack}, so the recorded operators run as they are"

@@ -14,6 +14,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
+from pyro_bpq.record.operators import kind_of, written_arguments
+
 _ATEN = torch.ops.aten
 _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default})
 # Reductions of all elements, and those of named dimensions, which rows of a tensor have as well.
@@ -97,18 +99,12 @@ def _shares(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an operator writes in place."""
-    schema = getattr(node.target, "_schema", None)
-    found: list[fx.Node] = []
-    if schema is not None and schema.is_mutable:
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found += nodes_in(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
-    return found
+    return list(nodes_in(written_arguments(kind_of(node.target), node.args, node.kwargs)))
 
 
 def draws(node: fx.Node) -> bool:
     """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return kind_of(node.target).is_random
 
 
 def levels_of(nodes: Sequence[fx.Node], storage: Storage, from_start: bool, keeps_draws: bool) -> dict[fx.Node, int]:

@@ -6,9 +6,9 @@ leaves them as they were. A step is recorded twice, and counts if both runs are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyro
@@ -27,7 +27,7 @@ from pyro_bpq.compiled.subject import (
     tensors_of,
     untraced,
 )
-from pyro_bpq.compiled.watch import Noise, NotYet, RecordedIndexing, StepWatch
+from pyro_bpq.compiled.watch import NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.key import Call, Kind, kind_of
 from pyro_bpq.reruns.shared_backward import inputs_of
@@ -45,34 +45,24 @@ class Recording:
     params: tuple[str, ...]  # names in Pyro's parameter store
     places: tuple[Place, ...]  # critics, statistics, and the state of their optimiser
     extras: tuple[Tensor, ...]  # leaves of autograd that are reached in no other way
-    noise: tuple[Noise, ...]  # what the step draws from generators of the objective's own
-    schedules: tuple[Callable[[int], float], ...]  # options that change from step to step
     messages: Mapping[str, Any]  # the values of the parameters that the programs announce to handlers, by name
     # The updates of parameters by an optimiser; none if the step ends with gradients.
     updates: tuple[OptimizerUpdate, ...]
-    # The tensors at the recording, in this order, each once; then the noise, then the schedules, then the numbers of
-    # the optimiser, if it is part of the step.
-    tensors: tuple[Tensor, ...]
-    constants: tuple[Tensor, ...]  # further ones, which were found in no other way and stay
-    reads: tuple[int, ...]  # those that the graph takes, as positions among tensors and constants
-    num_found: int  # number of those that are found anew in each call: all before the noise
-    # Shapes and types of these tensors, but for the optimiser's state, which stays as long as it is in its place.
+    state: tuple[Tensor, ...]  # the tensors among the places
+    optimizer_state: tuple[Tensor, ...]  # those of the optimiser
+    constants: tuple[Tensor, ...]  # tensors that were found in no other way and stay
+    # What the graph takes, as positions: the tensors that are found in each call, each once, in the order of ``call``,
+    # ``params``, ``state``, ``extras`` and ``optimizer_state``; then the noise, the schedules, the numbers of the
+    # optimiser, if it is part of the step; then the constants.
+    reads: tuple[int, ...]
+    num_found: int  # number of tensors that are found in each call
+    # Shapes and types of those, but for the optimiser's state, which stays as long as it is in its place.
     kinds: tuple[Kind, ...]
     num_generators: int  # number of generators that the objective makes for itself
     watch: StepWatch  # what the step has done
     graded: tuple[int, ...]  # positions of the leaves with a gradient that no optimiser in the graph uses
     results: tuple[fx.Node, ...]  # the loss, and the gradients of these leaves
     info: tuple[tuple[str, str, Any], ...]  # what is known of each site: its name, a key and a value
-
-    @cached_property
-    def state(self) -> tuple[Tensor, ...]:
-        """The tensors among the places."""
-        return tensors_of(self.places)
-
-    @cached_property
-    def optimizer_state(self) -> tuple[Tensor, ...]:
-        """The tensors of the optimiser's state."""
-        return tensors_of(place for update in self.updates for place in update.places)
 
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""
@@ -83,9 +73,8 @@ class Recording:
     def graph(self) -> fx.GraphModule:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
         graph = self.watch.graph
-        graph.output(
-            [*self.results, *dict.fromkeys(_base(node)[0] for _, _, node in self.info if isinstance(node, fx.Node))]
-        )
+        shown = (_base(value)[0] for _, _, value in self.info if isinstance(value, fx.Node))
+        graph.output([*self.results, *dict.fromkeys(shown)])
         graph.eliminate_dead_code()
         with FakeTensorMode():
             for node in graph.nodes:
@@ -156,8 +145,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
                     tensor.copy_(torch.where(is_finite, tensor, old))
             announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
             updated = () if updates is None else updates.of(distinct(map(leaf_of, announced.values())), leaves)
-            with watch.paused():
-                numbers = [torch.tensor(numbers_of(updated), dtype=torch.float64)] if updated else []
+            numbers = [watch.given(partial(numbers_of, updated))] if updated else []
             graded = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
             if updated:
                 apply_all(updated, graded, *numbers)
@@ -171,12 +159,13 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     params = tuple(name for name in announced if name in store)
     known = distinct(call.tensors, [store[name] for name in params], own)
     checked = distinct(known, leaves)
-    found = distinct(checked, tensors_of(place for update in updated for place in update.places))
+    of_optimizer = tensors_of(place for update in updated for place in update.places)
+    found = distinct(checked, of_optimizer)
     results = [watch.node_of(tensor) for tensor in (result.loss, *graded.values())]
     info = [
         (site, key, watch.node_of(value) if isinstance(value, Tensor) else value)
-        for site, own in result.info.items()
-        for key, value in own.items()
+        for site, entry in result.info.items()
+        for key, value in entry.items()
         if key != "ms"
     ]
     tensors = [*found, *watch.drawn, *watch.scheduled, *numbers]
@@ -187,11 +176,10 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
         params=params,
         places=tuple(places),
         extras=tuple(checked[len(known) :]),
-        noise=tuple(watch.noise),
-        schedules=tuple(watch.schedules),
         messages=announced,
         updates=updated,
-        tensors=tuple(tensors),
+        state=own,
+        optimizer_state=of_optimizer,
         constants=tuple(everything[len(tensors) :]),
         reads=tuple(place[id(tensor)] for tensor in watch.inputs),
         num_found=len(found),

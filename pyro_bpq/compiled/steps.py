@@ -160,11 +160,12 @@ class CompiledSteps:
         except Unrecordable as error:
             text = str(error)
         if not text:
+            entry.checked = entry.steps
             return True
         self.entries.remove(entry)
         warnings.warn(
-            f"A compiled step no longer does what its programs do: {text}. Up to {entry.steps_in_doubt} of the last "
-            "steps ran the old recording. Hand over what changes between steps as a tensor or a float among the "
+            f"A compiled step no longer does what its programs do: {text}. Up to {entry.steps - entry.checked} of the "
+            "last steps ran the old recording. Hand over what changes between steps as a tensor or a float among the "
             "arguments of step().",
             BPQWarning,
             stacklevel=2,

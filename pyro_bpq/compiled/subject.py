@@ -115,17 +115,15 @@ def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
     It runs without Pyro's validation, which reads numbers, and without warnings, which eager steps have given.
     """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
-        with pyro.validation_enabled(False), warnings.catch_warnings():
+        with torch.random.fork_rng(devices), pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         draws.again()
-        if of_devices:
-            torch.cuda.set_rng_state_all(of_devices)
         subject.go_back(mark)
         with torch.no_grad():
             for tensor, value in kept:
@@ -282,9 +280,9 @@ class Updates:
         return OptimizerUpdate(parameter, optimizer, clip, settings, tuple(places))
 
 
-def numbers_of(updates: Iterable[OptimizerUpdate]) -> list[float]:
+def numbers_of(updates: Iterable[OptimizerUpdate]) -> Tensor:
     """The numbers of some updates, one after the other."""
-    return [number for update in updates for number in update.numbers]
+    return torch.tensor([number for update in updates for number in update.numbers], dtype=torch.float64)
 
 
 def apply_all(

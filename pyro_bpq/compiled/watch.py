@@ -10,13 +10,14 @@ step is recorded, operators give the same results without reading.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import linecache
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -33,7 +34,7 @@ from pyro_bpq.record import operators
 from pyro_bpq.record.frames import catcher
 from pyro_bpq.record.indexing import has_scalars, one_hot, put, selected
 from pyro_bpq.record.key import is_library, kind_of
-from pyro_bpq.record.operators import sizing, targets_of
+from pyro_bpq.record.operators import sizing, written_arguments
 from pyro_bpq.record.values import memory_of, tensors_in
 from pyro_bpq.rollout.schedule import scheduled
 
@@ -106,6 +107,7 @@ class StepWatch(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for storage, before in self._before.items():
             storage.copy_(before)
+        self._before.clear()
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
 
@@ -121,7 +123,7 @@ class StepWatch(TorchDispatchMode):
         kind, is_fresh = operators.kind_of(func), func in _FRESH
         taken = set(_memory((args, kwargs)))
         is_fixed = is_fresh or all(storage in self._fixed for storage in taken)
-        if kind.reads or (kind.is_sized and any(tensors_in(sizing(kind, args)))):
+        if kind.reads or (kind.is_sized and [*tensors_in(sizing(kind, args))]):
             if is_fixed and kind.reads:
                 return func(*args, **kwargs)
             self.refuse_read()
@@ -133,7 +135,7 @@ class StepWatch(TorchDispatchMode):
         if kind.is_random and self._is_noise(kind.name, args, kwargs):
             self.drawn.append(func(*args, **kwargs))
             return self.drawn[-1]
-        for storage in _memory(targets_of(kind, args, kwargs)) if kind.writes else ():
+        for storage in _memory(written_arguments(kind, args, kwargs)):
             if storage not in self._made and storage not in self._before:
                 self._before[storage] = storage.clone()
         if is_fresh:
@@ -166,8 +168,9 @@ class StepWatch(TorchDispatchMode):
 
     def _number(self, tensor: Tensor) -> fx.Node:
         name = f"number_{len(self.numbers)}"
-        self.numbers[name] = tensor.clone()
-        self._hash.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.tolist()}".encode())
+        with torch._C.DisableTorchFunction():
+            self.numbers[name] = tensor.clone()
+            self._hash.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.tolist()}".encode())
         return self.graph.get_attr(name)
 
     def _bind(self, result: Any, node: fx.Node) -> None:
@@ -182,35 +185,30 @@ class StepWatch(TorchDispatchMode):
         """Whether all tensors within hold nothing but what Python's numbers say."""
         return all(storage in self._fixed for storage in _memory(value))
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What is made within is an input."""
+    def given(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is an input, however it is made."""
         self._is_paused = True
         try:
-            yield
+            return make()
         finally:
             self._is_paused = False
 
     def value(self, schedule: Callable[[int], float], number: int) -> Tensor:
         """What a schedule gives at this step, as an input."""
-        with self.paused():
-            self.scheduled.append(scheduled(schedule, number))
         self.schedules.append(schedule)
+        self.scheduled.append(self.given(partial(scheduled, schedule, number)))
         return self.scheduled[-1]
 
     def refuse_read(self) -> NoReturn:
         """Refuses to record a step in which Python reads a number of a tensor."""
-        where = advice = ""
-        for frame in _frames():
-            file, module = frame.f_code.co_filename, _module(frame)
-            if module == "pyro_bpq.compiled.recorder":
-                break
-            if not is_library(module) and not file.startswith("<"):
-                where = f", in {frame.f_code.co_name}: {_line(frame)!r} ({file}:{frame.f_lineno})"
-                advice = ": write torch.where, tensor indexing or a mask instead"
-                break
-            if not where and module.startswith(_READERS) and not module.startswith("pyro_bpq.compiled."):
-                where = f", in {frame.f_code.co_name} of {module}: {_line(frame)!r}"
+        frames = list(takewhile(lambda frame: _module(frame) != "pyro_bpq.compiled.recorder", _frames()))
+        own = [each for each in frames if not (is_library(_module(each)) or each.f_code.co_filename.startswith("<"))]
+        readers = [each for each in frames if _module(each).startswith(_READERS) and _module(each) != __name__]
+        where = ""
+        for frame in (own or readers)[:1]:
+            code, line = frame.f_code, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            where = f", in {code.co_name} of {_module(frame)}: {line!r} ({code.co_filename}:{frame.f_lineno})"
+        advice = ": write torch.where, tensor indexing or a mask instead" if own else ""
         self._refuse(f"Python reads a number of a tensor{where}, which a recording would freeze{advice}")
 
     def _refuse(self, why: str) -> NoReturn:
@@ -259,10 +257,6 @@ def _module(frame: FrameType) -> str:
 
 def _is_ours(frame: FrameType) -> bool:
     return _module(frame).startswith("pyro_bpq.")
-
-
-def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
 class RecordedIndexing(TorchFunctionMode):

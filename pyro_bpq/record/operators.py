@@ -79,10 +79,14 @@ def sizing(kind: Kind, args: Any) -> Any:
     return found
 
 
+def written_arguments(kind: Kind, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that a call writes into."""
+    if not kind.writes or ("batch_norm" in kind.name and not any(arg is True for arg in args)):
+        return []  # batch_norm takes its running statistics as they are
+    named = kwargs or {}
+    return [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
+
+
 def targets_of(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes into."""
-    if "batch_norm" in kind.name and not any(arg is True for arg in args):
-        return []  # it takes its running statistics as they are
-    named = kwargs or {}
-    found = [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
-    return [*tensors_in(found)]
+    return [*tensors_in(written_arguments(kind, args, kwargs))]
