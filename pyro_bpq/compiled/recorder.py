@@ -60,6 +60,7 @@ class Recording:
     kinds: tuple[Kind, ...]
     num_generators: int  # number of generators that the objective makes for itself
     watch: StepWatch  # what the step has done
+    guards: fx.GraphModule | None  # a function of what the graph reads: what Python has read of the data of the call
     graded: tuple[int, ...]  # positions of the leaves with a gradient that no optimiser in the graph uses
     results: tuple[fx.Node, ...]  # the loss, and the gradients of these leaves
     info: tuple[tuple[str, str, Any], ...]  # what is known of each site: its name, a key and a value
@@ -82,6 +83,16 @@ class Recording:
                     shape, stride, dtype, device, _ = node.meta["kind"]
                     node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fx.GraphModule(self.watch.numbers, graph)
+
+    @torch.no_grad()
+    def differs(self, tensors: Sequence[Tensor]) -> list[str]:
+        """What Python reads in a call whose tensors were found, where it is not what it has read."""
+        if self.guards is None:
+            return []
+        inputs = zip(self.reads, self.watch.inputs, strict=True)
+        found = self.guards(*(tensors[i] if i < len(tensors) else own for i, own in inputs))
+        guards = zip(found, self.watch.guards, strict=True)
+        return [f"Python reads {new} in place of {old}{place}" for new, (_, old, place) in guards if new != old]
 
     def build(self, values: Sequence[Tensor]) -> Info:
         """What is known of each site, from the last results of the graph."""
@@ -126,7 +137,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     """Takes a step that leaves no trace, and writes it down."""
     places = subject.places()
     own = tensors_of(places)
-    watch = StepWatch(subject.first_seed())
+    watch = StepWatch(subject.first_seed(), (tensor for tensor in call.tensors if not tensor.requires_grad))
     messages = poutine.trace(param_only=True)
     torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
     with untraced(subject, own):
@@ -186,10 +197,26 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
         kinds=tuple(map(kind_of, checked)),
         num_generators=made,
         watch=watch,
+        guards=_guards_of(watch),
         graded=tuple(place[id(leaf)] for leaf in graded),
         results=tuple(results),
         info=tuple(info),
     )
+
+
+def _guards_of(watch: StepWatch) -> fx.GraphModule | None:
+    """A function of all inputs: what Python has read of the data of the call."""
+    if not watch.guards:
+        return None
+    graph, wanted, copies = fx.Graph(), [node for node, *_ in watch.guards], dict[fx.Node, fx.Node]()
+    needed = set(wanted)
+    for node in reversed(watch.graph.nodes):
+        needed.update(node.all_input_nodes if node in needed else ())
+    for node in watch.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in wanted])
+    return fx.GraphModule(watch.numbers, graph)
 
 
 def _base(node: Any) -> tuple[fx.Node, list[tuple[int, int]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,26 +92,31 @@ class CompiledSteps:
                 text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
                 self._tell(text, "arrays")
             return None
+        read: list[str] = []
         for entry in self.entries:
             tensors = entry.tensors(call) if entry.updates is updates else None
-            if tensors is not None:
-                if entry.is_due and not self._is_still(subject, program, entry, call, number):
-                    return None
-                return entry.take(subject, tensors, number)
-        made = self._recorded(subject, program, call, number, updates)
+            if tensors is None:
+                continue
+            if differs := entry.recording.differs(tensors):
+                read += differs
+                continue
+            if entry.is_due and not self._is_still(subject, program, entry, call, number):
+                return None
+            return entry.take(subject, tensors, number)
+        made = self._recorded(subject, program, call, number, updates, read)
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
-    def _why(self, call: Call) -> str:
+    def _why(self, call: Call, read: Sequence[str]) -> str:
         """Where a call differs from that of the last recording, in words; empty where there is none."""
-        changed = self.entries[-1].recording.call.difference(call) if self.entries else ""
+        changed = self.entries[-1].recording.call.difference(call) or " ".join(read[-1:]) if self.entries else ""
         return f", the last time because {changed}" if changed else ""
 
     def _recorded(
-        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None
+        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[str]
     ) -> Entry | None:
-        """A new recording, if it is time for one."""
-        kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates)))
+        """A new recording, if it is time for one. Python may ``read`` other numbers than in earlier ones."""
+        kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates), *read))
         if len(self._seen) >= _MOST_KINDS:
             self._seen.clear()
         self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -118,13 +124,14 @@ class CompiledSteps:
             # A number among the arguments may switch a part of a program on.
             subject.look_again()
         if self._seen[kind] == 1 and len(self._seen) == _MOST_LOOKS:
-            text = f"calls differed {_MOST_LOOKS} times{self._why(call)}; hand over what changes as a tensor or a float"
-            self._tell(text, "many kinds")
+            why = f"calls differed {_MOST_LOOKS} times{self._why(call, read)}"
+            self._tell(f"{why}; hand over what changes as a tensor or a float", "many kinds")
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            text = f"it was recorded {self._made} times{self._why(call)}; further kinds of calls run eagerly. Batches "
-            self._tell(text + "of one size need one recording; or write Compile(max_recordings=...)", "many kinds")
+            why = f"it was recorded {self._made} times{self._why(call, read)}; further kinds of calls run eagerly"
+            text = f"{why}. Batches of one size need one recording; or write Compile(max_recordings=...)"
+            self._tell(text, "many kinds")
             return None
         start = time.perf_counter()
         try:

@@ -14,7 +14,7 @@ import hashlib
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -74,10 +74,11 @@ class StepWatch(TorchDispatchMode):
         inputs: The tensors that the graph takes.
         noise: The step's own noise, and ``drawn`` its tensors.
         schedules: Options that change from step to step, and ``scheduled`` their tensors.
+        guards: What Python has read of the data of the call, what it found, and where.
         refused: Why the step cannot be recorded; ``None`` if it can.
     """
 
-    def __init__(self, first_seed: int) -> None:
+    def __init__(self, first_seed: int, data: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.numbers: dict[str, Tensor] = {}
@@ -86,12 +87,15 @@ class StepWatch(TorchDispatchMode):
         self.drawn: list[Tensor] = []
         self.schedules: list[Callable[[int], float]] = []
         self.scheduled: list[Tensor] = []
+        self.guards: list[tuple[fx.Node, Any, str]] = []
         self.refused: Unrecordable | None = None
         self._first_seed, self._is_paused = first_seed, False
         self._nodes = WeakIdKeyDictionary()
         self._last: fx.Node | None = None  # the last input of the graph
         # Memory that holds nothing but what Python's numbers say, as that of `torch.tensor(5)`. It may be read.
         self._fixed: WeakSet[torch.UntypedStorage] = WeakSet()
+        # The same with the data of the call, but for what is written in place: what is read of it guards the recording.
+        self._known: WeakSet[torch.UntypedStorage] = WeakSet(_memory(list(data)))
         self._made: WeakSet[torch.UntypedStorage] = WeakSet()
         # Memory that was written into, and what was there before.
         self._before: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
@@ -122,11 +126,17 @@ class StepWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         kind, is_fresh = operators.kind_of(func), func in _FRESH
         taken = set(_memory((args, kwargs)))
-        is_fixed = is_fresh or all(storage in self._fixed for storage in taken)
+        is_fixed, is_known = (
+            is_fresh or all(storage in kept for storage in taken) for kept in (self._fixed, self._known)
+        )
         if kind.reads or (kind.is_sized and [*tensors_in(sizing(kind, args))]):
-            if is_fixed and kind.reads:
-                return func(*args, **kwargs)
-            self.refuse_read()
+            if not (kind.reads and (is_fixed or is_known)):
+                self.refuse_read()
+            found = func(*args, **kwargs)
+            if not is_fixed:
+                nodes: Any = tree_map_only(Tensor, self.node_of, (args, kwargs))
+                self.guards.append((self.graph.call_function(func, *nodes), found, _reader()[0]))
+            return found
         if not is_fixed and (frame := catcher(self._outer)) is not None:
             self._refuse(
                 f"{frame.f_code.co_name} catches errors ({frame.f_code.co_filename}:{frame.f_lineno}), and a recording "
@@ -143,17 +153,19 @@ class StepWatch(TorchDispatchMode):
         elif func is _ATEN.detach.default:
             made = self.node_of(args[0])  # nothing in the graph has a gradient of its own
         else:
-            nodes: Any = tree_map_only(Tensor, self.node_of, (args, kwargs))
+            nodes = tree_map_only(Tensor, self.node_of, (args, kwargs))
             made = self.graph.call_function(func, *nodes)
             self._hash.update(f"{func} {nodes}".encode())
         result = func(*args, **kwargs)
         self._bind(result, made)
         own = set(_memory(result))
         self._made |= own if is_fresh else own - taken
-        if is_fixed and not kind.is_random:
-            self._fixed |= own
-        else:
-            self._fixed -= own | (taken if kind.writes else set())
+        gone = own | (taken if kind.writes else set())
+        for kept, stays in ((self._fixed, is_fixed), (self._known, is_known and not kind.writes)):
+            if stays and not kind.is_random:
+                kept |= own
+            else:
+                kept -= gone
         return result
 
     def node_of(self, tensor: Tensor) -> fx.Node:
@@ -201,15 +213,9 @@ class StepWatch(TorchDispatchMode):
 
     def refuse_read(self) -> NoReturn:
         """Refuses to record a step in which Python reads a number of a tensor."""
-        frames = list(takewhile(lambda frame: _module(frame) != "pyro_bpq.compiled.recorder", _frames()))
-        own = [each for each in frames if not (is_library(_module(each)) or each.f_code.co_filename.startswith("<"))]
-        readers = [each for each in frames if _module(each).startswith(_READERS) and _module(each) != __name__]
-        where = ""
-        for frame in (own or readers)[:1]:
-            code, line = frame.f_code, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            where = f", in {code.co_name} of {_module(frame)}: {line!r} ({code.co_filename}:{frame.f_lineno})"
-        advice = ": write torch.where, tensor indexing or a mask instead" if own else ""
-        self._refuse(f"Python reads a number of a tensor{where}, which a recording would freeze{advice}")
+        place, is_own = _reader()
+        advice = ": write torch.where, tensor indexing or a mask instead" if is_own else ""
+        self._refuse(f"Python reads a number of a tensor{place}, which a recording would freeze{advice}")
 
     def _refuse(self, why: str) -> NoReturn:
         # The first reason counts.
@@ -242,6 +248,18 @@ class StepWatch(TorchDispatchMode):
 def _memory(value: object) -> list[torch.UntypedStorage]:
     with torch._C.DisableTorchFunction():
         return [storage for tensor in tensors_in(value) for storage in memory_of(tensor)]
+
+
+def _reader() -> tuple[str, bool]:
+    """Where Python reads a number, in words, and whether that is code of the user's."""
+    frames = list(takewhile(lambda frame: _module(frame) != "pyro_bpq.compiled.recorder", _frames()))
+    own = [each for each in frames if not (is_library(_module(each)) or each.f_code.co_filename.startswith("<"))]
+    readers = [each for each in frames if _module(each).startswith(_READERS) and _module(each) != __name__]
+    for frame in (own or readers)[:1]:
+        file, code = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        text = f", in {frame.f_code.co_name} of {_module(frame)}: {code!r} ({file}:{frame.f_lineno})"
+        return text, bool(own)
+    return "", False
 
 
 def _frames() -> Iterator[FrameType]:

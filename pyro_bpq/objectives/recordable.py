@@ -2,7 +2,7 @@ r"""An objective as its steps are recorded and compiled."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,7 @@ class Recordable:
         objective = self.objective
         return {
             "training": objective.training,
-            "particles": objective.particles.now,
+            "particles": astuple(objective.particles.now),
             "lam": objective.lam,
             "gamma": objective.gamma,
             "learner": objective.learner,

@@ -36,10 +36,3 @@ def test_arrays_are_new_once() -> None:
     assert arguments.new_arrays(call(array)) == [0] and arguments.new_arrays(call(array)) == []
     other = np.zeros(2)
     assert arguments.new_arrays(call(array, other)) == [1] and not arguments.has_many_new_arrays
-
-
-def test_new_arrays_in_four_calls_in_a_row_are_many() -> None:
-    arguments, arrays = Arguments(), [np.zeros(2) for _ in range(4)]
-    assert [(arguments.new_arrays(call(one)), arguments.has_many_new_arrays)[1] for one in arrays] == [False] * 3 + [
-        True
-    ]

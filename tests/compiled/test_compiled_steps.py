@@ -246,32 +246,39 @@ def test_a_program_that_branches_runs_eagerly_and_says_why() -> None:
     assert "sampled values of z" in compile_report(elbo)
 
 
-def test_a_number_read_from_a_closure_runs_eagerly() -> None:
-    rate = torch.tensor(0.4)
+def test_a_number_of_a_parameter_runs_eagerly() -> None:
+    rate = torch.tensor(0.4, requires_grad=True)
     runs_eagerly(r"reads a number of a tensor, in .*rate\.item\(\)", seeing(lambda z: z * torch.tensor(rate.item())))
 
 
+def test_numbers_of_data_guard_a_recording() -> None:
+    """Numbers that come again have a recording each, others none."""
+    rate = torch.tensor(0.0)
+    model = seeing(lambda z: z * rate.item() + (2.0 if (rate > 10.0).any() else 0.0))
+    rates = [10] * 9 + [11] * 4 + [10] * 3 + [*range(12, 50)]
+
+    def take(elbo: TraceBackpropQ_ELBO) -> list[float]:
+        return [elbo.loss_and_grads(model, coin_guide) for number in rates if rate.fill_(number) is rate]
+
+    with pytest.warns(BPQWarning, match="calls differed 32 times, the last time because Python reads"):
+        assert len(compared(take)) == 2
+
+
+def latent(law: Callable[[Tensor], Any]) -> tuple[Any, Any]:
+    """Programs with one latent."""
+    start = torch.tensor([0.3, 0.1])
+    return lambda: pyro.sample("z", law(2.0 * start)), lambda: pyro.sample("z", law(pyro.param("q", 3.0 * start)))
+
+
 def test_a_number_that_a_distribution_reads_is_told_as_such() -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.NanMaskedNormal(pyro.param("q", torch.tensor(0.3)), 1.0))
-
-    def model() -> None:
-        pyro.sample("z", dist.NanMaskedNormal(torch.tensor(0.0), 1.0))
-
-    runs_eagerly(r"reads a number of a tensor, in log_prob of pyro.*nanmasked", model, guide, num_particles=1)
+    programs = latent(lambda q: dist.NanMaskedNormal(q, 1.0).to_event(1))
+    runs_eagerly(r"reads a number of a tensor, in log_prob of pyro.*nanmasked", *programs, num_particles=1)
 
 
 def test_a_write_where_a_mask_holds_is_recorded() -> None:
     """As in ``log_prob`` of Multinomial."""
-
-    def model() -> None:
-        pyro.sample("z", dist.Multinomial(3, logits=torch.tensor([0.1, 0.2])))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Multinomial(3, logits=pyro.param("q", torch.tensor([0.3, 0.1]))))
-
     make = functools.partial(TraceBackpropQ_ELBO, num_particles=1)
-    assert entries(both(make, pyro.clear_param_store, model, guide))
+    assert entries(both(make, pyro.clear_param_store, *latent(lambda q: dist.Multinomial(3, logits=q))))
 
 
 @pytest.mark.parametrize("is_function", [False, True])
