@@ -29,6 +29,8 @@ from pyro_bpq.tracing.sandbox import Draws
 
 LOG = logging.getLogger("pyro_bpq")
 
+# Number of shapes that are shown.
+_SHOWN = 6
 # Longest time between two comparisons, in steps.
 _LONGEST = 1000
 
@@ -92,10 +94,9 @@ class Entry:
             text += f"; compiled in {compile_:.1f} s"
         text += f"; {self.steps} steps taken."
         shapes = [str(tuple(tensor.shape)) for tensor in recording.call.tensors]
-        if shapes:
-            shown = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "")
-            text += f" It serves tensors of the shapes {shown}."
-        return text
+        if len(shapes) > _SHOWN:
+            shapes[_SHOWN:] = ["..."]
+        return f"{text} It serves tensors of the shapes {', '.join(shapes)}." if shapes else text
 
     @property
     def is_ready(self) -> bool:

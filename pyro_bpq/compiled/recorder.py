@@ -92,7 +92,8 @@ class Recording:
         inputs = zip(self.reads, self.watch.inputs, strict=True)
         found = self.guards(*(tensors[i] if i < len(tensors) else own for i, own in inputs))
         guards = zip(found, self.watch.guards, strict=True)
-        return [f"Python reads {new} in place of {old}{place}" for new, (_, old, place) in guards if new != old]
+        # A number that is none differs from itself, but not in words.
+        return [f"Python reads {a} in place of {b}{place}" for a, (_, b, place) in guards if repr(a) != repr(b)]
 
     def build(self, values: Sequence[Tensor]) -> Info:
         """What is known of each site, from the last results of the graph."""

@@ -62,8 +62,8 @@ class Noise:
 
     def draw(self, generator: torch.Generator) -> Tensor:
         """Draws the tensor."""
-        make = {"rand": torch.rand, "randn": torch.randn}[self.kind]
-        return make(self.shape, generator=generator, dtype=self.dtype, device="cpu")
+        drawn: Tensor = getattr(torch, self.kind)(self.shape, generator=generator, dtype=self.dtype, device="cpu")
+        return drawn
 
 
 class StepWatch(TorchDispatchMode):
