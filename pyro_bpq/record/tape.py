@@ -276,8 +276,8 @@ class Tape(TorchDispatchMode):
     def _noted(self, kind: Kind, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
         """Writes down what an operator has done."""
         func, taken, named, mask, after = call
-        if kind.is_plain and not (self.steering or self.positions):
-            self.nodes.append(Node(func, taken, named, self._bind_all(result, mask), (), after))
+        if kind.is_plain and not self.positions:
+            self.nodes.append(Node(func, taken, named, self._bind_all(result, mask | self.steering), (), after))
             return
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))
