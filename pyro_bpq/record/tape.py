@@ -155,10 +155,6 @@ class Tape(TorchDispatchMode):
                 self.nodes.append(Node(same, (value,), {}, value := self._bind(tensor, self._mask), (), self._after))
             return value
 
-    def rename(self, tensor: Tensor, like: Tensor) -> None:
-        """Makes a tensor stand for the value that another one is now; a cut has its gradients."""
-        self._tensors.of(tensor).value = self.value_of(like)
-
     def source(self, name: str, value: Any) -> Any:
         """Returns ``value``, which from now on depends on the source ``name`` and on nothing else.
 

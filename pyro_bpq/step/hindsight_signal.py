@@ -12,7 +12,6 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
-from pyro_bpq.graph.scg import cost_of_model
 from pyro_bpq.plan.held import HeldPlan
 
 if TYPE_CHECKING:
@@ -48,10 +47,7 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
         _row(log_q[g].detach(), value[g], name, drawn[c][0][g] if is_drawn else None, found, predicted)
         for g, name in enumerate(cls.names)
     ]
-    inexact = [row[0] for row in rows]
-    if is_drawn:
-        inexact = _with_own(signals, c, inexact, log_q.detach(), value, sign)
-    changes = Changes(*map(torch.stack, zip(*inexact, strict=True)))
+    changes = Changes(*map(torch.stack, zip(*(row[0] for row in rows), strict=True)))
     plan: HeldPlan | None = signals.rerun.held_plan()
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
@@ -166,43 +162,3 @@ def _row(
         return tables, tables
     exact = Changes(*(table.expand(at.shape) for table in found[name]))
     return Changes(*(table.to(log_q) for table in predicted[name])), exact
-
-
-def _with_own(
-    signals: Signals, c: int, rows: Sequence[Changes], log_q: Tensor, value: Tensor, sign: Tensor | None
-) -> list[Changes]:
-    """Changes of each site, and those of its own log-probabilities, which are sums over components. All are finite."""
-    cls, batch = signals.layout.classes[c], signals.batches[c]
-    sites = [signals.rerun.held_plan().sites.get(name) for name in cls.names]
-    of_guide, of_model = (all(site is not None and site.is_own_known[i] for site in sites) for i in range(2))
-    now, later = [row.immediate for row in rows], [row.later for row in rows]
-    # The prior of some sites reads sites downstream.
-    is_now = [
-        site is not None and cost_of_model(name) in site.immediate for name, site in zip(cls.names, sites, strict=True)
-    ]
-    sides = [now if own else later for own in is_now]
-    if sign is not None:
-        # Of the other value, relative to the drawn one.
-        if of_guide:
-            weights = sign * batch.weights_of_bits(False)
-            now[:] = [torch.addcmul(one, weights[g], log_q[g]) for g, one in enumerate(now)]
-        if of_model:
-            weights, odds = sign * batch.weights_of_bits(True), batch.prior_log_odds
-            for g, side in enumerate(sides):
-                side[g] = torch.addcmul(side[g], weights[g], odds[g], value=-1.0)
-    else:
-        if of_guide:
-            for g, change in enumerate(_relative(batch.own_q, batch.probs, value)):
-                now[g] = now[g] + change
-        if of_model:
-            for g, change in enumerate(_relative(batch.own_p, batch.probs, value)):
-                sides[g][g] = sides[g][g] + change
-    return [Changes(row.law, *own) for row, *own in zip(rows, later, now, strict=True)]
-
-
-def _relative(own: Tensor, probs: Tensor, value: Tensor) -> Tensor:
-    """Costs ``(..., K)`` relative to those of the drawn values, numbers all of them."""
-    # An impossible value weighs nothing, but may have infinite costs.
-    most = torch.finfo(own.dtype).max / 4.0
-    own = own.masked_fill(probs == 0, 0.0).clamp(-most, most)
-    return own - own.gather(-1, value.unsqueeze(-1))
