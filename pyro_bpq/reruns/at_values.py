@@ -163,7 +163,8 @@ class Reruns:
             again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
         return again
 
-    def held_plan(self) -> HeldPlan | None:
+    @property
+    def held(self) -> HeldPlan | None:
         """Which sites take other values while all other sites keep their values."""
         return self.plan.held
 
@@ -172,24 +173,17 @@ class Reruns:
         """Whether one particle of several can be evaluated at other values."""
         return not self.values.nesting or self.values.alone is not None
 
-    def at_other_values(
+    def hindsight(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
-    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, ...]]]:
-        """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
+    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, ...]], dict[str, Changes]]:
+        """What other values of sites change: exactly, how outdated that is, and as predicted.
 
-        Args:
-            drawn: The components that are evaluated, for the sites where not all of them are.
-            rollout: The tensors of the step's runs.
-            particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all.
-            group: Number of the only group of sites that takes other values; ``None`` for all.
+        See :func:`~pyro_bpq.reruns.held_costs.held_costs` and
+        :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`.
         """
         assert self.plan.held is not None
-        return held_costs(self.plan.held, self.plan.graph, self.values, rollout, drawn, particle, group)
-
-    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, Changes]:
-        """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
-        assert self.plan.held is not None
-        return predicted_costs(self.plan.held, self.plan.graph, self.values, rollout, generator)
+        given = self.plan.held, self.plan.graph, self.values, rollout
+        return *held_costs(*given, drawn, particle, group), predicted_costs(*given, self.generator)
 
     def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
         """The sum ``(M, plates)``, in nats, of costs that read a site."""

@@ -37,7 +37,7 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     if "hindsight" not in signals.shared:
         # The same for all classes.
         signals.shared["hindsight"] = _runs(signals)
-    drawn, particle, found, predicted, excess = signals.shared["hindsight"]
+    drawn, particle, found, excess, predicted = signals.shared["hindsight"]
     batch, is_drawn = signals.batches[c], c in drawn
     has_bits = is_drawn and batch.components.kind == "bernoulli"
     log_q = batch.log_odds if has_bits else batch.log_probs
@@ -48,7 +48,7 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
         for g, name in enumerate(cls.names)
     ]
     changes = Changes(*map(torch.stack, zip(*(row[0] for row in rows), strict=True)))
-    plan: HeldPlan | None = signals.rerun.held_plan()
+    plan: HeldPlan | None = signals.rerun.held
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
@@ -79,7 +79,7 @@ def _sums(signals: Signals, c: int, costs: Mapping[str, tuple[str, ...]]) -> Ten
 
 def _runs(signals: Signals) -> tuple[Any, ...]:
     """Draws components, and runs guide and model at other values of all sites that want it."""
-    plan: HeldPlan | None = signals.rerun.held_plan()
+    plan: HeldPlan | None = signals.rerun.held
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
         return drawn, None, {}, {}, {}
@@ -103,9 +103,7 @@ def _runs(signals: Signals) -> tuple[Any, ...]:
                 share = share * groups * _of_group(group, [plan.group_of.get(name, -1) for name in cls.names], share)
             drawn[c] = index, share
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
-    found, excess = signals.rerun.at_other_values(by_site, signals.rollout, particle, group)
-    predicted = signals.rerun.predicted(signals.rollout, generator) if drawn else {}
-    return drawn, particle, found, predicted, excess
+    return drawn, particle, *signals.rerun.hindsight(by_site, signals.rollout, particle, group)
 
 
 def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
