@@ -138,7 +138,7 @@ class Function:
     @cached_property
     def writes(self) -> bool:
         """Whether an operator writes in place."""
-        # What an operator gives back may be what it wrote into; batch_norm, see `targets_of`, gives a new tensor.
+        # What an operator gives back may be what it wrote into; batch_norm gives a new tensor.
         kinds = ((node, kind_of(node.func)) for node in self.nodes)
         return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 

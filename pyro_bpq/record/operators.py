@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.indexing import MASKS
-from pyro_bpq.record.values import tensors_in
 
 _SHAPE_FROM = MappingProxyType({"masked_select": 1, "index": 1, "sparse_mask": 1, "_pack_padded_sequence": 1})
 _UNTAGGED_SHAPES = re.compile(
@@ -54,7 +53,7 @@ def kind_of(func: Any) -> Kind:
     sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
     sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
     if "batch_norm" in name:
-        # In training, see `targets_of`, it updates its running statistics, but its schema does not declare the write.
+        # In training, it updates its running statistics, but its schema does not declare the write.
         writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     kind = Kind(
@@ -85,8 +84,3 @@ def written_arguments(kind: Kind, args: Any, kwargs: Any) -> list[Any]:
         return []  # batch_norm takes its running statistics as they are
     named = kwargs or {}
     return [named.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.writes]
-
-
-def targets_of(kind: Kind, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes into."""
-    return [*tensors_in(written_arguments(kind, args, kwargs))]

@@ -96,8 +96,7 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
         or _name_error(error, watch.costs)
         or plate_error(error, watch.plates, watch.where)
     )
-    # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
-    if found is not None or watch.options.sloped or type(error) not in EXPLAINED:
+    if found is not None or type(error) not in EXPLAINED:
         return found
     if _NUMBERS.search(text):
         return _number_error(text, watch, inputs)

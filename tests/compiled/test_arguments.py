@@ -26,11 +26,6 @@ def test_only_floats_that_change_become_tensors_from_then_on() -> None:
     assert isinstance(arguments.with_tensors(program(0.2, 2.0)).args[0], torch.Tensor)
 
 
-def test_whole_numbers_stay() -> None:
-    arguments = Arguments()
-    assert [arguments.with_tensors(program(n)).args for n in (1, 2)] == [(1,), (2,)]
-
-
 def test_arrays_are_new_once() -> None:
     arguments, array = Arguments(), np.zeros(2)
     assert arguments.new_arrays(call(array)) == [0] and arguments.new_arrays(call(array)) == []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 from pyro_bpq.compiled.entry import Entry, LastInfo
 
 
 def test_recordings_are_compared_after_powers_of_two_and_then_each_thousand_steps() -> None:
-    nothing: Any = None
-    entry, due = Entry(nothing, lambda: ()), []
+    entry, due = Entry(None, lambda: ()), []  # type: ignore[arg-type]
     for entry.steps in range(3100):
         if entry.is_due:
             due.append(entry.steps)
@@ -22,6 +20,5 @@ def test_recordings_are_compared_after_powers_of_two_and_then_each_thousand_step
 def test_what_a_step_has_found_out_is_computed_when_it_is_read() -> None:
     built: list[int] = []
     info = LastInfo(lambda: built.append(1) or {"z": {"ms": 1}})
-    copied = copy.copy(info)
-    assert not built
-    assert info == copied == pickle.loads(pickle.dumps(info)) == {"z": {"ms": 1}} and built == [1]
+    assert copy.copy(info) is not info and not built
+    assert info == pickle.loads(pickle.dumps(info)) == {"z": {"ms": 1}} and built == [1]
