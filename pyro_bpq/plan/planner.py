@@ -208,9 +208,7 @@ class Planner:
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout = self._layout(structure, estimators, critics, kinds, extra)
         # What is sampled downstream is drawn anew where slopes count it; costs of a user's own get plain values.
-        has_own = has_slopes and not (
-            facts.is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
-        )
+        has_own = has_slopes and not (facts.is_dynamic or traced.user_costs or traced.untraced or traced.enumerated)
         sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
         last = frozenset(name for name in sloped if not graph.descendants(name))
         held = held_plan(structure, estimators, self.estimator is not None)
