@@ -90,6 +90,11 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     sizes = [sizes_line(name, law[1], watch.drawn_as.get(name, law)[1]) for name, law in watch.scored_as.items()]
     if any(sizes) and _SHAPES.search(text):
         return PlateError(told(error, *dict.fromkeys(filter(None, sizes))))
+    if watch.enumerated and re.search(r"up to \d+ dims|too many \(>", text):
+        line = (
+            f"Each of {len(watch.enumerated)} enumerated sites has a dimension of its own: loop with pyro.markov(...)."
+        )
+        return UnsupportedProgramError(told(error, line))
     declared = len(watch.subsamples.keys() - {PARTICLES})
     found = (
         nesting_error(error, plates, declared)
@@ -98,6 +103,10 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     )
     if found is not None or type(error) not in EXPLAINED:
         return found
+    if watch.enumerated and asks_for_one_value(error):
+        line = "All values of {} are given at once. Use operations on tensors (torch.where, table[z]), or remove "
+        line += 'infer={{"enumerate": ...}}, so that the site is sampled.'
+        return UnsupportedProgramError(told(error, line.format(", ".join(map(repr, sorted(watch.enumerated))))))
     if _NUMBERS.search(text):
         return _number_error(text, watch, inputs)
     arrays = [key for key, value in inputs.items() if type(value).__module__ == "numpy"]
@@ -107,9 +116,6 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     if not particle_advice(plates):
         return None
     asks_for_one = asks_for_one_value(error)
-    if asks_for_one and watch.enumerated:
-        # Enumerated sites have several values too, and an error of their own.
-        return None
     if asks_for_one and watch.tape is not None:
         return _one_value_error(error, watch.options.num_particles, watch.tape)
     if asks_for_one or (_SHAPES.search(text) and not _NOT_SHAPES.search(text)):

@@ -260,7 +260,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()},
         set(),
     )
-    for cost, site in _scored(guide_sites, model_sites) if traced.elimination is None else ():
+    for cost, site in _scored(guide_sites, model_sites) if not traced.enumerated else ():
         if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(
             base_distribution(site["fn"]), OneHotCategorical
         ):
