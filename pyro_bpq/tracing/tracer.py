@@ -17,7 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor, nn
-from torch.distributions import Distribution, OneHotCategorical, Transform
+from torch.distributions import Bernoulli, Distribution, OneHotCategorical, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
@@ -193,8 +193,9 @@ def _score_apart(watch: Watch, *traces: Trace) -> None:
     """
     for name in watch.drawn:
         sites: list[Any] = [trace.nodes[name] for trace in traces if name in trace.nodes]
-        split = finite_components(sites[0]["fn"]) if sites else None
-        if split is not None and split.has_slopes and sites[0]["value"].is_floating_point():
+        # Of other sites a tensor may say how many values there are.
+        is_bits = bool(sites) and isinstance(base_distribution(sites[0]["fn"]), (Bernoulli, OneHotCategorical))
+        if is_bits and finite_components(sites[0]["fn"]) and sites[0]["value"].is_floating_point():
             scored = sites[0]["value"].view_as(sites[0]["value"])
             for site in sites:
                 site["value"] = scored
