@@ -70,7 +70,9 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "count_nonzero": lambda z: z.count_nonzero(-1),
     "attention": lambda z: scaled_dot_product_attention(*(z.view(1, 1, 6, 1),) * 3),
     "solved": lambda z: torch.linalg.solve_triangular(torch.eye(2) + torch.ones(2, 2).tril(), z, upper=False)[1],
-    "solved_from_the_right": lambda z: torch.linalg.solve_triangular(torch.ones(3, 3).triu(), z, upper=True, left=False),
+    "solved_from_the_right": lambda z: torch.linalg.solve_triangular(
+        torch.ones(3, 3).triu(), z, upper=True, left=False
+    ),
     "group_norm": lambda z: group_norm(z.view(1, 6), 2),
 }
 
