@@ -250,16 +250,16 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 17431,
+    "pyro_bpq": 17382,
     "modules": 172,
     "top": 104,
     "batching/": 539,
     "compiled/": 1438,
     "critics/": 710,
-    "diagnostics/": 770,
+    "diagnostics/": 753,
     "estimators/": 1450,
     "graph/": 765,
-    "objectives/": 2224,
+    "objectives/": 2208,
     "plan/": 1063,
     "record/": 2075,
     "reruns/": 1037,
@@ -267,9 +267,9 @@ BUDGETS = {
     "step/": 1422,
     "svi/": 312,
     "targets/": 172,
-    "testing/": 917,
+    "testing/": 901,
     "tracing/": 1959,
-    "tests": 23297,
+    "tests": 23296,
     "benchmarks": 3131,
     "words of docs": 17521,
 }

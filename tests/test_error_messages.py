@@ -393,28 +393,24 @@ def test_cost_that_counts_once_per_row_warns_once(value: Callable[[Tensor], Any]
         assert words in text
 
 
-def test_cost_with_the_name_of_a_site_names_both() -> None:
+def test_cost_with_the_name_of_a_site_is_told() -> None:
     def of_model() -> None:
         cost("z", coin())
 
     def of_guide() -> None:
         cost("z", guide())
 
-    for pair in ((of_model, guide), (model, of_guide)):
-        text = text_of(*pair, RuntimeError)
-        assert "The cost 'z' has the name of another statement" in text and 'cost("z_cost", ...)' in text
-
-
-def test_cost_of_the_guide_with_the_name_of_a_models_site_names_both() -> None:
     def other() -> None:
-        cost("w", guide())
+        guide()
+        cost("w", 1.0)
 
     def latent() -> None:
         model()
         pyro.sample("w", dist.Bernoulli(0.4))
 
-    text = text_of(latent, other, RuntimeError)
-    assert "The cost 'w' has the name of another statement" in text and 'cost("w_cost", ...)' in text
+    for name, pair in (("z", (of_model, guide)), ("z", (model, of_guide)), ("w", (latent, other))):
+        text = text_of(*pair, RuntimeError)
+        assert f"The cost '{name}' has the name of another statement" in text and f'cost("{name}_cost", ...)' in text
 
 
 # Enumeration
