@@ -331,10 +331,10 @@ def test_missing_data_name_the_observed_site() -> None:
             pyro.sample("y", dist.Normal(z, 1.0), obs=torch.tensor([0.7, float("nan"), 0.1]))
 
     text = text_of(missing, guide, UnsupportedSiteError)
-    assert "data of site 'y' has NaN in 1 of 3 elements" in text and "pyro.poutine.mask(mask=~data.isnan())" in text
+    assert "data of site 'y' has 1 of 3 values that are NaN" in text and "pyro.poutine.mask(mask=~data.isnan())" in text
     with pyro.validation_enabled(False):
         (told,) = warnings_of(missing, guide, num_particles=1)
-    assert "data of site 'y' has NaN in 1 of 3 elements" in told
+    assert "data of site 'y' has 1 of 3 values that are NaN" in told
 
 
 def test_missing_data_of_an_event_are_masked_within_it() -> None:
@@ -353,7 +353,7 @@ def test_missing_data_of_an_event_are_masked_within_it() -> None:
 
     text = text_of(missing, guide, UnsupportedSiteError)
     # What to do comes before the data, which may be long.
-    assert text.startswith("The observed data of site 'y' has NaN in 1 of 4 elements.")
+    assert text.startswith("The data of site 'y' has 1 of 4 values that are NaN.")
     assert 'pyro.sample("y", dist.Poisson(...).mask(~data.isnan()).to_event(1), obs=data.nan_to_num())' in text
     assert TraceBackpropQ_ELBO().loss_and_grads(masked, guide) > 0.0
 

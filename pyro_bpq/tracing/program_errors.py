@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyro
+import torch
 from pyro.distributions import constraints
 from torch import Tensor
 
@@ -42,6 +43,12 @@ _OUT_OF_RANGE = re.compile(
     r"Expected parameter (\w+) .*of distribution (\w+).*to satisfy the constraint (\w+)", re.DOTALL
 )
 _CONSTRAINTS = MappingProxyType({"GreaterThan": "positive", "Interval": "unit_interval", "Simplex": "simplex"})
+# What to do about drawn values that are NaN, on the edge of the support, or outside of it.
+_DRAWN = (
+    "A parameter of its distribution is NaN: pyro.enable_validation(True) says which.",
+    "They were rounded: bound the parameters, take a higher temperature or double precision.",
+    "Bound the parameters.",
+)
 _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _ONE_NAME = re.compile("Multiple sample sites named '(.*)'|site (.*) must be sampled in trace")
 
@@ -170,8 +177,7 @@ def _of_scores(error: Exception, model: Mapping[str, Any], guide: Mapping[str, A
     if is_about and twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"])):
         line = unlike_line(name, site["fn"], twin["fn"])
     elif is_about and at:
-        is_missing = site["is_observed"] and number_missing(site["value"])
-        line = edge_line(site) or (nan_line(site) if is_missing else outside_line(site))
+        line = value_line(site)
     return UnsupportedSiteError(f"{line}\n{text}") if line else None
 
 
@@ -182,53 +188,48 @@ def number_missing(value: Any) -> int:
     return int(value.detach().isnan().sum())
 
 
-def nan_line(site: Any) -> str:
-    """Says how many elements of a site's data are NaN, and how to leave them out."""
-    name, value, events = site["name"], site["value"], site["fn"].event_dim
-    base = getattr(site["fn"], "base_dist", None)
-    how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
-    if events and base is not None and not base.event_dim:
-        # A mask of the elements of an event belongs inside of to_event.
-        fn = f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({events})"
-        how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
-    count = f"{number_missing(value)} of {value.numel()}"
-    return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
-
-
-def edge_line(site: Any) -> str:
-    """Says that values without a finite log-probability lie on the edge of the support; empty if none do."""
-    value, density, space = site["value"], site.get("log_prob"), support_of(site["fn"])
-    if space is None or space.is_discrete or not isinstance(value, Tensor):
+def value_line(site: Any) -> str:
+    """Says how many values of a site are NaN, on the edge of the support or outside of it; empty if none are."""
+    value, fn = site["value"], site["fn"]
+    if not isinstance(value, Tensor) or not hasattr(fn, "event_dim"):
         return ""
+    what, advice = "drawn value", _DRAWN
+    if site["is_observed"]:
+        what = "data"
+        advice = (_masked(site), "Give data inside of it, as by clamp().", "Give other data, or another distribution.")
+    law = f"the support of its distribution, {described(fn)}"
+    places = "that are NaN", f"without a finite log-probability on the edge of {law}", f"outside of {law}"
+    for at, place, how in zip((value.isnan(), _on_edge(site), _outside(site)), places, advice, strict=True):
+        if number := int(at.sum()):
+            return f"The {what} of site {site['name']!r} has {number} of {at.numel()} values {place}. {how}"
+    return ""
+
+
+def _masked(site: Any) -> str:
+    """How to leave out data that are NaN."""
+    name, fn, base = site["name"], "fn", getattr(site["fn"], "base_dist", None)
+    where = "with pyro.poutine.mask(mask=~data.isnan()): "
+    if site["fn"].event_dim and base is not None and not base.event_dim:
+        # A mask of the elements of an event belongs inside of to_event.
+        where, fn = "", f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({site['fn'].event_dim})"
+    return f'Leave these out, as by {where}pyro.sample("{name}", {fn}, obs=data.nan_to_num()).'
+
+
+def _on_edge(site: Any) -> Tensor:
+    """Whether values lie on the edge of the support, and have no finite log-probability."""
+    value, density, space = site["value"], site.get("log_prob"), support_of(site["fn"])
+    if space is None or space.is_discrete:
+        return torch.zeros(())
     is_simplex, at = isinstance(space, type(constraints.simplex)), value.isinf()
     for limit in (0.0, 1.0) if is_simplex else (getattr(space, f"{end}_bound", None) for end in ("lower", "upper")):
         if limit is not None:
             at = at | (value == limit)
-    if density is not None:
-        at = at & ~density.isfinite()[(..., *(None,) * site["fn"].event_dim)]
-    if not bool(at.any()):
-        return ""
-    kind, advice = "drawn", "It was rounded: bound the parameters, take a higher temperature or double precision."
-    if site["is_observed"]:
-        kind, advice = "observed", "Give data inside of it, as by clamp()."
-    return (
-        f"The {kind} value of site {site['name']!r} is on the edge of its support at {int(at.sum())} of {at.numel()} "
-        f"elements: its distribution, {described(site['fn'])}, has no finite log-probability there. {advice}"
-    )
+    return at if density is None else at & ~density.isfinite()[(..., *(None,) * site["fn"].event_dim)]
 
 
-def outside_line(site: Any) -> str:
-    """Says how many values of a site lie outside of the support; empty if that is not known."""
-    value, fn = site["value"], site["fn"]
+def _outside(site: Any) -> Tensor:
+    """Whether values lie outside of the support, if that is known."""
     try:
-        inside = fn.support.check(value)
+        return ~site["fn"].support.check(site["value"])
     except (NotImplementedError, AttributeError, RuntimeError):
-        return ""
-    shown = [f", {first} among them" for first in value[~inside].flatten()[:1].tolist() if inside.dim() == value.dim()]
-    what, advice = "drawn value", "Bound the parameters."
-    if site["is_observed"]:
-        what, advice = "data", "Give other data, or a distribution with their support."
-    return (
-        f"The {what} of site {site['name']!r} has {int((~inside).sum())} of {inside.numel()} values outside of the "
-        f"support of its distribution, {described(fn)}{''.join(shown)}. {advice}"
-    )
+        return torch.zeros(())

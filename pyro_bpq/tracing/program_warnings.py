@@ -16,7 +16,7 @@ from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.tracing.config import cost_options, option_names
 from pyro_bpq.tracing.cost_statement import NO_NUMBER
 from pyro_bpq.tracing.plate_errors import own_plates, plates_of, sizes_line, support_of, unlike_line
-from pyro_bpq.tracing.program_errors import edge_line, nan_line, number_missing
+from pyro_bpq.tracing.program_errors import number_missing, value_line
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import distribution_name, is_enumerated, leaf_of
 
@@ -55,7 +55,7 @@ def _warnings(traced: TracedRun, model: Sites, guide: Sites, is_first: bool) -> 
     if not bool(traced.run.loss.isfinite().all()):
         missing = [site for site in everything if _is_data(site) and number_missing(site["value"])]
         terms = [*_terms(everything, "NaN", Tensor.isnan), *_terms(everything, "infinite", Tensor.isinf)]
-        yield from map(nan_line, missing) if missing else terms[:1]
+        yield from map(value_line, missing) if missing else terms[:1]
 
 
 def _is_data(site: Any) -> bool:
@@ -77,7 +77,7 @@ def _terms(sites: list[Any], word: str, find: Callable[[Tensor], Tensor]) -> Ite
         if word == "infinite":
             advice = "Write a large finite cost in its place, or draw only values that are possible."
         found = f"{int(at.sum())} of {at.numel()} elements"
-        yield edge_line(site) or f"The {kind} {site['name']!r} is {word} at {found}. {advice}"
+        yield value_line(site) or f"The {kind} {site['name']!r} is {word} at {found}. {advice}"
 
 
 def _misspelt(site: Any) -> Iterator[str]:
