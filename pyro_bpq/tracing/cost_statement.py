@@ -193,12 +193,9 @@ class GiveCosts(Messenger):
 
 def given_costs(trace: Any) -> dict[str, Tensor]:
     """Returns the values that functions of costs returned in a trace, by statement name, detached."""
-    found = {}
-    for name, site in trace.nodes.items():
-        options = cost_options(site) if site["type"] == "sample" else None
-        if options is not None and options.is_function and options.size:
-            found[name] = site["fn"].value.detach()
-    return found
+    sites = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+    costs = {name: options for name, site in sites.items() if (options := cost_options(site)) is not None}
+    return {n: sites[n]["fn"].value.detach() for n, options in costs.items() if options.is_function and options.size}
 
 
 class CostCounter(Messenger):

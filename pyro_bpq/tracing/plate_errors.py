@@ -212,10 +212,9 @@ def particle_advice(plates: Iterable[Frames]) -> list[str]:
     if frame is None:
         return []
     return [
-        f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all plates. A "
-        "program that indexes, unpacks or reduces dimensions from the left meets the particles there. If it runs with "
-        "vectorize_particles=False, write that, so that particles run one after the other; or count dimensions from "
-        "the right, as in z[..., 0] and z.sum(-1)."
+        f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all plates. Count "
+        "dimensions from the right, as in z[..., 0] and z.sum(-1); or write vectorize_particles=False, so that "
+        "particles run one after the other."
     ]
 
 
@@ -223,9 +222,8 @@ def left_torch(sites: Iterable[str], number: int) -> str:
     """Says that Python asked for one value where each of so many particles has its own, and what to write."""
     return (
         f"A sampled value of {', '.join(map(repr, sorted(sites)))} left torch (as by .item(), int(), if, .numpy(), or "
-        f"try) while {number} particles ran at once, and each particle has a value of its own. "
-        "Write vectorize_particles=False, so that they run one after the other; or stay in torch, as by "
-        "torch.where(z > 0, a, b) or table[z.long()]."
+        f"try), and each of {number} particles that ran at once has its own. Write vectorize_particles=False, so that "
+        "they run one after the other; or stay in torch, as by torch.where(z > 0, a, b) or table[z.long()]."
     )
 
 

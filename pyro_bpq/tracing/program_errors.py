@@ -73,9 +73,8 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     text, plates, model, guide = own_text(error), watch.plates.values(), watch.scored_as, watch.drawn_as
     declared = len(watch.subsamples.keys() - {PARTICLES})
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
-    unlike = [
-        unlike_line(n, law[0], guide[n][0]) for n, law in model.items() if n in guide and _form(law) != _form(guide[n])
-    ]
+    pairs = [(name, law[0], guide[name][0]) for name, law in model.items() if name in guide]
+    unlike = [unlike_line(name, *laws) for name, *laws in pairs if _form(laws[0]) != _form(laws[1])]
     if lines := unlike or plate_lines(error, model, guide, plates, watch.where, declared):
         return PlateError(told(error, *lines))
     if named := _ONE_NAME.search(text):
@@ -101,9 +100,9 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     return None
 
 
-def _form(law: tuple[Any, Any]) -> tuple[int, int | None]:
+def _form(fn: Any) -> tuple[int, int | None]:
     """The number of event dimensions of a distribution, which those of users may not know, and of categories."""
-    return getattr(law[0], "event_dim", 0), number_of_values(law[0])
+    return getattr(fn, "event_dim", 0), number_of_values(fn)
 
 
 def _one_value_error(error: Exception, number: int, tape: Tape) -> BPQError | None:
@@ -126,9 +125,8 @@ def _number_lines(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> I
     store = pyro.get_param_store()
     if broken := [name for name in store.keys() if not bool(store[name].isfinite().all())]:
         yield (
-            f"The parameters {', '.join(map(repr, broken))} have elements that are not finite: an earlier step has "
-            "broken them, or they were made so. Look for the first loss that is not finite; take a smaller learning "
-            "rate, or clip gradients, as by pyro.optim.ClippedAdam."
+            f"The parameters {', '.join(map(repr, broken))} have elements that are not finite. Look for the first "
+            "loss that is not finite; take a smaller learning rate, or clip gradients, as by pyro.optim.ClippedAdam."
         )
     for key, value in inputs.items():
         if missing := number_missing(value):

@@ -86,10 +86,8 @@ def _misspelt(site: Any) -> Iterator[str]:
         is_misspelt = isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq")
         if is_misspelt or key in option_names():
             inner = "..." if is_misspelt else f"{{{key!r}: ...}}"
-            yield (
-                f"Site {site['name']!r} has infer={{{key!r}: ...}}, which nothing reads: write "
-                f'infer={{"bpq": {inner}}}.'
-            )
+            told = f"Site {site['name']!r} has infer={{{key!r}: ...}}, which nothing reads"
+            yield f'{told}: write infer={{"bpq": {inner}}}.'
 
 
 def _repeated(site: Any) -> Iterator[str]:
@@ -105,10 +103,9 @@ def _repeated(site: Any) -> Iterator[str]:
         sizes = {frame.dim: frame.size for frame in own}
         rows = ", ".join(str(sizes.get(dim, 1)) for dim in range(min(sizes), 0))
         yield (
-            f"The {kind} {site['name']!r} is a single number in the plate {', '.join(repr(f.name) for f in own)}, and "
-            f"is counted once per row, {math.prod(sizes.values())} times. To count it once, write "
-            f"{function}({site['name']!r}, ...) outside of the plate; if each row is meant to cost that much, say so: "
-            f"value + torch.zeros({rows})."
+            f"The {kind} {site['name']!r} is a single number in the plate {', '.join(repr(f.name) for f in own)}: it "
+            f"counts once per row, {math.prod(sizes.values())} times. Write {function}({site['name']!r}, ...) outside "
+            f"of the plate; or, if each row is meant to cost that much, value + torch.zeros({rows})."
         )
 
 
@@ -152,9 +149,8 @@ def _marked(guide: Sites) -> Iterator[str]:
     marked = [name for name, site in guide.items() if site["infer"].get("enumerate") and not site["is_observed"]]
     if names := [name for name in marked if not is_enumerated(guide[name])]:
         yield (
-            f'The sites {names} are marked with infer={{"enumerate": ...}}, which counts with enumeration="exact" '
-            'only. Write TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO) to sum them out, or remove the '
-            "mark."
+            f'The sites {names} are sampled, although infer={{"enumerate": ...}} marks them. Write '
+            'TraceBackpropQ_ELBO(enumeration="exact"), not TraceEnum_ELBO, to sum them out; or remove the mark.'
         )
 
 
@@ -178,10 +174,9 @@ def _detached(traced: TracedRun, guide: Sites) -> Iterator[str]:
     # A batch may give the guide nothing to draw.
     if still and tensors and not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
         yield (
-            f"No gradient reaches the parameters of the guide, {', '.join(map(repr, still))}: its values and "
-            "distributions are cut off from them, so that they never learn. Look for .detach(), .data, .item(), "
-            "torch.no_grad() or torch.tensor(...) of a tensor. If only the model is to learn, hand over "
-            'pyro.poutine.block(guide, hide_types=["param"]).'
+            f"No gradient reaches the parameters of the guide, {', '.join(map(repr, still))}: they never learn. Look "
+            "for .detach(), .data, .item(), torch.no_grad() or torch.tensor(...) of a tensor. If only the model is to "
+            'learn, hand over pyro.poutine.block(guide, hide_types=["param"]).'
         )
 
 
@@ -192,9 +187,8 @@ def _by_hand(traced: TracedRun, guide: Sites) -> Iterator[str]:
         states = vars(site["fn"]).get("has_rsample") is False and hasattr(site["fn"], "log_factor")
         if states and site["log_prob"].requires_grad and drawn.isdisjoint((traced.reads or {})[cost_of_guide(name)]):
             yield (
-                f"The factor {name!r} of the guide has has_rsample=False, and reads no value that a site has drawn. If "
-                "it is log q of values that the guide draws by hand (torch.bernoulli, numpy), these get no gradient: a "
-                f'factor is a cost here, not the score of a draw. Write pyro.sample("{name}", fn, '
-                'infer={"is_auxiliary": True}) in place of draw and factor, or the name that the value has in the '
-                "model. If it is a cost, write has_rsample=True."
+                f"The factor {name!r} of the guide has has_rsample=False, and reads no value that a site has drawn. "
+                "Values that a guide draws by hand (torch.bernoulli, numpy) get no gradient: in place of draw and "
+                f'factor write pyro.sample("{name}", fn, infer={{"is_auxiliary": True}}), or the name of the value in '
+                "the model. If the factor is a cost, write has_rsample=True."
             )
