@@ -193,17 +193,11 @@ def data_line(site: Any) -> str:
     given, drawn = tuple(value.shape), (*fn.batch_shape, *fn.event_shape)
     if given == drawn[len(drawn) - len(given) :]:
         return ""
-    sizes = {frame.dim: frame.size for frame in own_plates(plates_of(site))}
-    rows = tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0))
-    more, advice = given[len(rows) :], "Shapes are matched from the right; make both the same, as by data.permute(...)."
-    if not fn.event_dim and more == (1,):
-        advice = f"Write obs=data.squeeze(-1), and give the parameters the shape {rows} too."
-    elif not fn.event_dim and more and given[: len(rows)] == rows:
-        advice = (
-            f"The data has values of shape {more} in each row: give the parameters the shape {given} too, as by "
-            f"mean[..., {', '.join(['None'] * len(more))}].expand{given}, and write .to_event({len(more)})."
-        )
-    return f"The data of site {site['name']!r} has the shape {given}; the distribution has the shape {drawn}. {advice}"
+    return (
+        f"The data of site {site['name']!r} has the shape {given}; the distribution has the shape {drawn}. Shapes are "
+        "matched from the right. Make both the same, as by data.squeeze(-1) or data.permute(...); where a row has "
+        f"several values, give the parameters the shape {given} and write .to_event(...)."
+    )
 
 
 def particle_advice(plates: Iterable[Frames]) -> list[str]:

@@ -48,13 +48,13 @@ def normal(z: Tensor) -> Any:
 
 
 DATA: dict[str, tuple[Callable[[Tensor], Any], Tensor, str]] = {
-    "column": (normal, torch.zeros(ROWS, 1), "Write obs=data.squeeze(-1), and give the parameters the shape (8,) too."),
-    "columns": (lambda z: dist.Normal(z[..., None], 1.0), torch.zeros(ROWS, 1), "Write obs=data.squeeze(-1)"),
-    "many": (normal, torch.zeros(ROWS, 3), "mean[..., None].expand(8, 3), and write .to_event(1)"),
+    "column": (normal, torch.zeros(ROWS, 1), "as by data.squeeze(-1)"),
+    "columns": (lambda z: dist.Normal(z[..., None], 1.0), torch.zeros(ROWS, 1), "as by data.squeeze(-1)"),
+    "many": (normal, torch.zeros(ROWS, 3), "give the parameters the shape (8, 3) and write .to_event(...)"),
     "turned": (
         lambda z: dist.Normal(z[..., None], torch.ones(3)).to_event(1),
         torch.zeros(3, ROWS),
-        "as by data.permute(...)",
+        "or data.permute(...)",
     ),
     "short": (normal, torch.zeros(7), "has the shape (7,); the distribution has the shape (8,)"),
 }
