@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 17344,
+    "pyro_bpq": 17342,
     "modules": 172,
     "top": 104,
     "batching/": 539,
@@ -268,7 +268,7 @@ BUDGETS = {
     "svi/": 312,
     "targets/": 172,
     "testing/": 886,
-    "tracing/": 1936,
+    "tracing/": 1934,
     "tests": 23296,
     "benchmarks": 3131,
     "words of docs": 17521,

@@ -126,9 +126,7 @@ def site_lines(error: Exception, model: Mapping[str, Any], guide: Mapping[str, A
         elif line := data_line(site):
             yield line
         elif theirs != ours:
-            lacking = [plate for plate in theirs if plate not in ours] or [
-                plate for plate in ours if plate not in theirs
-            ]
+            lacking = [plate for plate in theirs if plate not in ours] or ours
             yield (
                 f"Site {name!r} is in the plates {theirs} in the model, and {ours} in the guide (name, dim, size). Put "
                 f"it into the same in both: with {' and with '.join(_written(*plate) for plate in lacking)}."
