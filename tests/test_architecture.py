@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 17342,
+    "pyro_bpq": 17339,
     "modules": 172,
     "top": 104,
     "batching/": 539,
@@ -265,10 +265,10 @@ BUDGETS = {
     "reruns/": 1037,
     "rollout/": 463,
     "step/": 1422,
-    "svi/": 312,
+    "svi/": 310,
     "targets/": 172,
     "testing/": 886,
-    "tracing/": 1934,
+    "tracing/": 1933,
     "tests": 23296,
     "benchmarks": 3131,
     "words of docs": 17521,

@@ -106,9 +106,8 @@ def _tensor(name: str, exact: bool, value: Any, args: tuple[Any, ...]) -> Tensor
         value = torch.stack([torch.as_tensor(item) for item in value])
     if not isinstance(value, Tensor):
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
-        is_number = isinstance(value, (bool, int, float))
         try:
-            value = torch.as_tensor(value, device=device, dtype=torch.get_default_dtype() if is_number else None)
+            value = torch.as_tensor(value, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise OptionError(
                 f"Cost {name!r}: {value!r} is no number; give a number, an array, a tensor, or a function."
