@@ -394,21 +394,16 @@ def test_cost_that_counts_once_per_row_warns_once(value: Callable[[Tensor], Any]
 
 
 def test_cost_with_the_name_of_a_site_is_told() -> None:
-    def of_model() -> None:
-        cost("z", coin())
-
-    def of_guide() -> None:
-        cost("z", guide())
-
-    def other() -> None:
-        guide()
-        cost("w", 1.0)
-
     def latent() -> None:
         model()
         pyro.sample("w", dist.Bernoulli(0.4))
 
-    for name, pair in (("z", (of_model, guide)), ("z", (model, of_guide)), ("w", (latent, other))):
+    own = (lambda: cost("z", coin())), guide
+    for name, pair in (
+        ("z", own),
+        ("z", (model, lambda: cost("z", guide()))),
+        ("w", (latent, lambda: cost("w", guide()))),
+    ):
         text = text_of(*pair, RuntimeError)
         assert f"The cost '{name}' has the name of another statement" in text and f'cost("{name}_cost", ...)' in text
 

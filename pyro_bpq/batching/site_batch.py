@@ -70,20 +70,9 @@ class SiteBatch:
     def log_odds(self) -> Tensor:
         """Log-odds of Bernoulli sites, ``(G, M, plates, D)``, with gradient."""
         stacked = self.stack(lambda site: self.components.parameters(site.fn), self.components.event_ndim)
-        return self._bounded(stacked)
-
-    @cached_property
-    def prior_log_odds(self) -> Tensor:
-        """Log-odds of Bernoulli sites in the model, ``(G, M, plates, D)``, detached."""
-        split = self.components
-        stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
-        # A sum with other costs stays a number in half precision, too.
-        return self._bounded(stacked, 0.25)
-
-    def _bounded(self, log_odds: Tensor, part: float = 1.0) -> Tensor:
-        most = min(1e6, part * torch.finfo(log_odds.dtype).max)
+        most = min(1e6, torch.finfo(stacked.dtype).max)
         # Its backward pass takes a fraction of the time of that of clamp().
-        return hardtanh(self.flat(log_odds), -most, most)
+        return hardtanh(self.flat(stacked), -most, most)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Parameters or values of Bernoulli sites, with one dimension for the components."""
@@ -226,12 +215,6 @@ class SiteBatch:
         if all(mask(run.sites[name]) is None for run in self.rollout.runs for name in self.cls.names):
             return table
         return table * self.stack(lambda site: _mask(mask(site), table), 0)[..., None, None]
-
-    def weights_of_bits(self, is_prior: bool) -> Tensor:
-        """Scale times mask in the model (``is_prior``) or the guide, broadcastable to ``(G, M, plates, 1)``."""
-        return self.weighted(self.like.new_ones(len(self.cls.names), *(1,) * len(self.batch_shape), 1, 1), is_prior)[
-            ..., 0
-        ]
 
     def sampled(self, table: Tensor) -> Tensor:
         """The entries of a table ``(..., D, K)`` at the sampled values, ``(..., D)``."""

@@ -31,7 +31,7 @@ from pyro_bpq.compiled.subject import (
 from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.key import Call, Kind, kind_of
-from pyro_bpq.reruns.shared_backward import inputs_of
+from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.watch import leaf_of

@@ -20,7 +20,7 @@ from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
+from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.short import Pending, listed
@@ -288,7 +288,7 @@ class Objective(ELBO, nn.Module):
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
             with self._undoing():
-                loss, surrogate, _ = self._eager_step(program, False)
+                loss, surrogate, _ = self._eager_step(program)
             return loss + (surrogate - surrogate.detach())
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -345,16 +345,16 @@ class Objective(ELBO, nn.Module):
 
     def _eager_loss_and_grads(self, program: Program) -> float:
         with self._undoing():
-            loss, surrogate, result = self._eager_step(program, True)
+            loss, surrogate, _ = self._eager_step(program)
             self.trainer.register()
-            self._backward(surrogate, result.leaves)
+            self._backward(surrogate)
         return float(loss.item())
 
-    def _eager_step(self, program: Program, goes_back: bool) -> tuple[Tensor, Tensor, Step]:
+    def _eager_step(self, program: Program) -> tuple[Tensor, Tensor, Step]:
         """The loss, detached, a scalar that has its gradient, and the step."""
         if self._is_learning:
             self._note(_traces=Transient())
-        result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning, goes_back))
+        result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
             warn_if_nan(value, "loss")
@@ -367,7 +367,7 @@ class Objective(ELBO, nn.Module):
             self._guess_max_plate_nesting(*program)
         return program
 
-    def mode(self, learning: bool, goes_back: bool = False) -> Mode:
+    def mode(self, learning: bool) -> Mode:
         """What a step is for."""
         keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
         return Mode(
@@ -375,7 +375,6 @@ class Objective(ELBO, nn.Module):
             settles=self.training,
             num_steps=self.num_steps,
             by_value=keeps,
-            goes_back=goes_back and not (self.retain_graph or self.analytic_kl),
             has_ranks=has_ranks,
             # Nothing may learn later from a step in program order, and nothing but its costs may matter.
             may_order=not (keeps or self.analytic_kl or has_ranks),
@@ -402,19 +401,14 @@ class Objective(ELBO, nn.Module):
         """Sets attributes that hold no modules: a module's own way looks for some, at every step."""
         vars(self).update(found)
 
-    def _backward(self, loss: Tensor, unwanted: Sequence[Tensor] = ()) -> None:
-        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; where that fails nothing is added.
-
-        Leaves that are ``unwanted`` get no gradient.
-        """
+    def _backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; where that fails nothing is added."""
         # Only replay runs programs when gradients are there already.
         leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
         before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
         try:
             if loss.requires_grad:
-                # Without inputs autograd goes to all leaves.
-                inputs = inputs_of(loss, unwanted) if unwanted else []
-                loss.backward(retain_graph=self.retain_graph, inputs=inputs or None)
+                loss.backward(retain_graph=self.retain_graph)
             if self._is_learning:
                 self.learn()
         except BaseException:

@@ -131,7 +131,7 @@ class Recordable:
 
     def recorded_step(self, program: Program, number: RecordedStep) -> RecordedResult:
         """Takes a step; what it teaches is noted, not applied."""
-        mode = replace(self.objective.mode(learning=True, goes_back=True), num_steps=number, is_recorded=True)
+        mode = replace(self.objective.mode(learning=True), num_steps=number, is_recorded=True)
         result, surrogate = self.objective.taken(program, mode)
         self.objective.trainer.announce()
         return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})

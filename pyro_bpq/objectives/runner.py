@@ -35,7 +35,6 @@ from pyro_bpq.tracing.further import further_particles, gradients_agree
 from pyro_bpq.tracing.graphs import merged_graph
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.recordings import Recordings
-from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
@@ -143,8 +142,6 @@ class StepRunner(Runner):
         particles: Particles,
         num_steps: int,
         track: bool = False,
-        sloped: frozenset[str] = frozenset(),
-        maps: bool = False,
         warns: bool = True,
         put: Callable[[Any], Any] = lambda part: part,
         has_told: bool = False,
@@ -156,8 +153,6 @@ class StepRunner(Runner):
             particles: How the particles of the step run.
             num_steps: Number of steps taken.
             track: Whether to track which values depend on which.
-            sloped: Sites of whose costs slopes are wanted.
-            maps: Whether the linear maps that read their values are noted.
             warns: Whether to warn of what is hardly meant.
             put: Puts values in: it wraps model and guide, within enumeration.
             has_told: Whether another run of the step has warned of what is hardly meant in the program.
@@ -169,8 +164,6 @@ class StepRunner(Runner):
             call=self.recordings.call,
             step=num_steps,
             only_costs=self.only_costs,
-            sloped=sloped,
-            maps=maps,
             warns=warns,
             has_told=has_told,
         )
@@ -255,22 +248,22 @@ class StepRunner(Runner):
         programs, draws = programs_of(program, particles), recordings.mark()
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
-            runs = self._runs(programs, particles, mode, record, draws)
+            runs = self._runs(programs, particles, mode, record)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
-            return programs, self._runs(programs, particles, mode, False, draws)
+            return programs, self._runs(programs, particles, mode, False)
         if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
             recordings.is_new()
             draws.again()
-            runs = self._runs(programs, particles, mode, True, draws)
+            runs = self._runs(programs, particles, mode, True)
         chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
         looks = looks and not (chosen and chosen.is_pathwise)
         if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             # The same draws, with scores in place of pathwise gradients.
             draws.again()
             self.plans.forget()
-            runs = self._runs(programs, particles, mode, True, draws)
+            runs = self._runs(programs, particles, mode, True)
         return programs, runs
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
@@ -292,43 +285,10 @@ class StepRunner(Runner):
         step = ordered_by_rules if follows_rules else ordered_by_option
         return step(planner, recordings, program, options, mode.learning)
 
-    def _runs(
-        self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool, draws: Draws
-    ) -> list[TracedRun]:
-        """Traces the programs of a step from a mark on, with slopes if the last step's plan needs them."""
-        last = self.plans.last if torch.is_grad_enabled() else None
-        if last is None or not last.plan.led_back:
-            return self._each(programs, particles, mode, track=record)
-        plan = last.plan
-        try:
-            runs = self._each(programs, particles, mode, track=record, sloped=plan.led_back, maps=plan.notes_maps)
-        except BPQError:
-            raise
-        except RuntimeError as error:
-            draws.again()
-            runs = self._each(programs, particles, mode, track=record)
-            # It runs with plain values: torch refuses something that the program does with values that carry gradients.
-            self.plans.know("slopes", last.key, False)
-            warnings.warn(
-                f"Sites {sorted(plan.led_back)}: the program failed while their values carried gradients, which "
-                f"slopes of costs need: {error} From now on estimators do without slopes there. To keep them, write "
-                "z.detach() where a value leaves torch.",
-                BPQWarning,
-                stacklevel=2,
-            )
-        else:
-            self._cut_buffers()
-        return runs
-
-    def _cut_buffers(self) -> None:
-        """Detaches buffers that hold what the programs have computed from values that carry gradients."""
-        for module in self.recordings.call.modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.grad_fn is not None:
-                    module._buffers[name] = buffer.detach()
-
-    def _each(self, programs: Sequence[Program], particles: Particles, mode: Mode, **options: Any) -> list[TracedRun]:
-        options = {"particles": particles, "num_steps": mode.num_steps, "warns": mode.learning, **options}
+    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool) -> list[TracedRun]:
+        """Traces the programs of a step."""
+        options: dict[str, Any] = {"particles": particles, "num_steps": mode.num_steps, "warns": mode.learning}
+        options["track"] = record
         first, *others = programs
         runs = [self.trace(first, **options)]
         if particles.is_hidden:

@@ -44,8 +44,7 @@ class Staging:
         tables, shifts = none if plan.flips is None else flipped_costs(plan, values, rollout)
         rerun = None
         if one is not None and plan.needs_program and not self.facts.is_dynamic:
-            share = 1.0 / self.particles.number if mode.goes_back else None
-            rerun = Reruns(values, plan, self.runner.noise(), share)
+            rerun = Reruns(values, plan, self.runner.noise())
             if plan.sloped and not self._has_slopes(rerun, plan, rollout):
                 rerun = rerun.with_plan(plan := self._plan())
         if plan.patterns:

@@ -12,7 +12,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Mode, Observation
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.plan.sum_plan import SumPlan
-from pyro_bpq.reruns.shared_backward import inputs_of
+from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.tracing.sandbox import Draws

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators.base import Estimator
@@ -16,7 +17,7 @@ from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.extra_run import FlipPlan, flip_plan
-from pyro_bpq.plan.structure import Structure, has_like_prior
+from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.watch import carried, samples
 
@@ -33,7 +34,6 @@ class HeldSite:
         immediate: Those of ``costs`` that read no site downstream. Their mean over the site's own law is known.
         rest: The costs that read it and are not known at other values.
         children: The sites of the guide that read it.
-        is_own_known: Whether its own log-probabilities of guide and model are among ``costs``, as sums over components.
         curvature: Whether curvatures predict the costs of components that are not evaluated.
     """
 
@@ -43,27 +43,28 @@ class HeldSite:
     immediate: tuple[str, ...]
     rest: tuple[str, ...]
     children: tuple[str, ...]
-    is_own_known: tuple[bool, bool] = (False, False)
     curvature: bool = True
     is_drawn: bool = False
 
     @property
     def is_sloped(self) -> bool:
         """Whether its changes are predicted from slopes."""
-        return self.is_drawn and has_slopes(self.components)
+        return self.is_drawn and self.components.has_slopes
 
 
 @dataclass(frozen=True)
 class SlopedCosts:
-    """Costs of the model whose slopes are found in one backward pass.
+    """Costs whose slopes are found in one backward pass.
 
     Args:
         costs: The costs.
         immediate: The sites that they are immediate costs of. To other sites none of them is one.
+        own: The sites of whose own log-probabilities this is true.
     """
 
     costs: tuple[str, ...]
     immediate: frozenset[str]
+    own: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,14 @@ class HeldPlan:
     Args:
         flips: Which rows flip which sites.
         sites: The sites that are flipped. A site whose children have unknown laws is not among them.
-        groups: The model's costs that slopes predict.
+        groups: The costs that slopes predict.
+        laws: The sites whose laws slopes predict.
     """
 
     flips: FlipPlan
     sites: Mapping[str, HeldSite]
     groups: tuple[SlopedCosts, ...] = ()
+    laws: tuple[str, ...] = ()
 
     @cached_property
     def group_of(self) -> Mapping[str, int]:
@@ -110,11 +113,6 @@ class HeldPlan:
     def curved(self) -> bool:
         """Whether curvatures are asked for, too."""
         return any(self.sites[name].curvature for name in self.sloped)
-
-
-def has_slopes(components: Components) -> bool:
-    """Whether costs may have slopes in values with these components: those of bits and of one-hot values."""
-    return components.kind in ("bernoulli", "one_hot")
 
 
 def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> HeldPlan | None:
@@ -152,49 +150,50 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     if any(site.is_drawn for site in sites.values()):
         # All of them can then be served by one particle. A single component is too much for slopes to tell.
         for name, site in sites.items():
-            is_few = site.components.size > 1 and has_slopes(site.components)
+            is_few = site.components.size > 1 and site.components.has_slopes
             sites[name] = replace(site, is_drawn=site.is_drawn or is_few)
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
     # What the probabilities of the children's values read, as bits.
     bits = {name: graph.bits_of(site.children) for name, site in sites.items()}
     laws = {name: own | union(graph.parent_bits, own) for name, own in bits.items()}
-    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, _groups(graph, sites))
+    sloped = dict.fromkeys(child for site in sites.values() if site.is_sloped for child in site.children)
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, _groups(graph, sites), tuple(sloped))
 
 
 def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[SlopedCosts, ...]:
-    """The model's costs of sites with slopes, so that no site has immediate and other costs in one group.
+    """The costs of sites with slopes, so that no site has immediate and other costs in one group.
 
-    Each group takes a backward pass. A site's own log-probability has no slope.
+    Each group takes a backward pass. None has costs of both programs, as those of the guide may be laws of children.
     """
-    readers: dict[str, dict[str, bool]] = {}
+    # By cost: whether it is immediate to a site, and whether this is so of the site's own log-probability.
+    readers: dict[str, dict[Any, bool]] = {}
     for name, site in sites.items():
         for cost in site.costs if site.is_sloped else ():
-            if not graph.cost(cost).is_of_guide:
-                kinds = readers.setdefault(cost, {})
-                if cost != cost_of_model(name):
-                    kinds[name] = cost in site.immediate
-    groups: list[tuple[list[str], dict[str, bool]]] = []
+            is_own = cost in (cost_of_guide(name), cost_of_model(name))
+            kinds = readers.setdefault(cost, {"guide": graph.cost(cost).is_of_guide})
+            kinds[name, is_own] = cost in site.immediate
+    groups: list[tuple[list[str], dict[Any, bool]]] = []
     for cost, kinds in readers.items():
         for members, known in groups:
-            if all(known.get(name, kind) == kind for name, kind in kinds.items()):
+            if all(known.get(key, kind) == kind for key, kind in kinds.items()):
                 members.append(cost)
                 known.update(kinds)
                 break
         else:
             groups.append(([cost], kinds))
-    return tuple(
-        SlopedCosts(tuple(members), frozenset(name for name, kind in known.items() if kind))
-        for members, known in groups
-    )
+    found = []
+    for members, known in groups:
+        read, own = (frozenset(name for name in sites if known.get((name, is_own))) for is_own in (False, True))
+        found.append(SlopedCosts(tuple(members), read, own))
+    return tuple(found)
 
 
 def _site(structure: Structure, name: str, estimator: Hindsight) -> HeldSite:
-    traced, graph, components = structure.traced, structure.graph, structure.traced.infos[name].components
+    graph, components = structure.graph, structure.traced.infos[name].components
     assert components is not None
     reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
     costs = tuple(cost for cost in reading if _is_known(structure, name, cost))
-    own = cost_of_guide(name) in costs, cost_of_model(name) in costs and has_like_prior(traced, name)
     return HeldSite(
         components,
         number=min(components.size, estimator.draws),
@@ -202,7 +201,6 @@ def _site(structure: Structure, name: str, estimator: Hindsight) -> HeldSite:
         immediate=tuple(cost for cost in costs if _is_immediate(graph, name, cost)),
         rest=tuple(cost for cost in reading if cost not in costs),
         children=tuple(graph.children(name)),
-        is_own_known=own,
         curvature=estimator.curvature,
         is_drawn=components.size > estimator.draws,
     )

@@ -33,8 +33,6 @@ class Plan:
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     # Noisy sites, without a chosen estimator, whose baseline other particles give: in rows of data, or few.
     compared: frozenset[str] = frozenset()
-    led_back: frozenset[str] = frozenset()  # sites whose slopes follow from the costs of the run itself
-    notes_maps: bool = False  # whether a run notes the linear maps that read these sites, for curvatures
     rules: Mapping[str, str] = field(default_factory=dict)  # for each site the rule by which it got its estimator
     num_particles: int = 1  # number of particles
     # The extra run of guide and model at other values while all other sites keep theirs, or ``None``.

@@ -207,12 +207,6 @@ class Planner:
         layers = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout = self._layout(structure, estimators, critics, kinds, extra)
-        # What is sampled downstream is drawn anew where slopes count it; costs of a user's own get plain values.
-        has_own = has_slopes and not (
-            facts.is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
-        )
-        sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
-        last = frozenset(name for name in sloped if not graph.descendants(name))
         held = held_plan(structure, estimators, self.estimator is not None)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
@@ -228,8 +222,6 @@ class Planner:
             extra.components,
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
             compared.sites,
-            last | (frozenset() if held is None else held.sloped) if has_own else frozenset(),
-            has_own and held is not None and held.curved,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
             held=held,

@@ -31,7 +31,6 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
-from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.rollout.features import Components, has_moments
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
@@ -143,7 +142,7 @@ class SiteFacts:
     @property
     def may_hold(self) -> bool:
         """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
-        predicts = self.info.components is not None and has_slopes(self.info.components) and self.has_slopes
+        predicts = self.info.components is not None and self.info.components.has_slopes and self.has_slopes
         return self.is_large and self.can_compare and self.can_hold and predicts
 
     @property

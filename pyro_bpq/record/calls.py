@@ -24,7 +24,7 @@ _ALIASES = frozenset((torch.as_tensor, torch.asarray))
 # Number of leading arguments that Python does not read: operators follow them.
 _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
 
-OWN = ("pyro_bpq.record.", "pyro_bpq.tracing.linear_reads")
+OWN = ("pyro_bpq.record.",)
 """Modules that call on behalf of the program. They look at memory only to follow it."""
 
 Args = tuple[Any, ...]

@@ -77,6 +77,7 @@ class Drawn:
     """A drawn site: its value, its batch shape, its components, the elements of its ``log q``, and its plates."""
 
     value: Value
+    scored: Value  # the value as its own log-probabilities read it; of bits and one-hot values another one
     batch: torch.Size
     number: int  # number of independent components; 0 if they are not known, or if it is reparameterised
     elements: Value

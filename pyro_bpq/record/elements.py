@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, values_in
-from pyro_bpq.record.indexing import copied, filled, one_hot, remade, selected, written
+from pyro_bpq.record.indexing import MASKS, copied, filled, one_hot, remade, selected, written
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.tape import MASKS
 from pyro_bpq.record.values import Value
 
 NONE, MANY = -1, -2
@@ -230,29 +229,19 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
 
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
     """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
-    labels = read(table)
-    dims, chosen, dim = list[int](), np.full((), NONE, np.int32), 0
-    for part in index:
-        # A mask takes as many dimensions as it has, and gives one.
-        is_mask = part is not None and read.dtypes[part] in MASKS
-        rank = len(read.shape(part)) if is_mask else 1
-        if part is not None:
-            dims += range(dim, dim + rank)
-            chosen = combined(chosen, over(read(part), None, False).reshape(1) if is_mask else read(part))
-        dim += rank
-    known = [None if part is None else read.known(part) for part in index]
-    is_known = all(found is not None for part, found in zip(index, known, strict=True) if part is not None)
-    if any(labels.shape[i] > 1 for i in dims) and is_known and (chosen == NONE).all():
-        taken = (slice(None) if found is None else _number(found) for found in known)
-        return read.whole(table)[tuple(taken)]
+    labels, dims = read(table), [i for i, part in enumerate(index) if part is not None]
+    chosen, known = combined(*(read(index[i]) for i in dims)), {i: read.known(index[i]) for i in dims}
+    has_mask = any(read.dtypes[index[i]] in MASKS for i in dims)
+    is_known = (chosen == NONE).all() and all(found is not None for found in known.values())
+    if is_known and (has_mask or any(labels.shape[i] > 1 for i in dims)):
+        given = {i: found.to(torch.bool if found.dtype in MASKS else torch.long).cpu() for i, found in known.items()}
+        return read.whole(table)[tuple(given[i].numpy() if i in given else slice(None) for i in range(len(index)))]
+    if has_mask:
+        raise Unknown("a mask as an index")
     labels, at = over(labels, tuple(dims)), dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     rest = np.squeeze(labels, tuple(dims))
     own = rest.reshape(*rest.shape[:at], *(1,) * chosen.ndim, *rest.shape[at:])
     return combined(own, chosen.reshape(*chosen.shape, *(1,) * (rest.ndim - at)))
-
-
-def _number(index: Tensor) -> np.ndarray:
-    return (index.bool() if index.dtype in MASKS else index).cpu().numpy()
 
 
 def _selected(read: Reader, table: Any, index: Any) -> Labels:

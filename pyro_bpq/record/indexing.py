@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
 
 
 def is_position(index: object, *, masks: bool) -> bool:
@@ -16,7 +16,7 @@ def is_position(index: object, *, masks: bool) -> bool:
     if isinstance(index, (list, tuple)):
         return all(is_position(item, masks=masks) for item in index)
     if isinstance(index, Tensor):
-        return masks or index.dim() > 0 or index.dtype not in _MASKS
+        return masks or index.dim() > 0 or index.dtype not in MASKS
     if isinstance(index, slice):
         return not any(isinstance(bound, Tensor) for bound in (index.start, index.stop, index.step))
     return index is None or index is Ellipsis or isinstance(index, int)
@@ -73,7 +73,7 @@ def filled(tensor: Tensor, number: Any) -> Tensor:
 
 def written(tensor: Tensor, index: Sequence[Any], values: Tensor, accumulate: bool = False) -> Tensor:
     """``tensor.index_put(index, values)``; torch does not run writes by a mask of the whole for many rows at once."""
-    is_mask = len(index) == 1 and index[0].dtype in _MASKS and index[0].shape == tensor.shape
+    is_mask = len(index) == 1 and index[0].dtype in MASKS and index[0].shape == tensor.shape
     if is_mask and values.dim() == 0 and not accumulate:
         return torch.where(index[0].bool(), values, tensor)
     return torch.ops.aten.index_put(tensor, [*index], values, accumulate)
@@ -86,13 +86,13 @@ def _row(part: Tensor, size: int) -> Tensor:
 def _is_scalar(part: Any) -> bool:
     if not isinstance(part, Tensor) or part.dim() > 0:
         return False
-    return not (part.is_floating_point() or part.is_complex() or part.dtype in _MASKS)
+    return not (part.is_floating_point() or part.is_complex() or part.dtype in MASKS)
 
 
 def _dims(part: Any) -> int:
     """Number of dimensions that a part of an index takes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
-    if isinstance(part, Tensor) and part.dtype in _MASKS:
+    if isinstance(part, Tensor) and part.dtype in MASKS:
         return part.dim()
     return 1

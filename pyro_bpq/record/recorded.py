@@ -47,8 +47,12 @@ class Bound:
 
     def weighted(self, name: str, cost: Tensor) -> Tensor:
         """A cost at other values, scaled and masked as that of the run."""
+        return cost if self.is_plain(name) else scale_and_mask(cost, *self.weights[name])
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a cost is neither scaled nor masked."""
         scale, mask = self.weights.get(name, (1.0, None))
-        return cost if mask is None and isinstance(scale, float) and scale == 1.0 else scale_and_mask(cost, scale, mask)
+        return mask is None and isinstance(scale, float) and scale == 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,12 @@ class Recorded:
     differentiable: Value | None = None
     # Functions that were asked for, by what was asked.
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was asked for before, or is made now."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def is_like(self, other: Recorded) -> bool:
         """Whether another run did the same: the same operators on the same values, with the same numbers."""
@@ -249,15 +259,13 @@ class Recorded:
             Uncut: If something on the way cannot be computed again.
         """
         wanted, values = (*names, *sorted(redrawn)), {name: site.value for name, site in self.drawn.items()}
-        key = wanted, redrawn, means
-        if key not in self._made:
-            function = self.recording.cut(
-                [self.named[name] for name in wanted],
-                [values[name] for name in given],
-                frozenset(values[name] for name in redrawn),
-            )
-            self._made[key] = function.with_draws(lambda draw: draw.mean) if means else function
-        function = self._made[key]
+
+        def made() -> Function:
+            drawn = frozenset(values[name] for name in redrawn)
+            function = self.recording.cut([self.named[name] for name in wanted], [values[n] for n in given], drawn)
+            return function.with_draws(lambda draw: draw.mean) if means else function
+
+        function = self.kept((wanted, redrawn, means), made)
         tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
         taken = [tensors[value] for value in function.given]
         taken = [tensor.clone() for tensor in taken] if function.writes else taken
@@ -314,13 +322,10 @@ class Recorded:
         Raises:
             Uncut: If something cannot be computed again, or not for many particles at once.
         """
-        key = "many", number
-        if key not in self._made:
-            try:
-                self._made[key] = self._of_many(number, bound)
-            except (NotImplementedError, RuntimeError) as error:
-                raise Uncut(str(error)) from error
-        wanted, function, given, constants = self._made[key]
+        try:
+            wanted, function, given, constants = self.kept(("many", number), lambda: self._of_many(number, bound))
+        except (NotImplementedError, RuntimeError) as error:
+            raise Uncut(str(error)) from error
         first = torch.arange(number)
         return dict(zip(wanted, function(first, *(bound.tensors[value] for value in given), *constants), strict=True))
 
@@ -354,13 +359,12 @@ class Recorded:
     ) -> list[Tensor]:
         number = len(next(iter(moved.values())))
         tensors = {**bound.tensors, **{self.drawn[name].value: value for name, value in moved.items()}}
-        key = costs, sites, number
-        if key not in self._made:
-            values = {self.drawn[name].value for name in sites}
-            self._made[key] = self.in_rows(
-                self.recording.cut([self.named[name] for name in costs], values), values, tensors
-            )
-        function, given, constants = self._made[key]
+        values = {self.drawn[name].value for name in sites}
+
+        def made() -> Any:
+            return self.in_rows(self.recording.cut([self.named[name] for name in costs], values), values, tensors)
+
+        function, given, constants = self.kept((costs, sites, number), made)
         with drawing(function):
             found = function(*(tensors[value] for value in given), *constants)
         shapes = [self.recording.shapes[self.named[name]] for name in costs]

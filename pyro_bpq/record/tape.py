@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
+from pyro_bpq.record.indexing import MASKS
 from pyro_bpq.record.operators import Kind, kind_of, targets_of
 from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
 
-MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -155,10 +155,6 @@ class Tape(TorchDispatchMode):
                 self.nodes.append(Node(same, (value,), {}, value := self._bind(tensor, self._mask), (), self._after))
             return value
 
-    def rename(self, tensor: Tensor, like: Tensor) -> None:
-        """Makes a tensor stand for the value that another one is now; a cut has its gradients."""
-        self._tensors.of(tensor).value = self.value_of(like)
-
     def source(self, name: str, value: Any) -> Any:
         """Returns ``value``, which from now on depends on the source ``name`` and on nothing else.
 
@@ -276,8 +272,8 @@ class Tape(TorchDispatchMode):
     def _noted(self, kind: Kind, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
         """Writes down what an operator has done."""
         func, taken, named, mask, after = call
-        if kind.is_plain and not (self.steering or self.positions):
-            self.nodes.append(Node(func, taken, named, self._bind_all(result, mask), (), after))
+        if kind.is_plain and not self.positions:
+            self.nodes.append(Node(func, taken, named, self._bind_all(result, mask | self.steering), (), after))
             return
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))

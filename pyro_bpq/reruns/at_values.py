@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
@@ -18,15 +17,14 @@ from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
-from pyro_bpq.record.laws import relaxed_log_prob
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.reruns.held_costs import held_costs, sums_of_costs
 from pyro_bpq.reruns.predicted_costs import predicted_costs
-from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
+from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Rollout, Run
-from pyro_bpq.step.site_program import gradient_to, slope_of
+from pyro_bpq.step.site_program import slope_of
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
@@ -38,11 +36,9 @@ class Reruns:
     their values. Nothing of the user's Python runs again.
     """
 
-    def __init__(self, values: Values, plan: Plan, generator: torch.Generator, share: float | None) -> None:
+    def __init__(self, values: Values, plan: Plan, generator: torch.Generator) -> None:
         self.values, self.traced = values, values.traced
-        self.plan, self.generator, self.share = plan, generator, share
-        # The backward pass through the costs of each run, which all sites share; empty before it is asked for.
-        self._led: list[SharedBackward] = []
+        self.plan, self.generator = plan, generator
 
     @property
     def is_outdated(self) -> bool:
@@ -125,24 +121,26 @@ class Reruns:
         others = [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
         return bool((slope_of(self(name, leaf), others, leaf) != 0).any())
 
-    def slopes(self, name: str) -> tuple[Tensor, ...] | None:
-        """The gradient of all downstream costs to the value of a site, for each run of the step.
+    def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
+        """The gradient of all costs of each run to the values of sites that no other site reads, by name.
 
-        Returns:
-            A detached tensor of the shape of the value for each run. ``None`` if a run has no leaf for the site.
+        These are the sites whose estimator asks for slopes.
         """
-        if any(traced.run.sites[name].leaf is None for traced in self.traced):
-            return None
-        if not self._led:
-            self._led = [shared_backward(traced.run, self.share) for traced in self.traced]
-        pairs = zip(self._led, self.traced, strict=True)
-        return tuple(led.slopes[name] + _own_slope(traced.run, name) for led, traced in pairs)
+        return self._slopes
 
-    def differentiable(self) -> list[Tensor]:
-        """The differentiable costs of each run, for the surrogate; call it after all sites are done."""
-        if self._led:
-            return [led.differentiable for led in self._led]
-        return [traced.run.differentiable for traced in self.traced]
+    @cached_property
+    def _slopes(self) -> tuple[Mapping[str, Tensor], ...]:
+        graph = self.plan.graph
+        classes = [cls for cls in self.plan.layout.classes if "slope" in cls.spec.estimator.needs]
+        last = tuple(name for cls in classes for name in cls.names if not graph.descendants(name))
+        costs = tuple(dict.fromkeys(cost for name in last for cost in graph.downstream_costs(name)))
+        slopes = []
+        for traced, bound in zip(self.traced, self.values.bound, strict=True):
+            (found,) = expansions(bound, (costs,), last)
+            pairs = {name: (found[name].own, found[name].slope) for name in last}
+            none = {name: torch.zeros_like(traced.run.sites[name].value) for name in last}
+            slopes.append({n: sum((t for t in pair if t is not None), none[n]) for n, pair in pairs.items()})
+        return tuple(slopes)
 
     def fresh(self) -> tuple[Run, ...]:
         """The costs with all sites drawn afresh, for each run of the step; later calls return the same."""
@@ -165,7 +163,8 @@ class Reruns:
             again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
         return again
 
-    def held_plan(self) -> HeldPlan | None:
+    @property
+    def held(self) -> HeldPlan | None:
         """Which sites take other values while all other sites keep their values."""
         return self.plan.held
 
@@ -174,24 +173,17 @@ class Reruns:
         """Whether one particle of several can be evaluated at other values."""
         return not self.values.nesting or self.values.alone is not None
 
-    def at_other_values(
+    def hindsight(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
-    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, Tensor]]]:
-        """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
+    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, ...]], dict[str, Changes]]:
+        """What other values of sites change: exactly, how outdated that is, and as predicted.
 
-        Args:
-            drawn: The components that are evaluated, for the sites where not all of them are.
-            rollout: The tensors of the step's runs.
-            particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all.
-            group: Number of the only group of sites that takes other values; ``None`` for all.
+        See :func:`~pyro_bpq.reruns.held_costs.held_costs` and
+        :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`.
         """
         assert self.plan.held is not None
-        return held_costs(self.plan.held, self.plan.graph, self.values, rollout, drawn, particle, group)
-
-    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, Changes]:
-        """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
-        assert self.plan.held is not None
-        return predicted_costs(self.plan.held, self.plan.graph, self.values, rollout, generator)
+        given = self.plan.held, self.plan.graph, self.values, rollout
+        return *held_costs(*given, drawn, particle, group), predicted_costs(*given, self.generator)
 
     def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
         """The sum ``(M, plates)``, in nats, of costs that read a site."""
@@ -204,22 +196,6 @@ class Reruns:
     def _seeds(self) -> torch.Generator:
         """Seeds of further draws: some are for checks, after which estimators are to draw what they would draw else."""
         return torch.Generator().manual_seed(0xBF58476D1CE4E5B9 * (self.generator.initial_seed() + 1) % (1 << 63))
-
-
-def _own_slope(run: Run, name: str) -> Tensor:
-    """The gradient of ``log q - log p`` of a site to its value."""
-    record = run.sites[name]
-    sides = {
-        cost_of_guide(name): (1.0, record.fn, record.scale, record.mask),
-        cost_of_model(name): (-1.0, record.prior, record.prior_scale, record.prior_mask),
-    }
-    leaf = record.value.clone().requires_grad_()
-    with torch.enable_grad():
-        total = leaf.new_zeros(())
-        for cost, (sign, fn, scale, mask) in sides.items():
-            if cost in run.costs and fn is not None:
-                total = total + sign * scale_and_mask(relaxed_log_prob(fn, leaf), scale, mask).sum()
-    return gradient_to(total, leaf)
 
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:

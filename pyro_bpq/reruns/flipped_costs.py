@@ -2,17 +2,20 @@ r"""Immediate costs of finite sites at all of their values, from the recording a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.graph.scg import Plate
 from pyro_bpq.plan.extra_run import FlipPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+
+Plates = Sequence[Plate]
 
 
 @torch.no_grad()
@@ -40,18 +43,13 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
         }
         rows = bound.recorded.at_rows(wanted, bound, moved)
         for name, split in plan.components.items():
-            plates, costs = graph.node(name).plates, flips.costs[name]
-            shape, start = rollout.run_shape(plates), flips.start[name]
-            number = split.size * (split.cardinality - 1)
-            kept = [torch.cat((rows[cost][:1], rows[cost][start : start + number])) for cost in costs]
-            parts = [
-                reduced(own, graph.cost(cost).plates, plates, shape) for own, cost in zip(kept, costs, strict=True)
-            ]
-            total = sum(parts[1:], parts[0])
+            plates, start = graph.node(name).plates, flips.start[name]
+            shape, number = rollout.run_shape(plates), split.size * (split.cardinality - 1)
+            costs = {cost: graph.cost(cost).plates for cost in flips.costs[name]}
+            kept = ((torch.cat((rows[c][:1], rows[c][start : start + number])), own) for c, own in costs.items())
             index = sampled_index(run.sites[name].value, run.sites[name].fn, split, shape)
-            tables[name].append(table(total, index, split.cardinality))
-            cost_now = [reduced(run.costs[c].detach().unsqueeze(0), graph.cost(c).plates, plates, shape) for c in costs]
-            shifts[name].append((total[:1] - sum(cost_now[1:], cost_now[0]))[0].expand(shape))
+            tables[name].append(table(summed(kept, plates, shape, run.loss), index, split.cardinality))
+            shifts[name].append(-excess(run.costs, rows, costs, plates, shape))
     return {n: torch.cat(own) for n, own in tables.items()}, {n: torch.cat(own) for n, own in shifts.items()}
 
 
@@ -66,8 +64,28 @@ def flipped(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str
     return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
 
 
-def reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
-    """Sums costs ``(rows, batch)`` over all dimensions but the plates of a site; ``(rows, M, plates)``."""
+def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The sum ``(rows, M, plates)`` of costs ``(rows, batch)`` over all dimensions but the plates of a site."""
+    parts = [_reduced(cost, own, plates, shape) for cost, own in terms]
+    return sum(parts[1:], parts[0]) if parts else like.new_zeros(1, *shape)
+
+
+def excess(
+    costs: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    wanted: Mapping[str, Plates],
+    plates: Plates,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """How much more costs ``(batch)`` were in the run than the first of the rows gives, ``(M, plates)``.
+
+    ``wanted`` are their plates by name. Costs that are infinite in both are equal.
+    """
+    more = (((costs[c].detach() - rows[c][0]).nan_to_num(0.0).unsqueeze(0), own) for c, own in wanted.items())
+    return summed(more, plates, shape, next(iter(rows.values())))[0].expand(shape)
+
+
+def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...]) -> Tensor:
     missing = len(shape) + 1 - cost.dim()
     if missing < 0:
         cost, missing = cost.sum(tuple(range(1, 1 - missing))), 0

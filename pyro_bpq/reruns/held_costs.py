@@ -15,8 +15,8 @@ from torch import Tensor
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan
-from pyro_bpq.record.recorded import Bound
-from pyro_bpq.reruns.flipped_costs import flipped, reduced, sampled_index, table
+from pyro_bpq.record.recorded import Bound, Recorded
+from pyro_bpq.reruns.flipped_costs import Plates, excess, flipped, sampled_index, summed, table
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -43,7 +43,7 @@ def held_costs(
     drawn: Mapping[str, Tensor],
     particle: Tensor | None,
     group: Tensor | None,
-) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, Tensor]]]:
+) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, ...]]]:
     """What other values of sites change while all other sites keep their values.
 
     Args:
@@ -70,7 +70,7 @@ def held_costs(
     elif particle is not None:
         runs, costs = [runs[int(particle)]], [costs[int(particle)]]
     parts: dict[str, list[Changes]] = {name: [] for name in plan.sites}
-    excess: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in plan.sites}
+    more: dict[str, list[list[Tensor]]] = {name: [] for name in plan.sites}
     for i, (traced, bound) in enumerate(runs):
         mine = drawn if len(runs) == 1 else {name: own[i : i + 1] for name, own in drawn.items()}
         rows = _costs_and_laws(plan, traced, bound, mine, group)
@@ -79,27 +79,21 @@ def held_costs(
             shape = (number if rollout.is_vectorized else 1, *shape[1:])
             parts[name].append(_tables(plan, graph, bound, traced, name, shape, rows, mine.get(name), group))
             if values.is_outdated:
-                excess[name].append(_excess(plan, graph, name, shape, rows, costs[i]))
-    pairs = {name: zip(*found, strict=True) for name, found in excess.items() if found}
-    joint = {name: (torch.cat(next(own)), torch.cat(next(own))) for name, own in pairs.items()}
+                sides = (_sides(plan, graph, name)[side] for side in ("later", "immediate"))
+                more[name].append([excess(costs[i], rows, own, graph.node(name).plates, shape) for own in sides])
+    joint = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in more.items() if found}
     return {name: joined(found) for name, found in parts.items()}, joint
 
 
-def _excess(
-    plan: HeldPlan,
-    graph: StochasticComputationGraph,
-    name: str,
-    shape: tuple[int, ...],
-    rows: Mapping[str, Tensor],
-    costs: Mapping[str, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """How much more later and immediate costs were in the run than the recording gives for the sample."""
-    site, plates = plan.sites[name], graph.node(name).plates
-    found = [next(iter(costs.values())).new_zeros(shape) for _ in range(2)]
-    for cost in site.costs:
-        more = (costs[cost] - rows[cost][0]).nan_to_num(0.0).unsqueeze(0)
-        found[cost in site.immediate] += reduced(more, graph.cost(cost).plates, plates, shape)[0]
-    return found[0], found[1]
+def _sides(plan: HeldPlan, graph: StochasticComputationGraph, name: str) -> dict[str, dict[str, Plates]]:
+    """The plates of the laws and costs that other values of a site change, by name."""
+    site = plan.sites[name]
+    later = (cost for cost in site.costs if cost not in site.immediate)
+    return {
+        "law": {Recorded.law(child): graph.node(child).plates for child in site.children},
+        "later": {cost: graph.cost(cost).plates for cost in later},
+        "immediate": {cost: graph.cost(cost).plates for cost in site.immediate},
+    }
 
 
 def _costs_and_laws(
@@ -142,17 +136,13 @@ def _tables(
         index = sampled_index(value, traced.run.sites[name].fn, site.components, shape)
         index = index if drawn is None else index.gather(-1, drawn)
 
-    def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
+    def changes(terms: Mapping[str, Plates]) -> Tensor:
+        kept = ((rows[term][1 + start : 1 + start + number] - rows[term][:1], own) for term, own in terms.items())
         total = like.new_zeros((1 + number, *shape))
-        for term, own in terms:
-            row = rows[term]
-            total[1:] += reduced(row[1 + start : 1 + start + number] - row[:1], own, plates, shape)
+        total[1:] += summed(kept, plates, shape, like)
         return total[1:].movedim(0, -1) if has_bits else table(total, index, site.components.cardinality)
 
-    laws = [(recorded.law(child), graph.node(child).plates) for child in site.children]
-    immediate = [(cost, graph.cost(cost).plates) for cost in site.immediate]
-    later = [(cost, graph.cost(cost).plates) for cost in site.costs if cost not in site.immediate]
-    return Changes(changes(laws), changes(later), changes(immediate))
+    return Changes(**{side: changes(terms) for side, terms in _sides(plan, graph, name).items()})
 
 
 def _moved(plan: HeldPlan, fn: Any, value: Tensor, name: str, drawn: Tensor | None, group: Tensor | None) -> Tensor:
@@ -180,11 +170,10 @@ def sums_of_costs(
 ) -> Tensor:
     """The sum ``(M, plates)`` of costs that read a site, in nats."""
     plates = graph.node(name).plates
-    shape = rollout.run_shape(plates)
+    shape, own = rollout.run_shape(plates), {cost: graph.cost(cost).plates for cost in costs}
 
     def of_run(one: TracedRun) -> Tensor:
-        known = ((one.run.costs[cost].detach(), graph.cost(cost).plates) for cost in costs)
-        none = one.run.loss.detach().new_zeros(shape)
-        return sum((reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), none).expand(shape)
+        known = ((one.run.costs[cost].detach().unsqueeze(0), each) for cost, each in own.items())
+        return summed(known, plates, shape, one.run.loss.detach())[0].expand(shape)
 
     return torch.cat([of_run(one) for one in traced])

@@ -38,6 +38,16 @@ class Components:
         return math.prod(self.event_shape)
 
     @property
+    def has_slopes(self) -> bool:
+        """Whether costs may have slopes in values: in bits and in one-hot values."""
+        return self.kind in ("bernoulli", "one_hot")
+
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        """Shape ``(D, K)`` of what other values change, or ``(D,)`` of bits."""
+        return (self.size,) if self.kind == "bernoulli" else (self.size, self.cardinality)
+
+    @property
     def event_ndim(self) -> int:
         """Number of event dimensions of :meth:`parameters`."""
         return len(self.event_shape) + (self.kind != "bernoulli")

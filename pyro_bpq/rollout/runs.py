@@ -9,7 +9,7 @@ per kind of site. A plate dimension has size 1 where a site is outside the plate
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,6 @@ class SiteRecord:
     baseline: Callable[[], Tensor] | None = None
     # Costs charged to single components, `batch_shape + (D,)`, in nats, detached; or `None`
     charged: Tensor | None = None
-    leaf: Tensor | None = None  # the value as an autograd leaf of the costs of the run; or `None`
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,6 @@ class Run:
     costs: Mapping[str, Tensor]  # every cost in nats, scaled and masked, in its batch shape, with its gradient
     differentiable: Tensor  # sum of all costs through which pathwise gradients flow, a scalar
     loss: Tensor  # the loss of the run (minus its ELBO), a scalar without gradient
-
-    def with_leaves(self, leaves: Mapping[str, Tensor]) -> Run:
-        """Returns the run with autograd leaves of its costs; the values themselves carry no gradients."""
-        sites = dict(self.sites)
-        for name in leaves.keys() & sites.keys():
-            value = sites[name].value
-            sites[name] = replace(
-                sites[name], value=value.detach() if value.requires_grad else value, leaf=leaves[name]
-            )
-        return replace(self, sites=sites)
-
-    def leaves(self) -> list[Tensor]:
-        """The autograd leaves among the values."""
-        return [record.leaf for record in self.sites.values() if record.leaf is not None]
 
 
 @dataclass(frozen=True)

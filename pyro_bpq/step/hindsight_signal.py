@@ -12,7 +12,6 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
-from pyro_bpq.graph.scg import cost_of_model
 from pyro_bpq.plan.held import HeldPlan
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     if "hindsight" not in signals.shared:
         # The same for all classes.
         signals.shared["hindsight"] = _runs(signals)
-    drawn, particle, found, predicted, excess = signals.shared["hindsight"]
+    drawn, particle, found, excess, predicted = signals.shared["hindsight"]
     batch, is_drawn = signals.batches[c], c in drawn
     has_bits = is_drawn and batch.components.kind == "bernoulli"
     log_q = batch.log_odds if has_bits else batch.log_probs
@@ -48,11 +47,8 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
         _row(log_q[g].detach(), value[g], name, drawn[c][0][g] if is_drawn else None, found, predicted)
         for g, name in enumerate(cls.names)
     ]
-    inexact = [row[0] for row in rows]
-    if is_drawn:
-        inexact = _with_own(signals, c, inexact, log_q.detach(), value, sign)
-    changes = Changes(*map(torch.stack, zip(*inexact, strict=True)))
-    plan: HeldPlan | None = signals.rerun.held_plan()
+    changes = Changes(*map(torch.stack, zip(*(row[0] for row in rows), strict=True)))
+    plan: HeldPlan | None = signals.rerun.held
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
@@ -83,7 +79,7 @@ def _sums(signals: Signals, c: int, costs: Mapping[str, tuple[str, ...]]) -> Ten
 
 def _runs(signals: Signals) -> tuple[Any, ...]:
     """Draws components, and runs guide and model at other values of all sites that want it."""
-    plan: HeldPlan | None = signals.rerun.held_plan()
+    plan: HeldPlan | None = signals.rerun.held
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
         return drawn, None, {}, {}, {}
@@ -107,9 +103,7 @@ def _runs(signals: Signals) -> tuple[Any, ...]:
                 share = share * groups * _of_group(group, [plan.group_of.get(name, -1) for name in cls.names], share)
             drawn[c] = index, share
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
-    found, excess = signals.rerun.at_other_values(by_site, signals.rollout, particle, group)
-    predicted = signals.rerun.predicted(signals.rollout, generator) if drawn else {}
-    return drawn, particle, found, predicted, excess
+    return drawn, particle, *signals.rerun.hindsight(by_site, signals.rollout, particle, group)
 
 
 def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
@@ -166,43 +160,3 @@ def _row(
         return tables, tables
     exact = Changes(*(table.expand(at.shape) for table in found[name]))
     return Changes(*(table.to(log_q) for table in predicted[name])), exact
-
-
-def _with_own(
-    signals: Signals, c: int, rows: Sequence[Changes], log_q: Tensor, value: Tensor, sign: Tensor | None
-) -> list[Changes]:
-    """Changes of each site, and those of its own log-probabilities, which are sums over components. All are finite."""
-    cls, batch = signals.layout.classes[c], signals.batches[c]
-    sites = [signals.rerun.held_plan().sites.get(name) for name in cls.names]
-    of_guide, of_model = (all(site is not None and site.is_own_known[i] for site in sites) for i in range(2))
-    now, later = [row.immediate for row in rows], [row.later for row in rows]
-    # The prior of some sites reads sites downstream.
-    is_now = [
-        site is not None and cost_of_model(name) in site.immediate for name, site in zip(cls.names, sites, strict=True)
-    ]
-    sides = [now if own else later for own in is_now]
-    if sign is not None:
-        # Of the other value, relative to the drawn one.
-        if of_guide:
-            weights = sign * batch.weights_of_bits(False)
-            now[:] = [torch.addcmul(one, weights[g], log_q[g]) for g, one in enumerate(now)]
-        if of_model:
-            weights, odds = sign * batch.weights_of_bits(True), batch.prior_log_odds
-            for g, side in enumerate(sides):
-                side[g] = torch.addcmul(side[g], weights[g], odds[g], value=-1.0)
-    else:
-        if of_guide:
-            for g, change in enumerate(_relative(batch.own_q, batch.probs, value)):
-                now[g] = now[g] + change
-        if of_model:
-            for g, change in enumerate(_relative(batch.own_p, batch.probs, value)):
-                sides[g][g] = sides[g][g] + change
-    return [Changes(row.law, *own) for row, *own in zip(rows, later, now, strict=True)]
-
-
-def _relative(own: Tensor, probs: Tensor, value: Tensor) -> Tensor:
-    """Costs ``(..., K)`` relative to those of the drawn values, numbers all of them."""
-    # An impossible value weighs nothing, but may have infinite costs.
-    most = torch.finfo(own.dtype).max / 4.0
-    own = own.masked_fill(probs == 0, 0.0).clamp(-most, most)
-    return own - own.gather(-1, value.unsqueeze(-1))

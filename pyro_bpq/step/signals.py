@@ -117,8 +117,8 @@ class Signals:
         return found
 
     def paths(self) -> list[Tensor]:
-        """The differentiable costs of each run; call it after all estimators."""
-        return [run.differentiable for run in self.rollout.runs] if self.rerun is None else self.rerun.differentiable()
+        """The differentiable costs of each run."""
+        return [run.differentiable for run in self.rollout.runs]
 
     def context(self, c: int, gamma: float = 1.0) -> SiteContext:
         """The input of the estimator of a class of sites, without running statistics and what it asks for itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,12 +47,8 @@ class Rerun(Protocol):
         """Runs that draw every site afresh; every call returns the same runs."""
         ...
 
-    def slopes(self, name: str) -> tuple[Tensor, ...] | None:
-        """The gradient of all costs of the step's runs to the values of a site; ``None`` if it takes other runs."""
-        ...
-
-    def differentiable(self) -> list[Tensor]:
-        """The differentiable costs of each run, for the surrogate; call it after all estimators."""
+    def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
+        """The gradient of all costs of each run to the values of sites that no other site reads, by name."""
         ...
 
 
@@ -60,11 +56,6 @@ def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
     """The gradient of a sum of costs to a value of a site; zero if there is none."""
     with torch.enable_grad():
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
-    return gradient_to(total, leaf)
-
-
-def gradient_to(total: Tensor, leaf: Tensor) -> Tensor:
-    """The gradient of a scalar to a leaf; zero if there is none."""
     if not total.requires_grad:
         return torch.zeros_like(leaf)
     (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
@@ -145,20 +136,14 @@ class SiteProgramRuns:
         return torch.stack(costs), torch.stack(gradients)
 
     def slope(self) -> Tensor:
-        """The gradient of all costs downstream at the sampled values, from the step's own runs if possible."""
-        runs, spec = self.batch.rollout.runs, self.layout.classes[self.c].spec
-        found: dict[tuple[int, str], Tensor] = {}
-        for name in self.names:
-            slopes = self.rerun.slopes(name)
-            if slopes is None:
-                return self._slope_of_other_runs()
-            found.update({(id(run), name): slope for run, slope in zip(runs, slopes, strict=True)})
-        ndim = len(spec.event_shape)
-        return self.batch.rollout.stack(lambda run, name: found[id(run), name], self.names, spec.plates, ndim)
-
-    def _slope_of_other_runs(self) -> Tensor:
+        """The gradient of all costs downstream at the sampled values."""
+        rollout, spec = self.batch.rollout, self.layout.classes[self.c].spec
         try:
-            return self.gradient(self.value)[1]
+            if any(self.layout.graph.descendants(name) for name in self.names):
+                return self.gradient(self.value)[1]
+            slopes = {id(run): own for run, own in zip(rollout.runs, self.rerun.slopes(), strict=True)}
+            ndim = len(spec.event_shape)
+            return rollout.stack(lambda run, name: slopes[id(run)][name], self.names, spec.plates, ndim)
         except BPQError:
             raise
         except RuntimeError as error:

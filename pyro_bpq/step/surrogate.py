@@ -67,8 +67,7 @@ def step(
     sums = [term.sum() for _, term in terms]
     surrogate = sum(sums[1:], sums[0]) if sums else torch.zeros(())
     paths = sum((cost for one in signals for cost in one.paths()), torch.zeros(()))
-    leaves = tuple(leaf for one in signals for run in one.rollout.runs for leaf in run.leaves())
-    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths, leaves)
+    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
 
 
 def _told(signals: Sequence[Signals]) -> Iterator[str]:

@@ -46,7 +46,5 @@ class Step:
     learns: bool = False  # Whether the step counts as a training step
     # The costs through which pathwise gradients flow, summed over particles
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
-    # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
-    leaves: tuple[Tensor, ...] = ()
     # What is added to the recent costs of sites
     seen: Seen = None

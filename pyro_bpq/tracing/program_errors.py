@@ -79,8 +79,7 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
         return PlateError(told(error, *lines))
     if named := _ONE_NAME.search(text):
         return _name_error(text, named[1] or named[2], watch.costs)
-    # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
-    if watch.options.sloped or type(error) not in EXPLAINED:
+    if type(error) not in EXPLAINED:
         return None
     if _NUMBERS.search(text):
         line = next(_number_lines(text, watch, inputs), "")

@@ -22,7 +22,6 @@ from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
-from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 
 
@@ -61,7 +60,6 @@ class TracedRun:
     of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
     averages_rows: bool = False  # whether weights of a mean over enumerated values read several rows
     recorded: Recorded | None = None  # the recording of the run, if there is one
-    maps: tuple[LinearRead, ...] = ()  # the linear maps that read leaves, if they were noted
     flags: tuple[Any, ...] = ()  # the flags among the arguments of the programs
 
     @cached_property

@@ -36,7 +36,6 @@ from pyro_bpq.rollout.features import (
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
 from pyro_bpq.tracing.further import parts_of
-from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores
 from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.traced_run import (
@@ -85,9 +84,8 @@ def trace_run(
     """
     tape = Tape() if options.track else None
     watch = Watch(options, tape)
-    maps = LinearReads(watch.leaves) if options.maps else None
     with contextlib.ExitStack() as stack:
-        for mode in (tape, maps, watch):
+        for mode in (tape, watch):
             if mode is not None:
                 stack.enter_context(mode)
         program = None if options.only_costs else model
@@ -96,11 +94,8 @@ def trace_run(
         if tape is not None:
             tape.has_ended = True
         traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-        if watch.leaves:
-            traced = replace(traced, run=traced.run.with_leaves(watch.leaves))
-        if watch.enumerated or maps is not None:
-            found = () if maps is None else tuple(maps.found)
-            traced = replace(traced, enumerated=frozenset(watch.enumerated), maps=found)
+        if watch.enumerated:
+            traced = replace(traced, enumerated=frozenset(watch.enumerated))
         if tape is not None:
             reads = {**_reads(tape, guide_sites, watch, heard, True), **_reads(tape, model_sites, watch, heard, False)}
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
@@ -158,11 +153,7 @@ def _explained_traces(
 def importance_traces(
     model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs
 ) -> tuple[Trace, Trace, Heard]:
-    """Traces the guide, and the model replayed against it, with log-probabilities.
-
-    The log-probability of a site whose value is an autograd leaf takes the plain value. So only what the programs
-    compute from the value has a gradient to the leaf.
-    """
+    """Traces the guide, and the model replayed against it, with log-probabilities."""
     nesting, guide = watch.options.max_plate_nesting, watch.guide(guide)
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
@@ -182,13 +173,7 @@ def importance_traces(
         if model is not None and is_validation_enabled():
             check_model_guide_match(model_trace, guide_trace, nesting)
         guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
-        for trace in (guide_trace, model_trace) if model is not None else ():
-            for name in trace.nodes.keys() & watch.leaves.keys():
-                site: Any = trace.nodes[name]
-                plain = site["value"].detach()
-                if watch.tape is not None:
-                    watch.tape.rename(plain, site["value"])
-                site["value"] = plain
+        _score_apart(watch, guide_trace, model_trace)
         heard = {
             **_score(model_trace, Trace.compute_log_prob, False, watch),
             **_score(guide_trace, Trace.compute_score_parts, True, watch),
@@ -200,6 +185,20 @@ def importance_traces(
         explain_scores(error, *given)
         raise
     return model_trace, guide_trace, heard
+
+
+def _score_apart(watch: Watch, *traces: Trace) -> None:
+    """On a tape the value that a site's own log-probabilities score is not the one that all else reads.
+
+    So costs have a slope in either. A copy would do, but a view costs nothing.
+    """
+    for name in watch.drawn:
+        sites: list[Any] = [trace.nodes[name] for trace in traces if name in trace.nodes]
+        split = finite_components(sites[0]["fn"]) if sites else None
+        if split is not None and split.has_slopes and sites[0]["value"].is_floating_point():
+            scored = sites[0]["value"].view_as(sites[0]["value"])
+            for site in sites:
+                site["value"] = scored
 
 
 def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch: Watch) -> Heard:
@@ -256,7 +255,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         if follows and number > 1:
             law, ndim = element_log_prob(unchecked(fn), site["value"])
         plates = {plate: dim for plate, dim in _plates(site).items() if plate == PARTICLES or not is_pathwise}
-        drawn[name] = Drawn(value, batch_of(fn, site["value"]), number, tape.value_of(law), ndim, plates)
+        read, batch = tape.value_of(site["value"]), batch_of(fn, site["value"])
+        drawn[name] = Drawn(value, read, batch, number, tape.value_of(law), ndim, plates)
     costs, unweighted = (
         {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()},
         set(),

@@ -55,8 +55,6 @@ class TraceOptions:
     only_costs: bool = False  # whether only cost statements count; the guide is then the whole program
     jumps: frozenset[str] = frozenset()  # reparameterised sites that are scored, because costs jump with their values
     step: int = 0  # number of steps taken, for estimators with a schedule
-    sloped: frozenset[str] = frozenset()  # sites whose values become autograd leaves of the costs
-    maps: bool = False  # whether to note the linear maps that read these leaves
     warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
     has_told: bool = False  # whether another run of the step has warned of those in the program
 
@@ -80,7 +78,6 @@ class Watch(Messenger):
         self.drawn_as: dict[str, tuple[Any, Frames]] = {}
         self.scored_as: dict[str, tuple[Any, Frames]] = {}
         self.costs, self.enumerated, self.given = set[str](), set[str](), set[str]()
-        self.leaves: dict[str, Tensor] = {}
         self.attached: dict[str, Any] = {}
         self.untraced: dict[str, dict[str, Any]] = {}
         self.subsamples: dict[str, Any] = {}
@@ -156,8 +153,6 @@ class Watch(Messenger):
         """Makes the value that the guide has drawn a source."""
         name = msg["name"]
         self._attach(msg)
-        if name in self.options.sloped:
-            self._lead_back(msg)
         score: Any = None
         if is_untraced(msg):
             if torch.is_grad_enabled() and isinstance(msg["value"], Tensor):
@@ -215,14 +210,6 @@ class Watch(Messenger):
             except UnsupportedSiteError as error:
                 raise error.at(name) from error
             self.attached[name] = estimator
-
-    def _lead_back(self, msg: Any) -> None:
-        """Makes the value of a site a leaf, so that costs have a gradient in it; the value does not change."""
-        value = msg["value"]
-        if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
-            self.leaves[msg["name"]] = leaf = value.detach().requires_grad_()
-            # A program may change the value in place, which autograd forbids for a leaf.
-            msg["value"] = leaf.clone()
 
     def _keep(self, msg: Any, score: Tensor) -> None:
         """Records a site that Pyro leaves out of its traces, although later costs depend on its value."""

@@ -380,11 +380,13 @@ def test_immediate_costs_read_no_site_downstream() -> None:
 def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
     plan = trained(LAYERS["bits"], 1, steps=1, estimator=Hindsight(draws=1)).plan
     assert plan is not None and plan.held is not None
-    groups = [set(group.costs) for group in plan.held.groups]
+    guide, model, factor = (group for group in plan.held.groups)
     # Of the site below, the data's cost reads a site downstream, and the factor does not.
-    factor = {cost_of_model("low only")}
-    assert factor in groups and {cost_of_model("low"), cost_of_model("x")} <= groups[1 - groups.index(factor)]
-    assert [group.immediate for group in plan.held.groups] == [{"low"} if own == factor else {"top"} for own in groups]
+    assert set(guide.costs) == {cost_of_guide("low"), cost_of_guide("top")}
+    assert set(model.costs) == {*map(cost_of_model, ("low", "top", "x"))}
+    assert factor.costs == (cost_of_model("low only"),)
+    assert [group.immediate for group in (guide, model, factor)] == [set(), {"top"}, {"low"}]
+    assert [group.own for group in (guide, model, factor)] == [{"low", "top"}, {"top"}, set()]
 
 
 def test_a_cost_of_a_child_among_immediate_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

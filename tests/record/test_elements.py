@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 from torch.nn.functional import group_norm, one_hot, scaled_dot_product_attention
 
 from pyro_bpq.record.elements import MANY, NONE, Unknown, rule_of
@@ -50,7 +51,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "mask": lambda z: z[:, torch.tensor([True, False, True])],
     "mask_of_two_dimensions": lambda z: z[torch.tensor([[True, False, True], [False, True, False]])],
     "mask_elsewhere": lambda z: z[:, :, None].expand(2, 3, 2)[..., torch.tensor([True, False])],
-    "solved_by_rows": lambda z: torch.linalg.solve_triangular(torch.ones(1, 1), z.view(1, 6), upper=False),
+    "solved_by_rows": lambda z: solve_triangular(torch.ones(1, 1), z.view(1, 6), upper=False),
     "one_hot": lambda z: one_hot(z.long(), 2).float(),
     "index_put": lambda z: torch.zeros(3).index_put((torch.tensor([2, 0, 1]),), z[0])[:2],
 }
@@ -69,10 +70,8 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "row_times_matrix": lambda z: z[0] @ torch.arange(1.0, 7.0).reshape(3, 2),
     "count_nonzero": lambda z: z.count_nonzero(-1),
     "attention": lambda z: scaled_dot_product_attention(*(z.view(1, 1, 6, 1),) * 3),
-    "solved": lambda z: torch.linalg.solve_triangular(torch.eye(2) + torch.ones(2, 2).tril(), z, upper=False)[1],
-    "solved_from_the_right": lambda z: torch.linalg.solve_triangular(
-        torch.ones(3, 3).triu(), z, upper=True, left=False
-    ),
+    "solved": lambda z: solve_triangular(torch.eye(2) + torch.ones(2, 2).tril(), z, upper=False)[1],
+    "solved_from_the_right": lambda z: solve_triangular(torch.ones(3, 3).triu(), z, upper=True, left=False),
     "group_norm": lambda z: group_norm(z.view(1, 6), 2),
 }
 

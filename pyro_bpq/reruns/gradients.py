@@ -1,0 +1,56 @@
+r"""Gradients that are known already, and the leaves that collect them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def with_gradients(value: Tensor, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """A value with known gradients."""
+    return _Known.apply(value, gradients, *leaves) if leaves else value  # type: ignore[no-untyped-call]
+
+
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Adds gradients to ``.grad``, as ``backward`` does."""
+    given = set[int]()
+    with torch.no_grad():
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if leaf.grad is not None:
+                leaf.grad.add_(gradient)
+                continue
+            # Two leaves may not share a gradient, which optimisers write into.
+            is_own = gradient.is_contiguous() and gradient.data_ptr() not in given
+            leaf.grad = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
+            given.add(leaf.grad.data_ptr())
+
+
+class _Known(torch.autograd.Function):
+    """A value with known gradients to some leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        # The scalar may be on another device than the gradient.
+        return None, None, *(gradient * outer.to(gradient.device) for gradient in ctx.gradients)
+
+
+def inputs_of(total: Tensor) -> list[Tensor]:
+    """The leaves of an autograd graph that collect gradients."""
+    seen, nodes, found = set[Any](), [total.grad_fn], list[Tensor]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found += [] if getattr(node, "variable", None) is None else [node.variable]
+        nodes += [following for following, _ in node.next_functions]
+    return found
