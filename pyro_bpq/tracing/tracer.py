@@ -36,7 +36,8 @@ from pyro_bpq.rollout.features import (
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
 from pyro_bpq.tracing.further import parts_of
-from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
+from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores
+from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
