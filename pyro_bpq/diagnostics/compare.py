@@ -225,9 +225,6 @@ class Truth(NamedTuple):
 
 def _probe(program: Program) -> tuple[bool, bool]:
     """Makes the parameters. Whether particles run in one plate, and whether sampled values leave torch."""
-    with torch.no_grad(), poutine.block():
-        trace = poutine.trace(program.guide).get_trace(*program.args, **program.kwargs)
-        poutine.replay(program.model, trace=trace)(*program.args, **program.kwargs)
     elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True)
     try:
         with warnings.catch_warnings():

@@ -1,9 +1,9 @@
-"""What a diagnosis finds: a table of functions, each of which looks for one mistake and says it."""
+"""What a diagnosis finds: functions, each of which looks for one mistake and says it."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,10 +96,6 @@ class Look:
         """All other sites."""
         return [name for name in self.plan.layout.specs if name not in self.pathwise]
 
-    def infer(self, site: str) -> Mapping[str, Any]:
-        """What ``infer=`` of a site of the guide says."""
-        return self.runs[0].guide_trace.nodes.get(site, {}).get("infer", {})
-
     @cached_property
     def still(self) -> list[str]:
         """Parameters of the guide that no step moves."""
@@ -116,93 +112,96 @@ class Look:
         return f"{self.moments.num_samples} {'outcomes' if self.moments.is_exact else 'sampled steps'}"
 
 
-# A message, an advice, and the sites concerned; ``None`` where there is nothing to say.
-Said = tuple[str, str, Sequence[str]] | None
-
-
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """Names in quotes, the first few of many."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more
 
 
-def not_finite(look: Look) -> Said:
+def findings(look: Look) -> Iterator[Finding]:
+    """All findings, the most severe first."""
+    for find in (_errors, _gradients, _collapsed, _hidden_rsample, _untrained, _zeros, _values_that_leave, _particles):
+        yield from find(look)
+
+
+def _errors(look: Look) -> Iterator[Finding]:
     """A loss or a gradient that is no number."""
     bad = [name for name, mean in look.moments.mean.items() if not bool(torch.isfinite(mean).all())]
-    if not bad and all(bool(torch.isfinite(run.run.loss)) for run in look.runs):
-        return None
-    return (
-        f"The loss or the gradient of {listed(bad) or 'some parameter'} is not finite.",
-        "Look for a value outside a support, a logarithm of zero, or a too large learning rate; "
-        "pyro.enable_validation(True) names the site.",
-        (),
-    )
+    if bad or not all(bool(torch.isfinite(run.run.loss)) for run in look.runs):
+        yield Finding(
+            "not finite",
+            "error",
+            f"The loss or the gradient of {listed(bad) or 'some parameter'} is not finite.",
+            "Look for a value outside a support, a logarithm of zero, or a too large learning rate; "
+            "pyro.enable_validation(True) names the site.",
+        )
 
 
-def untrained(look: Look) -> Said:
+def _untrained(look: Look) -> Iterator[Finding]:
     """An ELBO that has not learned anything."""
-    if look.elbo.num_steps:
-        return None
-    return (
-        "This ELBO has taken no step of training, so its critics and running means know nothing.",
-        "Train first, and hand over the ELBO that was trained. It keeps what it has learned: make it once, not in each "
-        "step.",
-        (),
-    )
+    if not look.elbo.num_steps:
+        yield Finding(
+            "untrained",
+            "hint",
+            "This ELBO has taken no step of training, so its critics and running means know nothing.",
+            "Hand over the ELBO that was trained. It keeps what it has learned: make it once, not in each step.",
+        )
 
 
-def no_gradient(look: Look) -> Said:
+def _gradients(look: Look) -> Iterator[Finding]:
     """Parameters of the guide that no site's gradient reaches."""
     cut, nodes = [name for name in look.still if name not in look.moments.reached], look.runs[0].guide_trace.nodes
-    if not cut:
-        return None
     densities = {name: nodes[name].get("log_prob") for name in look.laws if name in nodes}
     sites = [name for name, value in densities.items() if isinstance(value, Tensor) and not value.requires_grad]
     where = f" The distribution of {listed(sites)} has no gradient to any parameter: look there." if sites else ""
     none = "" if look.moments.reached else " No parameter of model or guide gets one."
-    return (
-        f"The guide's parameters {listed(cut)} get no gradient in any of {look.count}: they will never learn."
-        f"{where}{none}",
-        "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
-        "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay as "
-        "it is, this is right.",
-        sites,
-    )
+    if cut:
+        yield Finding(
+            "no gradient",
+            "warning",
+            f"The guide's parameters {listed(cut)} get no gradient in any of {look.count}: they will never learn."
+            f"{where}{none}",
+            "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
+            "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay "
+            "as it is, this is right.",
+            tuple(sites),
+        )
 
 
-def zero_gradient(look: Look) -> Said:
+def _zeros(look: Look) -> Iterator[Finding]:
     """Parameters of the guide that sites read, whose gradient is zero in every step."""
     zero = [name for name in look.still if name in look.moments.reached]
-    if not zero or not (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
-        return None
-    return (
-        f"The gradient of the guide's parameters {listed(zero)} is exactly zero in each of {look.count}, although "
-        "sites read them.",
-        "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
-        "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
-        (),
-    )
+    if zero and (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
+        yield Finding(
+            "zero gradient",
+            "hint",
+            f"The gradient of the guide's parameters {listed(zero)} is exactly zero in each of {look.count}, although "
+            "sites read them.",
+            "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
+            "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
+        )
 
 
-def collapsed(look: Look) -> Said:
+def _collapsed(look: Look) -> Iterator[Finding]:
     """Sites that draw one value only, in all rows, and what each site diverges from its prior."""
     still = [name for name, fn in look.laws.items() if _draws_one(fn)]
-    if not still:
-        return None
     nats = dict[str, float]()
-    for guide, model in ((run.guide_trace.nodes, run.model_trace.nodes) for run in look.runs):
-        for name in look.laws.keys() & guide.keys() & model.keys():
+    for guide, model in ((run.guide_trace.nodes, run.model_trace.nodes) for run in look.runs if still):
+        for name in (name for name in look.laws if name in guide and name in model):
             cost = float((guide[name]["log_prob_sum"] - model[name]["log_prob_sum"]).detach())
             nats[name] = nats.get(name, 0.0) + cost / look.elbo.num_particles
-    shown = ", ".join(f"{name!r} {number(nats[name])}" for name in look.laws if name in nats)
-    return (
-        f"{listed(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns next to "
-        f"nothing about others. log q - log p of each site in this step, in nats: {shown}.",
-        "If the posterior is that sure, this is right. Else the guide has settled too early: begin with logits near "
-        "zero, take a smaller learning rate for the guide or more particles, or scale log q - log p up slowly "
-        "(pyro.poutine.scale). Bounded logits, as by 5 * torch.tanh(logits / 5), keep other values in play.",
-        still,
-    )
+    if still:
+        shown = ", ".join(f"{name!r} {number(own)}" for name, own in nats.items())
+        yield Finding(
+            "collapsed",
+            "warning",
+            f"{listed(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns "
+            f"next to nothing about others. log q - log p of each site in this step, in nats: {shown}.",
+            "If the posterior is that sure, this is right. Else the guide has settled too early: begin with logits "
+            "near zero, take a smaller learning rate for the guide or more particles, or scale log q - log p up slowly "
+            "(pyro.poutine.scale). Bounded logits, as by 5 * torch.tanh(logits / 5), keep other values in play.",
+            tuple(still),
+        )
 
 
 def _draws_one(fn: Any) -> bool:
@@ -213,82 +212,61 @@ def _draws_one(fn: Any) -> bool:
     return bool((laws.mean(0).amax(-1) > _CERTAIN).all())
 
 
-def hidden_rsample(look: Look) -> Said:
+def _hidden_rsample(look: Look) -> Iterator[Finding]:
     """Sites whose distribution could be reparameterised, if ``has_rsample`` were not switched off."""
     # Who has chosen an estimator at the site knows; for some of these rsample is hidden by the library itself.
-    sites = look.laws.keys() - look.elbo.runner.recordings.jumps
-    open_sites = [n for n in look.scored if n in sites and not look.infer(n).get("bpq", {}).get("estimator")]
-    kinds = {name: kind for name in open_sites if (kind := _hides_rsample(look.laws[name]))}
-    if not kinds:
-        return None
-    return (
-        f"{listed([*kinds])}: {', '.join(dict.fromkeys(kinds.values()))} can be reparameterised, but its has_rsample "
-        "is False here. So the gradient does not follow the sampled value into the costs (the pathwise gradient, which "
-        "has little noise).",
-        "Write the plain distribution (dist.Normal, not NonreparameterizedNormal), and leave fn.has_rsample alone. If "
-        "costs have no gradient with respect to the value, leave it as it is.",
-        [*kinds],
-    )
+    sites, nodes = look.laws.keys() - look.elbo.runner.recordings.jumps, look.runs[0].guide_trace.nodes
+    chosen = {name for name in nodes if nodes[name].get("infer", {}).get("bpq", {}).get("estimator")}
+    kinds = {n: kind for n in look.scored if n in sites - chosen and (kind := _hides_rsample(look.laws[n]))}
+    if kinds:
+        yield Finding(
+            "rsample hidden",
+            "warning",
+            f"{listed([*kinds])}: {', '.join(dict.fromkeys(kinds.values()))} can be reparameterised, but its "
+            "has_rsample is False here. So the gradient does not follow the sampled value into the costs (the pathwise "
+            "gradient, which has little noise).",
+            "Write the plain distribution (dist.Normal, not NonreparameterizedNormal), and leave fn.has_rsample alone. "
+            "If costs have no gradient with respect to the value, leave it as it is.",
+            tuple(kinds),
+        )
 
 
 def _hides_rsample(fn: Any) -> str:
     """Name of the class whose ``rsample`` is switched off, in the distribution or in what it wraps."""
     while fn is not None:
-        is_able = any(vars(base).get("has_rsample") is True for base in type(fn).__mro__)
-        if is_able and not fn.has_rsample:
+        if not fn.has_rsample and any(vars(base).get("has_rsample") is True for base in type(fn).__mro__):
             return type(fn).__name__
         fn = getattr(fn, "base_dist", None)
     return ""
 
 
-def values_that_leave(look: Look) -> Said:
+def _values_that_leave(look: Look) -> Iterator[Finding]:
     """Sampled values that leave torch."""
-    sites = sorted(frozenset().union(*(run.escaped_sites for run in look.runs)))
-    if not sites:
-        return None
     met = " Rows of a plate may have met: then each row is charged with the costs of all rows."
-    return (
-        f"The values of {listed(sites)} leave torch (.item(), int(), if, .numpy(), a list index): the model is not run "
-        f"at other values, and later sites count as dependent on them.{met * any(run.crosses for run in look.runs)}",
-        "Where Python need not look at the value, write torch.where, tensor indexing or masks instead. Where it must, "
-        "this is the right behaviour.",
-        sites,
-    )
+    if sites := sorted(frozenset().union(*(run.escaped_sites for run in look.runs))):
+        yield Finding(
+            "values leave torch",
+            "hint",
+            f"The values of {listed(sites)} leave torch (.item(), int(), if, .numpy(), a list index): the model is not "
+            "run at other values, and later sites count as dependent on them."
+            f"{met * any(run.crosses for run in look.runs)}",
+            "Where Python need not look at the value, write torch.where, tensor indexing or masks instead. Where it "
+            "must, this is the right behaviour.",
+            tuple(sites),
+        )
 
 
-def one_particle(look: Look) -> Said:
+def _particles(look: Look) -> Iterator[Finding]:
     """Rows of data that another particle would give a baseline, where somebody has asked for one particle."""
-    plates = look.runs[0].plates
-    sites = [name for name in look.scored if name in look.plan.noisy and plates.get(name)]
-    if not sites or look.elbo.num_particles > 1 or look.elbo.particles.is_open:
-        return None
-    return (
-        f"With one particle the costs of {listed(sites)} are compared with earlier steps or with a second run, not "
-        "with another sample of the same data point.",
-        "Leave num_particles out: then several particles run in one call wherever the program allows it, and compare "
-        "each data point with other samples of its own (leave-one-out).",
-        sites,
-    )
-
-
-# Findings of the same severity are listed in this order.
-CHECKS = (
-    ("not finite", "error", not_finite),
-    ("no gradient", "warning", no_gradient),
-    ("collapsed", "warning", collapsed),
-    ("rsample hidden", "warning", hidden_rsample),
-    ("untrained", "hint", untrained),
-    ("zero gradient", "hint", zero_gradient),
-    ("values leave torch", "hint", values_that_leave),
-    ("one particle", "hint", one_particle),
-)
-
-
-def findings(look: Look) -> Iterator[Finding]:
-    """All findings, the most severe first."""
-    for kind, severity, look_for in CHECKS:
-        # A loss that is summed over all values needs no baseline.
-        said = None if look.plan.sums and look_for is one_particle else look_for(look)
-        if said is not None:
-            message, advice, sites = said
-            yield Finding(kind, severity, message, advice, tuple(sites))
+    sites = [name for name in look.scored if name in look.plan.noisy and look.runs[0].plates.get(name)]
+    # A loss that is summed over all values needs no baseline.
+    if sites and look.elbo.num_particles == 1 and not (look.elbo.particles.is_open or look.plan.sums):
+        yield Finding(
+            "one particle",
+            "hint",
+            f"With one particle the costs of {listed(sites)} are compared with earlier steps or with a second run, not "
+            "with another sample of the same data point.",
+            "Leave num_particles out: then several particles run in one call wherever the program allows it, and "
+            "compare each data point with other samples of its own (leave-one-out).",
+            tuple(sites),
+        )

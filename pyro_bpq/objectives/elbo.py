@@ -49,7 +49,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
       particle it is a trimmed mean of earlier costs or, at sites of many components, the cost of a second run.
 
     All of these are unbiased for any state of the critics, first call included. The guide runs ``num_particles`` times.
-    The model runs once more if that pays. If the loss can be summed over all values (:mod:`pyro_bpq.step.exact_sum`),
+    The model runs once more if that pays. If the loss can be summed over all values (:mod:`pyro_bpq.reruns.tables`),
     nothing is drawn after the first steps, and the gradient is exact.
 
     Args:

@@ -14,7 +14,6 @@ are exact, ``L`` is the loss itself up to a constant. Only the guide runs again,
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +22,13 @@ from typing import Any
 import torch
 from pyro.distributions.util import is_identically_zero, scale_and_mask
 from torch import Tensor
-from torch.distributions import Distribution, kl_divergence
+from torch.distributions import kl_divergence
 
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.record.laws import mapped
 from pyro_bpq.reruns.redraw import Hold, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -89,19 +89,9 @@ class LocalObjective:
             rollout = replace(staged.signals.rollout, runs=tuple(runs))
             classes, free = staged.signals.layout.classes, _without_cost(staged)
             penalty = runs[0].loss.new_zeros(rollout.num_particles)
-            batches = {c: SiteBatch(classes[c], rollout) for c in old}
-            tables.append({c: batch.log_q for c, batch in batches.items()})
-            finite = {c for c, new in tables[-1].items() if new.dim() == len(rollout.batch_shape(())) + 3}
-            for c in finite:
-                new, before = tables[-1][c], old[c]
-                forward, backward = before.exp() * (before - new), new.exp() * (new - before)
-                for total, table in ((kl, forward), (reverse, backward)):
-                    for name, term in zip(classes[c].names, table.flatten(1).sum(1).unbind(0), strict=True):
-                        total[name] = total.get(name, 0.0) + term / self.num_particles
-                taxed = torch.tensor([name not in free for name in classes[c].names], dtype=new.dtype).to(new.device)
-                penalty = penalty + taxed @ _by_particle(batches[c].weighted(backward))
-            for c, cls in enumerate(classes):
-                for name in cls.names if c not in finite else ():
+            tables.append({c: SiteBatch(classes[c], rollout).log_q for c in old})
+            for cls in classes:
+                for name in cls.names:
                     pairs = {id(r): _divergences(f[name], r.sites[name]) for r, f in zip(runs, frozen, strict=True)}
                     for pair in pairs.values():
                         for total, part in zip((kl, reverse), pair, strict=True):
@@ -205,10 +195,4 @@ def _by_particle(tensor: Tensor) -> Tensor:
 
 def _frozen(fn: Any) -> Any:
     """A distribution that shares no tensor with ``fn`` and carries no gradient."""
-    twin = copy.copy(fn)
-    for name, value in vars(fn).items():
-        if isinstance(value, Tensor):
-            setattr(twin, name, value.detach().clone())
-        elif isinstance(value, Distribution):
-            setattr(twin, name, _frozen(value))
-    return twin
+    return mapped(fn, lambda tensor: tensor.detach().clone())

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.step.exact_sum import ExactSum
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
@@ -75,7 +74,7 @@ class Observation:
     items: tuple[Staged, ...] = ()  # one for all particles; or one for each, where sampled values steer the program
     ordered: tuple[RunInOrder, ...] = ()  # in place of items, what each run tells in program order
     is_lone: bool = False  # whether a single run in program order has baselines of recent costs
-    summed: ExactSum | None = None  # in place of items, the loss summed over all values
+    summed: Tensor | None = None  # in place of items, the loss summed over all values, with gradient
 
     @property
     def traces(self) -> tuple[Any, Any]:
@@ -86,7 +85,7 @@ class Observation:
     def loss(self) -> Tensor:
         """The loss, summed over draws, a scalar in nats; its gradient has no meaning."""
         if self.summed is not None:
-            return self.summed.loss.detach()
+            return self.summed.detach()
         losses = [run.loss for run in self.ordered] or [traced.run.loss for traced in self.runs]
         return sum(losses[1:], losses[0])
 

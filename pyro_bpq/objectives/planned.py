@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_bpq.batching.layout import described
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
 from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.local_objective import LocalObjective
@@ -24,7 +25,6 @@ from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import Pending
-from pyro_bpq.step.exact_sum import sum_step
 from pyro_bpq.step.program_order import lone_step, order_step
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
@@ -54,7 +54,10 @@ class PlannedObjective(Objective):
         """
         learning, learns = self.learning(mode), mode is not None and mode.learning
         if seen.summed is not None:
-            return sum_step(seen.summed, learns)
+            summed = self.plan.summed if self.plan and learns else None
+            info = {name: {"estimator": AllAction()} for name in (summed.components if summed else ())}
+            none = torch.zeros_like(loss)
+            return Step(seen.summed.detach(), none, info=info, learns=learns, paths=seen.summed)
         if seen.is_lone:
             return lone_step(seen.ordered[0], self.trainer.recent, learning, learns)
         if seen.ordered:

@@ -27,8 +27,7 @@ from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
-from pyro_bpq.reruns.elimination import eliminate
-from pyro_bpq.reruns.enumeration import enumerated_programs
+from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.further import further_particles, gradients_agree
@@ -172,10 +171,10 @@ class StepRunner(Runner):
             check_gradients(traced)
             return traced
         nesting = int(particles.nesting)
-        with enumerated_programs(model, guide, nesting) as (summed, sampled):
-            # Values that are put in stand outside of enumeration, which follows the sites that it passes.
-            finish = functools.partial(eliminate, nesting=nesting)
-            traced = trace_run(put(summed), put(sampled), args, kwargs, options, finish)
+        summed, sampled = enumerated_programs(model, guide, nesting)
+        # Values that are put in stand outside of enumeration, which follows the sites that it passes.
+        finish = functools.partial(eliminate, nesting=nesting)
+        traced = trace_run(put(summed), put(sampled), args, kwargs, options, finish)
         if self.warns and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
         return traced
@@ -191,9 +190,7 @@ class StepRunner(Runner):
         recordings, planner = self.recordings, self.plans.planner
         if particles.sums:
             found = Summing(self, program, particles, mode).observation()
-            assert found.summed is not None
             recordings.now.steps += mode.counts(found.runs[0])
-            self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
         if is_ordered:

@@ -2,6 +2,7 @@ r"""The step of a program whose loss is summed over all values of its sites, and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,23 +14,15 @@ from pyro_bpq.objectives.observation import Mode, Observation
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.reruns.gradients import inputs_of
+from pyro_bpq.reruns.tables import exact_sum
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.step.exact_sum import exact_sum
+from pyro_bpq.rollout.sums import in_single
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.substitute import AllValues
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.runner import StepRunner
-
-
-def has_finite_gradient(loss: Tensor) -> bool:
-    """Whether all gradients of a scalar are finite; its graph stays."""
-    leaves = inputs_of(loss) if loss.requires_grad else []
-    if not leaves:
-        return True
-    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    return all(bool(torch.isfinite(gradient).all()) for gradient in found if gradient is not None)
 
 
 @dataclass(frozen=True)
@@ -41,44 +34,46 @@ class Summing:
     particles: Particles  # a particle for each value
     mode: Mode  # what the step is for
 
-    @property
-    def _nesting(self) -> int:
-        return int(self.particles.nesting)
-
     def observation(self) -> Observation:
         """The run that fills the tables, and their sum; refuses programs that cannot be summed."""
-        recordings, draws, number = self.runner.recordings, Draws(), self.particles.number
+        recordings, draws = self.runner.recordings, Draws()
         record = not self.mode.is_recorded and recordings.wants(self.particles)
         traced = self._run(record)
-        if not (record or self.mode.is_recorded or recordings.knows(traced, number)):
+        if not (record or self.mode.is_recorded or recordings.knows(traced, self.particles.number)):
             draws.again()
             traced, record = self._run(True), True
-        found = self._summed(traced)
+        loss = self._sum(traced)
         if record and self.particles.is_compact:
             # A program may read a shape.
             draws.again()
-            compact = self._summed(self._run(False))
-            if not torch.allclose(found.loss, compact.loss, rtol=1e-4):
+            if not torch.allclose(loss, self._sum(self._run(False)), rtol=1e-4):
                 self._refuse("values of size one in plates cost something else")
-        return found
+        return Observation((traced,), summed=loss)
 
-    def _summed(self, traced: TracedRun) -> Observation:
+    def _sum(self, traced: TracedRun) -> Tensor:
         """The sum over the tables of a run."""
-        plan = self._plan(traced)
-        summed = exact_sum(traced, plan, self._nesting, self.mode.is_recorded)
-        if not summed.is_finite:
-            raise UnsupportedProgramError("the loss is not finite at some values")
-        if summed.num_zeros > self.runner.num_zeros or (summed.num_zeros and traced.recorded is not None):
-            # Where the probability is zero, an infinite slope of the cost makes the gradient NaN.
-            if not has_finite_gradient(summed.loss):
-                raise UnsupportedProgramError("the gradient is not finite at impossible values")
-        return Observation((traced,), summed=summed)
+        runner, is_open = self.runner, not self.mode.is_recorded
+        loss, zeros = exact_sum(traced, self._plan(traced), int(self.particles.nesting), is_open)
+        if is_open:
+            # One read on the host.
+            known, (number, num_zeros) = runner.num_zeros, torch.stack([in_single(loss.detach()), zeros]).tolist()
+            if not math.isfinite(number):
+                raise UnsupportedProgramError("the loss is not finite at some values")
+            if num_zeros > known or (num_zeros and traced.recorded is not None):
+                # Where the probability is zero, an infinite slope of the cost makes the gradient NaN.
+                leaves = inputs_of(loss) if loss.requires_grad else []
+                found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) if leaves else ()
+                if not all(bool(torch.isfinite(own).all()) for own in found if own is not None):
+                    raise UnsupportedProgramError("the gradient is not finite at impossible values")
+                runner.num_zeros = max(known, int(num_zeros))
+        return loss
 
     def _run(self, record: bool) -> TracedRun:
         (together,) = programs_of(self.program, self.particles)
         # Dependencies are followed row by row, in log-probabilities too.
-        put = AllValues(self.particles.number, self._nesting, self.particles.is_compact and not record, record)
-        return self.runner.trace(together, self.particles, self.mode.num_steps, record, warns=False, put=put)
+        particles = self.particles
+        put = AllValues(particles.number, int(particles.nesting), particles.is_compact, record)
+        return self.runner.trace(together, particles, self.mode.num_steps, record, warns=False, put=put)
 
     def _plan(self, traced: TracedRun) -> SumPlan:
         runner, mode, particles = self.runner, self.mode, self.particles

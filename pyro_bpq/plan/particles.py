@@ -37,7 +37,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: W
         sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - held,
         held=held,
         crossed=frozenset(plan.layers) - held,
-        is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
+        is_plain=not (traced.user_costs or traced.untraced or traced.enumerated),
         elements=largest_value(traced),
         particles=particles,
         free=math.inf if work is None or particles > 1 else _shared_over_added(work),

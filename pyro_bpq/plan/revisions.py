@@ -30,7 +30,7 @@ def untold(site: SiteFacts, structure: Structure, is_alone: bool, layers: int) -
     """The facts of a site of many components that has no critic, and whose costs no extra run gives."""
     name, traced, graph = site.info.name, structure.traced, structure.graph
     keeps_rows = structure.facts.cuts_plates or not graph.node(name).plates
-    is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
+    is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
     is_plain = traced.options[name].baseline is None and name not in traced.untraced and not traced.user_costs
     return replace(
         site,
@@ -147,7 +147,7 @@ def crossable(structure: Structure) -> dict[str, bool]:
     """
     traced, graph = structure.traced, structure.graph
     found: dict[str, bool] = {}
-    for name, site in traced.run.sites.items() if traced.elimination is None else ():
+    for name, site in traced.run.sites.items() if not traced.enumerated else ():
         components, cost = traced.infos[name].components, cost_of_model(name)
         if components is None or name in traced.untraced or not _is_plated(traced.guide_trace.nodes[name]):
             continue

@@ -8,11 +8,10 @@ read none of these sites are drawn once, for all rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
+from pyro_bpq.graph.scg import CostNode, StochasticNode, cost_of_guide, cost_of_model
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -41,46 +40,33 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     if structure.facts.self_read or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
         return None
     shared = frozenset(name for name, info in traced.infos.items() if info.has_rsample)
-    components, parents = {}, dict[str, str | None]()
-    for name, info in traced.infos.items():
-        split, read = info.components, [parent for parent in graph.node(name).parents if parent not in shared]
-        if name in shared:
-            record = traced.run.sites[name]
-            if read or record.score is not None or carried(record.value):
-                return None
-            continue
+    names = [name for name in traced.infos if name not in shared]
+    own = {cost_of_guide(name): name for name in names} | {cost_of_model(name): name for name in names}
+    reads = dict[str, str | None]()
+    readers: list[StochasticNode | CostNode] = [*graph.nodes, *graph.costs]
+    for reader in readers:
+        read = [name for name in reader.parents if name not in shared and name != own.get(reader.name)]
+        # In every row of whose plates there must be something that reads it.
+        if len(read) > 1 or not all(set(graph.node(name).plates) <= set(reader.plates) for name in read):
+            return None
+        reads[reader.name] = next(iter(read), None)
+    for name in shared:
+        record = traced.run.sites[name]
+        if reads[name] or record.score is not None or carried(record.value):
+            return None
+    components = dict[str, Components]()
+    for name in names:
+        split, record = traced.infos[name].components, traced.run.sites[name]
         if split is None or split.size != 1 or not 2 <= split.cardinality <= max_support:
             return None
-        if not (_reads_at_most_one(graph, read, graph.node(name).plates) and _has_plates(traced, name)):
+        if not _has_plates(traced, name) or reads[cost_of_guide(name)] not in (None, reads[name]):
             return None
-        components[name], parents[name] = split, next(iter(read), None)
-    if not components:
-        return None
-    priors, others = dict[str, str | None](), dict[str, str | None]()
-    own = {cost_of_guide(name): name for name in components} | {cost_of_model(name): name for name in components}
-    for cost in graph.costs:
-        site = own.get(cost.name)
-        read = [name for name in cost.parents if name != site and name not in shared]
-        if not _reads_at_most_one(graph, read, cost.plates):
+        if cost_of_model(name) in reads and not (record.prior and have_same_values(record.prior, record.fn)):
             return None
-        parent = next(iter(read), None)
-        if site is None:
-            others[cost.name] = parent
-        elif cost.name == cost_of_model(site):
-            priors[site] = parent
-            record = traced.run.sites[site]
-            if not _is_known_pair(site, parent, parents):
-                return None
-            if record.prior is None or not have_same_values(record.prior, record.fn):
-                return None
-        elif parent not in (None, parents[site]):
-            return None
-    return SumPlan(components, parents, priors, others, shared)
-
-
-def _reads_at_most_one(graph: StochasticComputationGraph, read: Collection[str], plates: Collection[Any]) -> bool:
-    """Whether no more than one site is read, in every row of whose plates there is something that reads it."""
-    return len(read) <= 1 and all(set(graph.node(name).plates) <= set(plates) for name in read)
+        components[name] = split
+    priors = {name: reads[cost_of_model(name)] for name in names if cost_of_model(name) in reads}
+    others = {cost.name: reads[cost.name] for cost in graph.costs if cost.name not in own}
+    return SumPlan(components, {name: reads[name] for name in names}, priors, others, shared) if names else None
 
 
 def _has_plates(traced: TracedRun, name: str) -> bool:
@@ -88,15 +74,3 @@ def _has_plates(traced: TracedRun, name: str) -> bool:
     dims = {plate.dim for plate in traced.plates[name]}
     shape = traced.run.sites[name].fn.batch_shape[-traced.plate_ndim :] if traced.plate_ndim else ()
     return all(size == 1 or i - len(shape) in dims for i, size in enumerate(shape))
-
-
-def _is_known_pair(site: str, other: str | None, parents: Mapping[str, str | None]) -> bool:
-    """Whether the joint law of two sites is at hand: one is the other's parent, or they are independent."""
-    if other is None or other == parents[site] or parents[other] == site:
-        return True
-    return _root(site, parents) != _root(other, parents)
-
-
-def _root(site: str, parents: Mapping[str, str | None]) -> str:
-    parent = parents[site]
-    return site if parent is None else _root(parent, parents)

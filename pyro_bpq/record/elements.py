@@ -230,9 +230,10 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
     """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
     labels, dims = read(table), [i for i, part in enumerate(index) if part is not None]
-    chosen, known = combined(*(read(index[i]) for i in dims)), {i: read.known(index[i]) for i in dims}
+    chosen = combined(*(read(index[i]) for i in dims))
+    known = {i: found for i in dims if (found := read.known(index[i])) is not None}
     has_mask = any(read.dtypes[index[i]] in MASKS for i in dims)
-    is_known = (chosen == NONE).all() and all(found is not None for found in known.values())
+    is_known = (chosen == NONE).all() and len(known) == len(dims)
     if is_known and (has_mask or any(labels.shape[i] > 1 for i in dims)):
         given = {i: found.to(torch.bool if found.dtype in MASKS else torch.long).cpu() for i, found in known.items()}
         return read.whole(table)[tuple(given[i].numpy() if i in given else slice(None) for i in range(len(index)))]

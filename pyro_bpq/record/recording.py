@@ -132,8 +132,7 @@ class Recording:
         if asked in self._flat:
             return self._flat[asked]
         given = [self.tensors[value].detach().clone() for value in function.given]
-        devices = {tensor.device for tensor in given if tensor.is_cuda}
-        with torch.no_grad(), torch.random.fork_rng([device.index for device in devices]):
+        with torch.no_grad(), torch.random.fork_rng({tensor.device.index for tensor in given if tensor.is_cuda}):
             found = flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
         return self._flat.setdefault(asked, found)
 

@@ -1,4 +1,4 @@
-"""Extra runs of a program: at other values, at many values, with held values, with sites summed out.
+"""Extra runs of a program: at other values, at all values, with held values, with sites summed out.
 
-Imports ``plan``, ``step``, ``tracing`` and what is below them. Read ``at_values.py`` first, then ``row_runs.py``.
+Imports ``plan``, ``step``, ``tracing`` and what is below them. Read ``at_values.py`` first, then ``tables.py``.
 """

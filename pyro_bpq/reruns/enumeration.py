@@ -1,19 +1,29 @@
-r"""Runs programs at all values of marked sites at once, and makes costs of the log-probabilities.
+r"""Sums enumerated sites out exactly; the remaining costs do not contain them.
 
-The values of each such site are in a dimension left of all plates. Log-probabilities have named dimensions here;
-``elimination.py`` says which of them make which cost.
+A site of the model only is summed inside the logarithm. A site of the guide is summed outside it:
+
+.. math::
+
+    -\log \sum_{z} \prod_i p_i(z, \ldots)
+    \qquad\text{and}\qquad
+    \sum_{z} q(z \mid \ldots) \, c(z, \ldots)
+
+Both sums are differentiable functions of the parameters and of the sampled sites, so they are costs like any other.
+Each enumerated site has a dimension for its values, to the left of all plates, as in Pyro's ``TraceEnum_ELBO``.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from opt_einsum import shared_intermediates
 from pyro import poutine
+from pyro.distributions.util import is_identically_zero
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
@@ -24,7 +34,12 @@ from torch import Tensor
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.reruns.held_costs import unmasked
-from pyro_bpq.tracing.plate_errors import asks_for_one_value
+from pyro_bpq.reruns.tables import Laws, Table
+from pyro_bpq.rollout.runs import Run
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site, entropy_term
+from pyro_bpq.tracing.watch import is_enumerated, samples
+
+_REMOVE, _SAMPLED = 'Remove infer={"enumerate": ...}', "so that it is sampled"
 
 # A tensor without dimensions of size one. Its attribute ``_pyro_dims`` names the other dimensions.
 Packed = Any
@@ -33,180 +48,319 @@ Packed = Any
 class _Enumerate(EnumMessenger):
     """Enumerates all marked sites in parallel; raises for sites that cannot be summed exactly."""
 
-    def __init__(self, first_available_dim: int | None, seen: list[str]) -> None:
-        super().__init__(first_available_dim)
-        self.seen = seen
-
     def _pyro_sample(self, msg: Any) -> None:
-        mark, name = msg["infer"].get("enumerate"), msg["name"]
+        mark, fn = msg["infer"].get("enumerate"), msg["fn"]
         if mark is None or msg["is_observed"] or msg["done"]:
             return super()._pyro_sample(msg)
         if mark not in ("parallel", "sequential"):
-            raise UnsupportedSiteError(
-                f'Site {name!r}: infer={{"enumerate": {mark!r}}} is unknown; write "parallel" or leave it out.'
-            )
-        if msg["infer"].get("num_samples") is not None:
-            raise UnsupportedSiteError(
-                f'Site {name!r}: infer={{"num_samples": ...}} samples, it does not sum. Remove "enumerate" and '
-                '"num_samples", so that the site is sampled, or only "num_samples", so that it is summed.'
-            )
-        if not getattr(msg["fn"], "has_enumerate_support", False):
-            raise UnsupportedSiteError(
-                f"Site {name!r} ({type(msg['fn']).__name__}) has no support that can be enumerated. Remove "
-                'infer={"enumerate": ...} there, so that it is sampled.'
-            )
-        # Sequential enumeration has the same expectation as parallel enumeration.
-        msg["infer"]["enumerate"] = "parallel"
-        self.seen.append(name)
-        try:
-            return super()._pyro_sample(msg)
-        except NotImplementedError as error:
-            raise UnsupportedSiteError(
-                f'Site {name!r}: {error}. Remove infer={{"enumerate": ...}} there, so that it is sampled.'
-            ) from error
+            fault = f'infer={{"enumerate": {mark!r}}} is unknown; write "parallel" or leave it out.'
+        elif msg["infer"].get("num_samples") is not None:
+            fault = 'infer={"num_samples": ...} samples, it does not sum. Remove it, or "enumerate", or both to sample.'
+        elif not getattr(fn, "has_enumerate_support", False):
+            fault = f"{type(fn).__name__} has no support that can be enumerated. {_REMOVE} there, {_SAMPLED}."
+        else:
+            # Sequential enumeration has the same expectation as parallel enumeration.
+            msg["infer"]["enumerate"] = "parallel"
+            try:
+                return super()._pyro_sample(msg)
+            except NotImplementedError as error:
+                fault = f"{error}. {_REMOVE} there, {_SAMPLED}."
+        raise UnsupportedSiteError(f"Site {msg['name']!r}: {fault}")
 
 
-@contextlib.contextmanager
 def enumerated_programs(
     model: Callable[..., Any], guide: Callable[..., Any], nesting: int
-) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Gives model and guide with their marked sites enumerated, to run within the context."""
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Model and guide with their marked sites enumerated, for one run."""
     if isinstance(poutine.unwrap(guide), Messenger):
         raise UnsupportedProgramError(
             'enumeration="exact" needs the guide to run before the model, and a GuideMessenger runs both as one. '
             'Write the guide as a function, or enumeration="sample".'
         )
-    seen: list[str] = []
-    try:
-        yield _Enumerate(None, seen)(model), _Enumerate(-1 - nesting, seen)(guide)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if not seen or not asks_for_one_value(error):
-            raise
-        raise UnsupportedProgramError(
-            f"The program asks for one value ({error}) where all values of the enumerated sites {sorted(set(seen))} "
-            'are given at once. Use operations on tensors (torch.where, table[z]), or remove infer={"enumerate": ...}, '
-            "so that the site is sampled."
-        ) from error
+    return _Enumerate(None)(model), _Enumerate(-1 - nesting)(guide)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a cost is made from log-probabilities."""
+class _Recipe:
+    """How a cost is made from costs of a run."""
 
-    sites: tuple[str, ...]  # sites whose log-probabilities are added up
+    costs: tuple[str, ...]  # a single one, or those whose log-probabilities are added up
     summed: tuple[str, ...] = ()  # enumerated sites of the model that are summed inside the logarithm
     # Enumerated sites of the guide that the cost is averaged over: the ones it reads, and their enumerated ancestors.
     averaged: tuple[str, ...] = ()
     plates: tuple[Plate, ...] = ()  # plates of the cost
-    is_guide: bool = False  # whether it is a cost of the guide
 
     @property
     def name(self) -> str:
         """Name of the cost."""
-        name = cost_of_guide(self.sites[0]) if self.is_guide else cost_of_model(self.sites[0])
-        if self.summed:
-            more = ", ..." if len(self.summed) > 3 else ""
-            name = f"-log sum({', '.join(self.summed[:3])}{more})"
+        more = ", ..." if len(self.summed) > 3 else ""
+        name = f"-log sum({', '.join(self.summed[:3])}{more})" if self.summed else self.costs[0]
         return f"E[{name}]" if self.averaged else name
 
 
-@dataclass(frozen=True)
-class Term:
+class _Term:
     """The log-probability of a site with named dimensions."""
 
-    site: Any  # its record in the trace
-    symbols: Mapping[int, str]  # names of dimensions
-    ordinal: frozenset[str]  # names of the dimensions of its plates
-    cost: Packed  # the log-probability, scaled and masked
-    reads: frozenset[str]  # enumerated sites that the log-probability depends on
+    def __init__(self, site: Any, cost: Tensor, plates: Mapping[str, str], owners: Mapping[str, str]) -> None:
+        self.site, self.name = site, site["name"]
+        frames = (frame for frame in site["cond_indep_stack"] if frame.vectorized)
+        self.ordinal = frozenset(plates[frame.name] for frame in frames)
+        self.cost = self.packed(cost)
+        self.reads = frozenset(owners[dim] for dim in self.cost._pyro_dims if dim in owners)
 
-    @classmethod
-    def of(cls, site: Any, log_prob: Tensor, plates: Mapping[str, str], owners: Mapping[str, str]) -> Term:
-        """Makes the term of a traced site, with named dimensions."""
-        symbols = dict(site["infer"]["_dim_to_symbol"])
-        ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
-        cost = pack(site["name"], log_prob, symbols)
-        reads = frozenset(owners[dim] for dim in cost._pyro_dims if dim in owners)
-        return cls(site, symbols, ordinal, cost, reads)
+    def packed(self, tensor: Tensor) -> Packed:
+        """A tensor of the site, with named dimensions."""
+        try:
+            return packed.pack(tensor, self.site["infer"]["_dim_to_symbol"])
+        except ValueError as error:
+            raise PlateError(
+                f"Site {self.name!r} has a dimension that belongs to no plate and no enumerated site. Put it into a "
+                f"pyro.plate, or into the event with .to_event(). {error}"
+            ) from error
 
-    def factor(self, is_enumerated: bool) -> Packed:
-        """The factor of the sum: masked unless the site itself is summed, and not scaled."""
-        site, mask = self.site, None if is_enumerated else self.site["mask"]
-        if isinstance(mask, Tensor):
-            mask = pack(site["name"], mask, self.symbols)
-        factor = pack(site["name"], site["unscaled_log_prob"], self.symbols)
-        return packed.scale_and_mask(factor, mask=mask)
+    def factor(self, is_summed: bool) -> Packed:
+        """The factor of a sum: masked unless the site itself is summed, and not scaled."""
+        mask = None if is_summed else self.site["mask"]
+        mask = self.packed(mask) if isinstance(mask, Tensor) else mask
+        return packed.scale_and_mask(self.packed(self.site["unscaled_log_prob"]), mask=mask)
 
-    def log_weight(self) -> Packed:
-        """The logarithm of the weight in a mean, neither scaled nor masked.
+    def weight(self) -> Packed:
+        """The weight in a mean, neither scaled nor masked: a masked site still takes its values."""
+        fn, log_prob = unmasked(self.site["fn"]), self.site["unscaled_log_prob"]
+        log_prob = log_prob if fn is self.site["fn"] else fn.log_prob(self.site["value"])
+        return self.packed(log_prob.exp())
 
-        A masked site still takes its values.
+
+class _Elimination:
+    """The elimination of the enumerated sites of a run."""
+
+    def __init__(self, traced: TracedRun, nesting: int) -> None:
+        self.traced, self.nesting = traced, nesting
+        guide, model = traced.guide_trace, traced.model_trace
+        guide.symbolize_dims()
+        model.symbolize_dims(guide.plate_to_symbol)
+        symbols = model.plate_to_symbol
+        self.averaged = _enumerated(guide)
+        self.summed = {name: symbol for name, symbol in _enumerated(model).items() if name not in self.averaged}
+        owners = {symbol: name for name, symbol in {**self.averaged, **self.summed}.items()}
+        self.sites, self.plates, self.terms = dict[str, str](), dict[str, tuple[Plate, ...]](), dict[str, _Term]()
+        for entry, cost in zip(traced.entries, traced.run.costs, strict=True):
+            self.sites[cost], self.plates[cost] = entry[:2]
+        for trace, is_guide in ((guide, True), (model, False)):
+            for site in samples(trace).values():
+                cost = cost_of_site(site, is_guide)
+                self.terms[cost] = _Term(site, traced.run.costs[cost], symbols, owners)
+        self.dims = {**guide.symbol_to_dim, **model.symbol_to_dim}
+        for plate in sorted({plate for plates in self.plates.values() for plate in plates}):
+            dim = self.dims[symbols[plate.name]]
+            if plate.dim != dim:
+                raise PlateError(
+                    f"Plate {plate.name!r} has the dimensions {plate.dim} and {dim}. Sums over enumerated sites need "
+                    f"one dimension per plate: write dim={min(plate.dim, dim)} in all of them."
+                )
+        self.laws = Laws({name: self.table(self.terms[cost_of_guide(name)].weight()) for name in self.averaged})
+
+    def reads(self, *costs: str) -> frozenset[str]:
+        """The enumerated sites whose dimensions some costs have."""
+        terms = (self.terms[cost] for cost in costs if cost in self.terms)
+        return frozenset().union(*(term.reads for term in terms))
+
+    # Which costs of the run make which cost.
+
+    def recipes(self) -> list[_Recipe]:
+        """The recipes of all costs."""
+        groups, found = self._groups(), list[_Recipe]()
+        alone = [(cost,) for cost in self.sites if not any(cost in group for group in groups)]
+        for costs in (*alone, *groups):
+            averaged = self.laws.ordered(self.laws.closed(self.reads(*costs) & self.averaged.keys()))
+            summed = tuple(self.sites[cost] for cost in costs if self.sites[cost] in self.summed)
+            common = {*self.plates[costs[0]]}.intersection(*(self.plates[cost] for cost in costs))
+            found.append(_Recipe(costs, summed, averaged, tuple(sorted(common))))
+        return sorted(found, key=lambda recipe: recipe.name not in self.sites)
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Groups of costs that are linked by enumerated sites that only the model has."""
+        groups: list[tuple[set[str], frozenset[str]]] = []
+        for cost, term in self.terms.items():
+            reads = (term.reads | {term.name}) & self.summed.keys()
+            if reads:
+                members = {cost}
+                for group in [group for group in groups if group[1] & reads]:
+                    groups.remove(group)
+                    members, reads = members | group[0], reads | group[1]
+                groups.append((members, reads))
+        return [tuple(cost for cost in self.terms if cost in members) for members, _ in groups]
+
+    # Programs that cannot be summed.
+
+    def check(self, recipes: Sequence[_Recipe]) -> None:
+        """Raises if a sum would not run over the values of the sites."""
+        traced = self.traced
+        for name in sorted(traced.escaped_sites & traced.enumerated):
+            raise UnsupportedProgramError(
+                f"The values of the enumerated site {name!r} left torch (if, try, int(), .item(), .numpy(), x[mask]), "
+                f"but all of them are given at once. Use operations on tensors. Or: {_REMOVE} there, {_SAMPLED}."
+            )
+        for name in sorted(traced.enumerated - self.averaged.keys() - self.summed.keys()):
+            raise UnsupportedProgramError(
+                f'Site {name!r} has infer={{"_do_not_trace": True}} and is enumerated; remove one of the two.'
+            )
+        # The enumerated sites of more than one value.
+        many = {term.name for term in self.terms.values() if term.name in term.reads}
+        for cost, name in self.sites.items():
+            reads, shape = self.reads(cost), traced.run.costs[cost].shape
+            # A recording shows those without a dimension, too; Pyro has no dimensions of untraced sites.
+            lost = (many & traced.reads[cost] if traced.reads else frozenset()) - reads
+            if name in traced.untraced and math.prod(shape[: max(len(shape) - self.nesting, 0)]) > 1:
+                lost |= self.averaged.keys()
+            if cost == cost_of_guide(name) and name in traced.run.sites and (reads or lost):
+                other = "" if traced.infos[name].has_rsample else f", or enumerate {name!r} as well"
+                raise UnsupportedProgramError(
+                    f"Site {name!r} is sampled in the guide and depends on the enumerated site {min(reads or lost)!r}: "
+                    f"it would have to be sampled once for each value. {_REMOVE} at {min(reads or lost)!r}, so that it "
+                    f"is sampled too{other}."
+                )
+            if lost:
+                raise UnsupportedProgramError(
+                    f"Site {name!r} reads the enumerated site {min(lost)!r}, but the dimension of its values is lost "
+                    "on the way, as by z.sum() or z[0]. Leave the dimensions to the left of all plates alone. Or: "
+                    f"{_REMOVE} at {min(lost)!r}, {_SAMPLED}."
+                )
+        for recipe in recipes:
+            averaged = self.reads(*recipe.costs) & self.averaged.keys()
+            places = [(self.sites[cost], self.plates[cost], self.reads(cost)) for cost in recipe.costs]
+            places += [(name, recipe.plates, averaged) for name in recipe.summed[:1]]
+            for name, plates, reads in places:
+                for read in sorted(reads):
+                    own = self.plates[(cost_of_guide if read in self.averaged else cost_of_model)(read)]
+                    if outside := sorted(plate.name for plate in {*own} - {*plates}):
+                        raise UnsupportedProgramError(
+                            f"Site {name!r} lies outside of the plates {outside}, and what it stands for reads the "
+                            f"enumerated site {read!r} inside of them: a sum over the values of all rows together. "
+                            f"{_REMOVE} at {read!r}, so that it is sampled in the guide, or loop over the plate "
+                            "instead: for i in pyro.plate(...)."
+                        )
+
+    # Tensors.
+
+    def table(self, numbers: Packed) -> Table:
+        """Numbers with named dimensions as a table of sites of the guide."""
+        sites = tuple(name for name, symbol in self.averaged.items() if symbol in numbers._pyro_dims)
+        places = {self.averaged[name]: i - self.nesting - len(sites) for i, name in enumerate(sites)}
+        return Table(sites, packed.unpack(numbers, {**self.dims, **places}))
+
+    def cost(self, recipe: _Recipe) -> Tensor:
+        """The cost that a recipe makes, with its plate dimensions, in nats."""
+        if not (recipe.summed or recipe.averaged):
+            return self.traced.run.costs[recipe.name]
+        sites, numbers = self.table(self._sum(recipe) if recipe.summed else self.terms[recipe.costs[0]].cost)
+        if not sites:
+            return numbers
+        law = self.laws.of(sites)
+        # A value of probability zero may have an infinite cost, and 0 * inf is NaN.
+        return (torch.where(law > 0.0, numbers, numbers.new_zeros(())) * law).sum([*range(len(sites))])
+
+    def _sum(self, recipe: _Recipe) -> Packed:
+        """Minus the logarithm of the sum over sites of the model."""
+        tree: OrderedDict[frozenset[str], list[Packed]] = OrderedDict()
+        for term in (self.terms[cost] for cost in recipe.costs):
+            tree.setdefault(term.ordinal, []).append(term.factor(term.name in self.summed))
+        try:
+            found = contract_tensor_tree(tree, {self.summed[name] for name in recipe.summed}, ring=LogRing())
+        except NotImplementedError as error:
+            raise UnsupportedProgramError(
+                f"The enumerated sites {list(recipe.summed)} cannot be summed out together: {error}. {_REMOVE} "
+                "at one of them and sample it in the guide."
+            ) from error
+        ((log_sum,),) = found.values()
+        return packed.neg(packed.scale_and_mask(log_sum, scale=self._scale(recipe)))
+
+    def _scale(self, recipe: _Recipe) -> Any:
+        """The common scale of all sites of a sum, which stands outside the logarithm."""
+        scales = {self.sites[cost]: self.terms[cost].site["scale"] for cost in recipe.costs}
+        first, common = next(iter(scales.items()))
+        for name, scale in scales.items():
+            if isinstance(scale, Tensor) and scale.dim():
+                raise UnsupportedSiteError(
+                    f"Site {name!r} has a scale of shape {tuple(scale.shape)} and belongs to a sum over "
+                    f"{list(recipe.summed)}. Write poutine.scale with a single number there."
+                )
+            if float(scale) != float(common):
+                raise UnsupportedSiteError(
+                    f"Sites {first!r} (scale {float(common):g}) and {name!r} (scale {float(scale):g}) belong to one "
+                    f"sum over {list(recipe.summed)}, and need a common scale. Put both under the same poutine.scale "
+                    f"and subsampled plates. Or: {_REMOVE}, and sample the site in the guide."
+                )
+        return common
+
+    # What the new costs read.
+
+    def tracked(self, recipe: _Recipe) -> frozenset[str]:
+        """The sampled sites that a cost reads through its sites and its weights."""
+        assert self.traced.reads is not None
+        names = [*recipe.costs, *map(cost_of_guide, recipe.averaged)]
+        return frozenset().union(*(self.traced.reads[name] for name in names)) - self.traced.enumerated
+
+    def rows_meet(self, recipe: _Recipe) -> bool:
+        """Whether a mean over a site outside of a plate has weights that read the rows of the plate.
+
+        ``q(z)`` outside of the plate may read all rows. Each row of a mean over ``z`` then reads all rows too. Only
+        tracked runs can tell; for others the result is ``False``.
         """
-        site, fn = self.site, unmasked(self.site["fn"])
-        log_prob = site["unscaled_log_prob"] if fn is site["fn"] else fn.log_prob(site["value"])
-        return pack(site["name"], log_prob, self.symbols)
+        traced, laws = self.traced, [*map(cost_of_guide, recipe.averaged)]
+        read = ((law, site) for law in laws for site in (traced.reads or {law: frozenset()})[law])
+        return any(
+            ({*recipe.plates} - {*self.plates[law]}) & {*traced.plates[site]}
+            for law, site in read
+            if site in traced.run.sites
+        )
 
 
-def pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> Packed:
-    """Names the dimensions of a tensor of the site ``name``."""
-    try:
-        return packed.pack(tensor, symbols)
-    except ValueError as error:
-        raise PlateError(
-            f"Site {name!r} has a dimension that belongs to no plate and no enumerated site. Put it into a pyro.plate, "
-            f"or into the event with .to_event(). {error}"
-        ) from error
+def _enumerated(trace: Any) -> dict[str, str]:
+    """The dimension of each enumerated site, by name."""
+    return {name: site["infer"]["_enumerate_symbol"] for name, site in samples(trace).items() if is_enumerated(site)}
 
 
-def average(cost: Packed, recipe: Recipe, log_q: Mapping[str, Packed], averaged: Mapping[str, str]) -> Packed:
-    """Computes ``sum_z q(z) cost(z)`` over the recipe's averaged sites."""
-    if not recipe.averaged:
-        return cost
-    symbols = {averaged[name] for name in recipe.averaged}
-    others = symbols - set(cost._pyro_dims)
-    weight = packed.exp(LogRing().sumproduct([log_q[name] for name in recipe.averaged], others))
-    cost, weight = packed.broadcast_all(cost, weight)
-    dims = cost._pyro_dims
-    # A value of probability zero may have an infinite cost, and 0 * inf is NaN.
-    total = torch.where(weight > 0, cost, cost.new_zeros(())) * weight
-    total = total.sum([i for i, dim in enumerate(dims) if dim in symbols])
-    total._pyro_dims = "".join(dim for dim in dims if dim not in symbols)
-    return total
+def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
+    r"""Sums the enumerated sites of a run out of its costs.
+
+    Sites of the model that share an enumerated site become one cost: minus the logarithm of their sum. A cost that
+    reads an enumerated site of the guide becomes its expectation over that site. Scales stand outside the logarithm and
+    masks inside, as in ``TraceEnum_ELBO``. Weights are neither scaled nor masked. Costs that read no enumerated site
+    do not change.
+    """
+    if not traced.enumerated:
+        return traced
+    with shared_intermediates():
+        work = _Elimination(traced, nesting)
+        recipes = {recipe.name: recipe for recipe in work.recipes()}
+        work.check([*recipes.values()])
+        costs = {name: work.cost(recipe) for name, recipe in recipes.items()}
+    entries = dict(zip(traced.run.costs, traced.entries, strict=True))
+    # A site whose own -log p became part of a sum has no table of -log p over its values.
+    sites = {
+        name: record if cost_of_model(name) in costs else replace(record, prior=None)
+        for name, record in traced.run.sites.items()
+    }
+    return replace(
+        traced,
+        entries=tuple(
+            (work.sites[name], recipe.plates, entries[name]) if name in entries else (name, recipe.plates, recipe)
+            for name, recipe in recipes.items()
+        ),
+        run=Run(sites, costs, *_sums(traced, costs)),
+        reads=None if traced.reads is None else {name: work.tracked(recipe) for name, recipe in recipes.items()},
+        averages_rows=any(map(work.rows_meet, recipes.values())),
+        of_guide=frozenset(name for name, recipe in recipes.items() if recipe.costs[0] in traced.of_guide),
+    )
 
 
-def make(recipe: Recipe, terms: Mapping[str, Term], summed: Mapping[str, str]) -> Packed:
-    """The cost that a recipe makes before the average, in nats."""
-    if not recipe.summed:
-        cost = terms[recipe.sites[0]].cost
-        return cost if recipe.is_guide else packed.neg(cost)
-    tree: OrderedDict[frozenset[str], list[Packed]] = OrderedDict()
-    for name in recipe.sites:
-        tree.setdefault(terms[name].ordinal, []).append(terms[name].factor(name in summed))
-    try:
-        contracted = contract_tensor_tree(tree, {summed[name] for name in recipe.summed}, ring=LogRing())
-    except NotImplementedError as error:
-        raise UnsupportedProgramError(
-            f"The enumerated sites {list(recipe.summed)} cannot be summed out together: {error}. Remove "
-            'infer={"enumerate": ...} at one of them and sample it in the guide.'
-        ) from error
-    ((term,),) = contracted.values()
-    return packed.neg(packed.scale_and_mask(term, scale=_common_scale(recipe, terms)))
-
-
-def _common_scale(recipe: Recipe, terms: Mapping[str, Term]) -> Any:
-    """The common scale of all sites of a sum, which stands outside the logarithm."""
-    scales, first = {name: terms[name].site["scale"] for name in recipe.sites}, recipe.sites[0]
-    for name, scale in scales.items():
-        if isinstance(scale, Tensor) and scale.dim():
-            raise UnsupportedSiteError(
-                f"Site {name!r} has a scale of shape {tuple(scale.shape)} and belongs to a sum over "
-                f"{list(recipe.summed)}. Write poutine.scale with a single number there."
-            )
-    for name, scale in scales.items():
-        if float(scale) != float(scales[first]):
-            raise UnsupportedSiteError(
-                f"Sites {first!r} (scale {float(scales[first]):g}) and {name!r} (scale {float(scale):g}) belong to one "
-                f"sum over {list(recipe.summed)}, and need a common scale. Put both under the same poutine.scale and "
-                'subsampled plates, or remove infer={"enumerate": ...} and sample the site in the guide.'
-            )
-    return scales[first]
+def _sums(traced: TracedRun, costs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of the costs that carry pathwise gradients, and the loss."""
+    parts = dict[str, Any](costs)
+    for name in traced.run.sites:
+        # Only the part of log q of a sampled site whose gradient has a nonzero expectation.
+        site = None if name in traced.untraced else traced.guide_trace.nodes[name]
+        parts[cost_of_guide(name)] = entropy_term(site["score_parts"].entropy_term, site) if site else 0.0
+    paths = [term.sum() for term in parts.values() if not is_identically_zero(term)]
+    return sum(paths, torch.zeros(())), sum((cost.detach().sum() for cost in costs.values()), torch.zeros(()))

@@ -248,18 +248,16 @@ class TrustRegionSVI(_ControlledSVI):
         loss, objective, parameters = self._rollout(args, kwargs)
         try:
             nearby, leaves = captured(objective.nearby)
+            shared = set(objective.model_leaves())
+            leaves = [leaf for leaf in leaves if leaf not in shared]
             slopes: Sequence[Tensor | None] = ()
             if leaves and nearby.total_kl.requires_grad:
                 slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
-            shared = {id(leaf) for leaf in objective.model_leaves()}
-            pairs = [(leaf, slope) for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]
-            pairs = [(leaf, slope) for leaf, slope in pairs if id(leaf) not in shared]
-            own = [leaf for leaf, _ in pairs]
+            pairs = {leaf: slope for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None}
             self.last = ControlledStep(loss)
-            if own:
-                self._move(loss, objective, nearby, own, _flat([slope for _, slope in pairs], own))
-            chosen = {id(leaf) for leaf in own}
-            self.optim({leaf for leaf in parameters if id(leaf) not in chosen})
+            if pairs:
+                self._move(loss, objective, nearby, [*pairs], _flat(pairs.values(), [*pairs]))
+            self.optim(set(parameters) - pairs.keys())
         finally:
             # A gradient that stayed would be added to that of the next step.
             zero_grads(parameters)

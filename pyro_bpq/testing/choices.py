@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pyro.distributions as dist
 import torch
@@ -160,8 +160,6 @@ class ChoiceMessenger(Messenger):
         self._path: list[_Choice] = []
         # The next choice, and the end of those that this run has met: between them lies what was undone.
         self._position = self._met = 0
-        # Index of the particle and number of particles, within a run whose particles are hidden.
-        self._hidden: tuple[Tensor, int] | None = None
 
     def begin(self) -> None:
         """Goes back to the start of the path."""
@@ -217,14 +215,15 @@ class ChoiceMessenger(Messenger):
     def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
         size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
         if size * num_values**num_elements > self.num_outcomes:
-            raise TooManyOutcomesError(
-                f"More than num_outcomes={self.num_outcomes} joint outcomes at site {name!r}, which has "
-                f"{num_elements} elements of {num_values} values each, after {size} outcomes of the choices "
-                "before it. Use a smaller program, fewer particles or a larger num_outcomes; for large "
-                "programs use sample_gradients and z_scores."
-            )
+            self._raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
 
-    def _raise_changed(self, found: str) -> None:
+    def _raise_too_many(self, where: str = "") -> NoReturn:
+        raise TooManyOutcomesError(
+            f"More than num_outcomes={self.num_outcomes} joint outcomes{where}. Use a smaller program, fewer particles "
+            "or a larger num_outcomes; for large programs use sample_gradients and z_scores."
+        )
+
+    def _raise_changed(self, found: str) -> NoReturn:
         expected = self._path[self._position]
         raise StructureChangedError(
             f"Under the same choices the program met {found} where it had met site {expected.name!r} with "
@@ -238,10 +237,6 @@ class ChoiceMessenger(Messenger):
     def _pyro_bpq_rewind(self, msg: Any) -> None:
         self._position, kept = msg["args"][0]
         del self.score[kept:]
-
-    def _pyro_bpq_particle(self, msg: Any) -> None:
-        index, number = msg["args"]
-        self._hidden, msg["done"] = None if index is None else (index, number), True
 
     def _pyro_bpq_draw(self, msg: Any) -> None:
         name, fn = msg["args"][:2]
@@ -291,10 +286,8 @@ class ChoiceMessenger(Messenger):
         return _in_place_of_draw(core, value)
 
     def _indices(self, name: str, num_values: int, shape: torch.Size, log_probs: Callable[[], Tensor]) -> Tensor:
-        """The index of every element, in the given shape; each hidden particle has its own indices."""
-        particle, number = self._hidden or (0, 1)
-        index = self.choose(name, num_values, number * shape.numel(), lambda: _of_all(log_probs(), number))
-        return torch.tensor(index, dtype=torch.long).reshape(number, *shape)[particle]
+        """The index of every element, in the given shape."""
+        return torch.tensor(self.choose(name, num_values, shape.numel(), log_probs), dtype=torch.long).reshape(shape)
 
 
 def _unwrap(fn: Any) -> Any:
@@ -320,16 +313,6 @@ def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
     table: Tensor = core.log_prob(support)
     return table.expand((support.shape[0], *core.batch_shape)).reshape(support.shape[0], -1)
-
-
-def _of_all(table: Tensor, number: int) -> Tensor:
-    """Joins the tables of all hidden particles: ``(num_values, particles * num_elements)``."""
-    if torch._C._functorch.is_batchedtensor(table):
-        dim = torch._C._functorch.maybe_get_bdim(table)
-        every = torch._C._functorch.get_unwrapped(table).movedim(dim, 1)
-    else:
-        every = table.unsqueeze(1).expand(-1, number, -1)
-    return every.flatten(1)
 
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
@@ -407,10 +390,7 @@ def walk(
         if found:
             count, total = count + 1, total + choices.probability
             if count > choices.num_outcomes:
-                raise TooManyOutcomesError(
-                    f"More than num_outcomes={choices.num_outcomes} joint outcomes. Use a smaller program, fewer "
-                    "particles or a larger num_outcomes."
-                )
+                choices._raise_too_many()
             yield choices.probability, found[0]
         if not choices.advance():
             break

@@ -53,11 +53,9 @@ class FakeProgram:
     def independent(self) -> Tensor:
         """Costs of values drawn afresh, with noise."""
         index, probabilities = self.problem.outcomes(1)
-        cost = self.cost(self.problem.components.value(index[:, 0]).to(self.value.dtype))
         lead = self.value.shape[: self.value.dim() - self.problem.components.value_ndim]
         drawn = torch.multinomial(probabilities, lead[1:].numel(), replacement=True, generator=self._source)
-        own = cost[drawn].reshape(lead)
-        return own + self.later * self._noise(own)
+        return self.cost(self.from_index(index[drawn, 0]).reshape(self.value.shape))
 
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)

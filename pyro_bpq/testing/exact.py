@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.poutine.guide import GuideMessenger
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
@@ -17,18 +17,6 @@ from pyro_bpq.errors import SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.parameters import GradientReader
-
-
-class _RequireGuideSites(Messenger):
-    """Raises at latent sites of the model that replay has not filled."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        is_given = msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample)
-        if not is_given and not _is_marked(msg):
-            raise SiteNotFoundError(
-                f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
-                f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
-            )
 
 
 def _cost(program: Program, num_outcomes: int, only_costs: bool) -> Tensor:
@@ -42,8 +30,7 @@ def _cost(program: Program, num_outcomes: int, only_costs: bool) -> Tensor:
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         model = model or (lambda *args, **kwargs: None)
         if not only_costs:
-            with _RequireGuideSites():
-                log_p = marginal_log_prob(model, guide_trace, args, kwargs, num_outcomes)
+            log_p = marginal_log_prob(model, guide_trace, args, kwargs, num_outcomes)
             return torch.as_tensor(_total(guide_trace, 1.0) - log_p)
         model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
     return _total(guide_trace, 1.0, only_costs) + _total(model_trace, -1.0, only_costs)
@@ -158,11 +145,6 @@ def exact_gradient(
     return reader.gradient(objective)
 
 
-def _is_marked(msg: Any) -> bool:
-    """Whether a site of the model that the guide lacks is to be summed out."""
-    return not msg["is_observed"] and msg["infer"].get("enumerate") is not None
-
-
 class _MarkedChoices(ChoiceMessenger):
     """Chooses the values of marked sites; subsets of plates are drawn in the first run and kept."""
 
@@ -175,9 +157,15 @@ class _MarkedChoices(ChoiceMessenger):
     def _pyro_sample(self, msg: Any) -> None:
         if isinstance(msg["fn"], _Subsample):
             msg["value"] = self.subsets.get(msg["name"], msg["value"])
-        elif _is_marked(msg) and msg["name"] not in self.guide_trace:
-            self.names.add(msg["name"])
-            super()._pyro_sample(msg)
+        elif not msg["is_observed"] and msg["name"] not in self.guide_trace:
+            if msg["infer"].get("enumerate") is not None:
+                self.names.add(msg["name"])
+                super()._pyro_sample(msg)
+            elif msg["value"] is None:
+                raise SiteNotFoundError(
+                    f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
+                    f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
+                )
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if isinstance(msg["fn"], _Subsample):
@@ -215,26 +203,20 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
             continue
         scales.add(_scale(found[0]))
         inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
-    if len(scales) > 1:
+    if len(scales) > 1 or any(map(math.isnan, scales)):
         raise UnsupportedProgramError(
             f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}. They are summed out "
-            "together, which needs one scale for all: put them under the same poutine.scale and the same plates."
+            "together, which needs one number: put them under the same poutine.scale(scale=0.5) and the same plates."
         )
     if inside:
-        (scale,) = scales
-        if scale is None:
-            raise UnsupportedProgramError(
-                f"Sites that depend on {sorted(choices.names)} have a scale for each element. They are summed out "
-                "together, which needs one number: write poutine.scale(scale=0.5), not a tensor of several."
-            )
-        total = total + scale * torch.stack(inside).sum(0).logsumexp(0)
+        total = total + scales.pop() * torch.stack(inside).sum(0).logsumexp(0)
     return total
 
 
-def _scale(site: Any) -> float | None:
-    """The scale of a site; ``None`` if its elements have scales of their own."""
+def _scale(site: Any) -> float:
+    """The scale of a site; NaN if its elements have scales of their own."""
     scale = torch.as_tensor(site["scale"]).detach()
-    return float(scale) if scale.numel() == 1 else None
+    return float(scale) if scale.numel() == 1 else math.nan
 
 
 def _unscaled(site: Any, is_own: bool) -> Tensor:

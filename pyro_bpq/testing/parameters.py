@@ -40,11 +40,6 @@ class GradientReader(Messenger):
         """The parameters known so far."""
         return [leaf for leaf, _ in self._lent.values()]
 
-    def add_modules(self) -> None:
-        """Adds the parameters of modules that no statement has reached; call it when all runs are over."""
-        for name, leaf in self._module_leaves():
-            self._add(name, leaf)
-
     def clear(self) -> None:
         """Clears the gradients of all parameters known so far."""
         for leaf in self.tensors:
@@ -64,7 +59,9 @@ class GradientReader(Messenger):
 
     def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
         """Returns ``values`` by name; zeros of shape ``lead + leaf.shape`` for a parameter without a value."""
-        self.add_modules()
+        # When all runs are over, statements have reached what they reach.
+        for name, leaf in self._module_leaves():
+            self._add(name, leaf)
         return {
             name: values[id(leaf)] if id(leaf) in values else leaf.new_zeros((*lead, *leaf.shape))
             for name, leaf in self.leaves.items()

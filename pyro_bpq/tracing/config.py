@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import dropwhile
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.estimators.score_function import Baseline
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,11 @@ class SiteOptions:
 
 def check_estimator(given: Any) -> None:
     """Raises :class:`OptionError` for what is neither an estimator nor ``None``."""
-    if given is None or (isinstance(given, Estimator) and not isinstance(given, type)):
-        return
-    if isinstance(given, type) and issubclass(given, Estimator):
-        advice = f"write an object: {given.__name__}()."
-    elif isinstance(given, Baseline):
-        advice = f"it is a baseline: write ScoreFunction({type(given).__name__}())."
-    else:
-        advice = "write an object such as AllAction()."
-    raise OptionError(f"estimator={given!r} is not an estimator; {advice}")
+    if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):
+        raise OptionError(
+            f"estimator={given!r} is not an estimator; write an object such as AllAction(), or, with a baseline, "
+            "ScoreFunction(LeaveOneOut())."
+        )
 
 
 def check_critic(given: Any, without: Any) -> None:
@@ -102,23 +97,28 @@ def option_names() -> list[str]:
 
 def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     """Reads the options of a site."""
-    given = infer.get("bpq")
-    if given is None and not infer.get("baseline"):
+    if infer.get("bpq") is None and not infer.get("baseline"):
         return _UNSET
-    given = {} if given is None else given
-    if not isinstance(given, dict):
-        raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
-    known = option_names()
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {known}."
-            raise OptionError(f"Site {name!r}: unknown option {key!r} in infer={{'bpq': ...}}; {hint}")
     try:
-        options = SiteOptions(**given)
+        options = SiteOptions(**_given(infer, "bpq", option_names()))
+        return replace(options, baseline=baseline_options(infer))
     except OptionError as error:
         raise OptionError(f"Site {name!r}: {error}") from error
-    return replace(options, baseline=baseline_options(name, infer.get("baseline")))
+
+
+def _given(infer: Mapping[str, Any], key: str, known: Collection[str]) -> dict[str, Any]:
+    """The options that ``infer`` has under a key, if all of them are known."""
+    given = infer.get(key)
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise OptionError(f'infer={{"{key}": {given!r}}} must be a dictionary of options.')
+    for option in given:
+        if option not in known:
+            near = difflib.get_close_matches(str(option), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {sorted(known)}."
+            raise OptionError(f'unknown option {option!r} in infer={{"{key}": ...}}; {hint}')
+    return given
 
 
 def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
@@ -213,29 +213,21 @@ class BaselineOptions:
         return -value.reshape(shape)
 
 
-def baseline_options(name: str, given: Any) -> BaselineOptions | None:
+def baseline_options(infer: Mapping[str, Any]) -> BaselineOptions | None:
     """Reads ``infer["baseline"]`` of a site."""
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise OptionError(f'Site {name!r}: infer={{"baseline": {given!r}}} must be a dictionary of options.')
-    known = dict.fromkeys(("nn_baseline", "nn_baseline_input", "baseline_value"))
-    known = {**known, "use_decaying_avg_baseline": False, "baseline_beta": 0.9}
-    unknown = sorted(map(str, set(given) - set(known)))
-    if unknown:
-        raise OptionError(f"Site {name!r}: unknown baseline options {unknown}; the options are {sorted(known)}.")
-    given = {**known, **given}
-    network, value = given["nn_baseline"], given["baseline_value"]
+    usual = dict.fromkeys(("nn_baseline", "nn_baseline_input", "baseline_value"))
+    usual = {**usual, "use_decaying_avg_baseline": False, "baseline_beta": 0.9}
+    given = {**usual, **_given(infer, "baseline", usual)}
+    network, own, value = given["nn_baseline"], given["nn_baseline_input"], given["baseline_value"]
     if network is not None and value is not None:
-        raise OptionError(f"Site {name!r}: give nn_baseline or baseline_value, not both.")
-    if network is not None and given["nn_baseline_input"] is None:
-        raise OptionError(f"Site {name!r}: nn_baseline needs its argument; add nn_baseline_input=....")
+        raise OptionError("give nn_baseline or baseline_value, not both.")
+    if network is not None and own is None:
+        raise OptionError("nn_baseline needs its argument; add nn_baseline_input=....")
     decay = float(given["baseline_beta"]) if given["use_decaying_avg_baseline"] else None
     if decay is not None and not 0.0 <= decay < 1.0:
-        raise OptionError(f"Site {name!r}: baseline_beta={decay!r}; write a number in [0, 1).")
-    if decay is None and network is None and value is None:
-        return None
-    return BaselineOptions(network, given["nn_baseline_input"], value, decay)
+        raise OptionError(f"baseline_beta={decay!r}; write a number in [0, 1).")
+    is_set = decay is not None or network is not None or value is not None
+    return BaselineOptions(network, own, value, decay) if is_set else None
 
 
 @dataclass(frozen=True)
@@ -247,7 +239,6 @@ class CostOptions:
     # Two runs of the same structure may differ in whether the function was called.
     size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
     in_guide: bool = False  # whether the statement is in the guide
-    shape: tuple[int, ...] = field(default=(), compare=False)  # shape of the value, before plates expand it
 
 
 def cost_options(site: Any) -> CostOptions | None:

@@ -15,12 +15,15 @@ import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import am_i_wrapped, effectful, get_plates
+from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq.errors import BPQError, OptionError, PlateError, UnsupportedSiteError
+from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.tracing.config import CostOptions, cost_options
+
+# What to look for where a cost or a factor is NaN.
+NO_NUMBER = "Look at how it is computed: 0 / 0, a logarithm of a negative number, or infinity minus infinity."
 
 
 def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
@@ -50,6 +53,7 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
 
     Raises:
         OptionError: If the value is not a number, or if arguments are given without a function.
+        UnsupportedSiteError: If the value is NaN, and Pyro's validation is on.
 
     Example:
         >>> import pyro.distributions as dist
@@ -68,34 +72,15 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
         size = tensor.numel() if isinstance(found, Tensor) else 0
-        options = CostOptions(exact, is_function, size, shape=tuple(tensor.shape))
+        options = CostOptions(exact, is_function, size)
         infer = {"is_auxiliary": True, "bpq_cost": options}
         try:
-            pyro.sample(name, _Cost(tensor), obs=tensor.detach().new_empty((*tensor.shape, 0)), infer=infer)  # type: ignore[arg-type]
+            fn = _Cost(tensor)
         except ValueError as error:
-            found = _explained(name, tensor, error)
-            if found is None:
-                raise
-            raise found from error
+            count = f"{int(tensor.isnan().sum())} of {tensor.numel()}"
+            raise UnsupportedSiteError(f"The cost {name!r} is NaN at {count} elements. {NO_NUMBER}") from error
+        pyro.sample(name, fn, obs=tensor.detach().new_empty((*tensor.shape, 0)), infer=infer)  # type: ignore[arg-type]
     return tensor
-
-
-def _explained(name: str, value: Tensor, error: ValueError) -> BPQError | None:
-    """The error of a cost that is NaN, or whose rows are not those of its plates; ``None`` to leave it."""
-    text = str(error)
-    if "Shape mismatch" in text:
-        plates = {plate.dim: (plate.name, plate.dim, plate.size) for plate in get_plates() if plate.dim is not None}
-        rows = tuple(plates[dim][-1] if dim in plates else 1 for dim in range(min(plates), 0))
-        return PlateError(
-            f"{text}\nThe cost {name!r} has the shape {tuple(value.shape)}, and is in the plates {[*plates.values()]} "
-            f"(name, dim, size): give it one number for each row, the shape {rows}; or move it out of the plate."
-        )
-    if "to satisfy the constraint" not in text:
-        return None
-    return UnsupportedSiteError(
-        f"The cost {name!r} is NaN at {int(value.isnan().sum())} of {value.numel()} elements. Look at how it is "
-        "computed: 0 / 0, a logarithm of a negative number, or infinity minus infinity."
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +106,8 @@ def _tensor(name: str, exact: bool, value: Any, args: tuple[Any, ...]) -> Tensor
         value = torch.stack([torch.as_tensor(item) for item in value])
     if not isinstance(value, Tensor):
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
-        is_number = isinstance(value, (bool, int, float))
         try:
-            value = torch.as_tensor(value, device=device, dtype=torch.get_default_dtype() if is_number else None)
+            value = torch.as_tensor(value, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise OptionError(
                 f"Cost {name!r}: {value!r} is no number; give a number, an array, a tensor, or a function."
@@ -208,12 +192,9 @@ class GiveCosts(Messenger):
 
 def given_costs(trace: Any) -> dict[str, Tensor]:
     """Returns the values that functions of costs returned in a trace, by statement name, detached."""
-    found = {}
-    for name, site in trace.nodes.items():
-        options = cost_options(site) if site["type"] == "sample" else None
-        if options is not None and options.is_function and options.size:
-            found[name] = site["fn"].value.detach()
-    return found
+    sites = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+    costs = {name: options for name, site in sites.items() if (options := cost_options(site)) is not None}
+    return {n: sites[n]["fn"].value.detach() for n, options in costs.items() if options.is_function and options.size}
 
 
 class CostCounter(Messenger):

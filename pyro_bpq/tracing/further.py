@@ -47,7 +47,7 @@ def _particle(first: TracedRun, number: int, names: Iterator[Any], rows: Any, i:
 
     guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
     again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
-    return replace(again, elimination=first.elimination, recorded=first.recorded)
+    return replace(again, recorded=first.recorded)
 
 
 def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:

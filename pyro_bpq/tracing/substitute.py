@@ -37,7 +37,8 @@ class AllValues(Messenger):
     Args:
         rows: Number of rows.
         nesting: Number of batch dimensions, that of the rows included.
-        is_compact: Whether values have size one in plates.
+        is_compact: Whether values have size one in plates where they are not scored, and those that are drawn once have
+            no dimension for the rows: ``locs[z]`` then means what it means in a run of its own.
         is_scored: Whether the log-probabilities of these values are computed. Else zeros stand for them: the
             distributions tell them for all values.
     """
@@ -45,38 +46,33 @@ class AllValues(Messenger):
     def __init__(self, rows: int, nesting: int, is_compact: bool = False, is_scored: bool = True) -> None:
         super().__init__()
         self.rows, self.nesting, self.is_compact, self.is_scored = rows, nesting, is_compact, is_scored
-        self._drawn: dict[str, Tensor] = {}
-        self._index: dict[Any, Tensor] = {}
+        self._values, self._index = dict[str, Tensor](), dict[Any, Tensor]()
 
     def _pyro_sample(self, msg: Any) -> None:
-        fn = msg["fn"]
+        name, fn = msg["name"], msg["fn"]
         if msg["is_observed"] or isinstance(fn, _Subsample):
             return
         split = None if fn.has_rsample else finite_components(fn)
         if split is None and not fn.has_rsample:
             return
         if len(fn.batch_shape) != self.nesting:
-            raise UnsupportedProgramError(f"Site {msg['name']!r} has no dimension for the rows of its values.")
-        msg["value"] = self._drawn_once(msg) if split is None else self._values(fn, split)
-        msg["done"] = True
+            raise UnsupportedProgramError(f"Site {name!r} has no dimension for the rows of its values.")
+        if name not in self._values:
+            # The guide comes first; the model has its value.
+            made = draw(name, fn)[:1] if split is None else self._all(fn, split)
+            self._values[name] = made if split else made[0] if self.is_compact else made.expand(fn.shape())
+        msg["value"], msg["done"] = self._values[name], True
         if split is not None and not self.is_scored:
             # Pyro computes what a site of a trace lacks.
             zero = msg["value"].new_zeros((), dtype=torch.get_default_dtype())
-            zeros = zero.expand(fn.batch_shape)
-            msg["log_prob"], msg["unscaled_log_prob"], msg["log_prob_sum"] = zeros, zeros, zero
-            msg["score_parts"] = ScoreParts(zeros, zeros, 0)  # type: ignore[arg-type]
+            zeros = msg["log_prob"] = msg["unscaled_log_prob"] = zero.expand(fn.batch_shape)
+            msg["log_prob_sum"], msg["score_parts"] = zero, ScoreParts(zeros, zeros, 0)  # type: ignore[arg-type]
 
-    def _drawn_once(self, msg: Any) -> Tensor:
-        # The guide comes first; the model has its value.
-        if msg["name"] not in self._drawn:
-            drawn = draw(msg["name"], msg["fn"])
-            self._drawn[msg["name"]] = drawn[:1].expand_as(drawn)
-        return self._drawn[msg["name"]]
-
-    def _values(self, fn: Any, split: Components) -> Tensor:
+    def _all(self, fn: Any, split: Components) -> Tensor:
         parameters = split.parameters(fn)
-        batch = torch.Size([self.rows, *(1,) * (self.nesting - 1)]) if self.is_compact else fn.batch_shape
-        key = (split.cardinality, split.size, batch, parameters.device)
+        is_small = self.is_compact and not self.is_scored
+        batch = torch.Size([self.rows, *(1,) * (self.nesting - 1)]) if is_small else fn.batch_shape
+        key = split.cardinality, split.size, batch, parameters.device
         if key not in self._index:
             index = torch.arange(self.rows, device=parameters.device) % split.cardinality
             self._index[key] = index.reshape(-1, *(1,) * self.nesting).expand(*batch, split.size)

@@ -53,7 +53,6 @@ class TracedRun:
     untraced: frozenset[str] = frozenset()
     escaped_sites: frozenset[str] = frozenset()  # the sites whose values left torch
     enumerated: frozenset[str] = frozenset()  # sites that hold all their values at once
-    elimination: Any = None  # how enumerated sites were summed out of the costs
     # Options of each cost statement, by name of the cost
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
     only_costs: bool = False  # whether only cost statements count
@@ -106,11 +105,6 @@ class TracedRun:
         """The tensors of the run, whose call it was, with the operators of a recording."""
         values = {name: record.value for name, record in self.run.sites.items()}
         return recorded.bound(values, self.subsamples, call, self.weights)
-
-    @property
-    def leaked(self) -> frozenset[str]:
-        """Enumerated sites whose values left torch."""
-        return self.escaped_sites & self.enumerated
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:

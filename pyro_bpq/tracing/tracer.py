@@ -17,7 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor, nn
-from torch.distributions import Distribution, OneHotCategorical, Transform
+from torch.distributions import Bernoulli, Distribution, OneHotCategorical, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
@@ -36,7 +36,8 @@ from pyro_bpq.rollout.features import (
 )
 from pyro_bpq.tracing.config import OthersDraw, cost_options
 from pyro_bpq.tracing.further import parts_of
-from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores, warn_of_program
+from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores
+from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
@@ -193,8 +194,9 @@ def _score_apart(watch: Watch, *traces: Trace) -> None:
     """
     for name in watch.drawn:
         sites: list[Any] = [trace.nodes[name] for trace in traces if name in trace.nodes]
-        split = finite_components(sites[0]["fn"]) if sites else None
-        if split is not None and split.has_slopes and sites[0]["value"].is_floating_point():
+        # Of other sites a tensor may say how many values there are.
+        is_bits = bool(sites) and isinstance(base_distribution(sites[0]["fn"]), (Bernoulli, OneHotCategorical))
+        if is_bits and finite_components(sites[0]["fn"]) and sites[0]["value"].is_floating_point():
             scored = sites[0]["value"].view_as(sites[0]["value"])
             for site in sites:
                 site["value"] = scored
@@ -260,7 +262,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()},
         set(),
     )
-    for cost, site in _scored(guide_sites, model_sites) if traced.elimination is None else ():
+    for cost, site in _scored(guide_sites, model_sites) if not traced.enumerated else ():
         if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(
             base_distribution(site["fn"]), OneHotCategorical
         ):

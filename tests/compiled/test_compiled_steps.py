@@ -277,8 +277,7 @@ def test_a_number_that_a_distribution_reads_is_told_as_such() -> None:
 
 def test_a_write_where_a_mask_holds_is_recorded() -> None:
     """As in ``log_prob`` of Multinomial."""
-    make = functools.partial(TraceBackpropQ_ELBO, num_particles=1)
-    assert entries(both(make, pyro.clear_param_store, *latent(lambda q: dist.Multinomial(3, logits=q))))
+    assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *latent(lambda q: dist.Multinomial(3, logits=q))))
 
 
 @pytest.mark.parametrize("is_function", [False, True])

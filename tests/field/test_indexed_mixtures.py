@@ -64,13 +64,11 @@ def near_a_point() -> Program:
     return guide
 
 
-drawn = pytest.mark.xfail(strict=True, reason="a latent read as locs[z] does not broadcast over rows of values")
 PROGRAMS = {
     "parameters": (with_parameters, lambda: assigned),
     "latents at one point": (with_latents, at_a_point),
     "latents": (with_latents, near_a_point),
 }
-CASES = [pytest.param(name, marks=() if name == "parameters" else drawn, id=name) for name in PROGRAMS]
 
 
 def gradients(elbo: TraceBackpropQ_ELBO | TraceEnum_ELBO, model: Program, guide: Program, steps: int) -> Tensor:
@@ -85,7 +83,7 @@ def gradients(elbo: TraceBackpropQ_ELBO | TraceEnum_ELBO, model: Program, guide:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_has_no_noise_of_the_draw(name: str) -> None:
     model, make = PROGRAMS[name]
     guide, elbo = make(), TraceBackpropQ_ELBO()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.plan import particles
-from pyro_bpq.step import exact_sum as module
+from pyro_bpq.reruns import tables as module
 from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_gradient, exact_loss
 
 Programs = tuple[Callable[[], Any], Callable[[], Any]]
@@ -250,12 +250,8 @@ def test_a_wrong_law_of_two_sites_is_caught(programs: Callable[[], Programs], mo
     model, guide = programs()
     elbo = summing(model, guide)
 
-    def wrong(tables: Any, name: str, other: str | None) -> Tensor:
-        """Takes sites for independent that are not, and others for dependent."""
-        own = tables.marginals[name].movedim(0, -1).unsqueeze(0)
-        return own if other is None else own * tables.marginals[other].flip(0).unsqueeze(-1)
-
-    monkeypatch.setattr(module._Tables, "pair", wrong)
+    contracted = module._contracted
+    monkeypatch.setattr(module, "_contracted", lambda law, *others: contracted(law.flip(0), *others))
     with pytest.raises(AssertionError):
         assert_unbiased(elbo, model, guide)
 

@@ -48,13 +48,13 @@ def normal(z: Tensor) -> Any:
 
 
 DATA: dict[str, tuple[Callable[[Tensor], Any], Tensor, str]] = {
-    "column": (normal, torch.zeros(ROWS, 1), "Write obs=data.squeeze(-1), and give the parameters the shape (8,) too."),
-    "columns": (lambda z: dist.Normal(z[..., None], 1.0), torch.zeros(ROWS, 1), "Write obs=data.squeeze(-1)"),
-    "many": (normal, torch.zeros(ROWS, 3), "mean[..., None].expand(8, 3), and write .to_event(1)"),
+    "column": (normal, torch.zeros(ROWS, 1), "as by data.squeeze(-1)"),
+    "columns": (lambda z: dist.Normal(z[..., None], 1.0), torch.zeros(ROWS, 1), "as by data.squeeze(-1)"),
+    "many": (normal, torch.zeros(ROWS, 3), "give the parameters the shape (8, 3) and write .to_event(...)"),
     "turned": (
         lambda z: dist.Normal(z[..., None], torch.ones(3)).to_event(1),
         torch.zeros(3, ROWS),
-        "as by data.permute(...)",
+        "or data.permute(...)",
     ),
     "short": (normal, torch.zeros(7), "has the shape (7,); the distribution has the shape (8,)"),
 }
@@ -76,7 +76,7 @@ def test_too_small_nesting_that_shows_at_a_value() -> None:
     options: dict[str, Any] = {"num_particles": 3, "vectorize_particles": True}
     model = seeing(normal, torch.zeros(ROWS))
     text = text_of(model, guide, PlateError, max_plate_nesting=0, **options)
-    assert "site 'z' has values of its own there. Write max_plate_nesting=1 or more" in text
+    assert "reaches dimension -1. Write max_plate_nesting=1, or leave it out" in text
     TraceBackpropQ_ELBO(max_plate_nesting=1, **options).loss_and_grads(model, guide)
 
 
@@ -180,14 +180,14 @@ def test_batch_dimensions_without_a_plate_say_what_makes_them() -> None:
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(ROWS, 1))))
 
     text = text_of(seeing(normal, torch.zeros(ROWS)), column, PlateError)
-    assert "A distribution of 'z' has the batch shape (8, 8), and its dimension -2 is no plate." in text
+    assert "Site 'z' has the batch shape (8, 8)" in text and "dimension -2 is no plate." in text
     assert "(n, 1) side by side" in text and text.count("is no plate") == 1
 
 
 def test_data_outside_of_the_support_are_counted() -> None:
     data = torch.tensor([0, 1, 4, 0, 5, 1, 0, 0])
     text = text_of(seeing(lambda z: dist.Categorical(torch.ones(3)), data), guide, UnsupportedSiteError)
-    assert text.startswith("The data of site 'x' has 2 of 8 values outside of the support") and "4 among them" in text
+    assert text.startswith("The data of site 'x' has 2 of 8 values outside of the support")
 
 
 def test_an_infinite_factor_is_named() -> None:

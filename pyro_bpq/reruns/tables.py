@@ -1,0 +1,223 @@
+r"""Tables over all values of sites, joint laws of sites, and the sum of a loss over all values of all its sites.
+
+The loss of a program whose laws and costs read at most one site of finite support besides their own is a sum over
+tables from one run, in whose row ``u`` every site has its value ``u``. Nothing is drawn:
+
+.. math::
+
+    \sum_X \sum_{u,x} q(u) \, q(x \mid u) \log q(x \mid u) - \sum_X \sum_{w,x} q(w, x) \log p(x \mid w)
+    + \sum_C \sum_u q(u) \, c_C(u)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.sums import common_type
+from pyro_bpq.tracing.traced_run import TracedRun, full_mask
+
+# Tables of up to so many elements are stacked, because a call takes longer than its computation.
+SMALL = 4096
+
+
+class Table(NamedTuple):
+    """Numbers for all values of some sites, ``(values of each site, plates)``; the sites are in the order of draws."""
+
+    sites: tuple[str, ...]
+    values: Tensor
+
+
+class Laws:
+    r"""Joint laws of sites of the guide, by elimination of the sites that they were drawn from.
+
+        q(x, ...) = Σ_u q(u, ...) q(x | u)
+
+    Args:
+        laws: The law of each site given others, in the order of draws; it has the dimension of its own site, too.
+    """
+
+    def __init__(self, laws: Mapping[str, Table]) -> None:
+        self.laws, self._order = laws, {name: i for i, name in enumerate(laws)}
+        self._found = dict[tuple[str, ...], Tensor]()
+
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Sites in the order of draws."""
+        return tuple(sorted(names, key=self._order.__getitem__))
+
+    def closed(self, names: Iterable[str]) -> frozenset[str]:
+        """Sites, those that their laws read, those that the laws of these read, and so on."""
+        return frozenset().union(*(self._closed[name] for name in names))
+
+    @cached_property
+    def _closed(self) -> dict[str, frozenset[str]]:
+        found = dict[str, frozenset[str]]()
+        for name, table in self.laws.items():
+            found[name] = frozenset((name,)).union(*(found[read] for read in table.sites if read != name))
+        return found
+
+    def of(self, sites: tuple[str, ...]) -> Tensor:
+        """The joint law of sites ``(values of each, plates)``."""
+        if sites not in self._found:
+            self._found[sites] = self._made(sites)
+        return self._found[sites]
+
+    def _made(self, sites: tuple[str, ...]) -> Tensor:
+        first, own = sites[:-1], self.laws[sites[-1]]
+        if own.sites == sites and not first:
+            return own.values
+        if {*own.sites} <= {*sites}:
+            return _spread(Table(first, self.of(first)), sites) * _spread(own, sites)
+        if not first:
+            return self.of(own.sites).sum([*range(len(own.sites) - 1)])
+        above = self.ordered({*first, *own.sites[:-1]})
+        letters = {name: chr(ord("a") + i) for i, name in enumerate((*above, sites[-1]))}
+        parts = ["".join(letters[name] for name in names) + "..." for names in (above, own.sites, sites)]
+        law, dtype = self.of(above), common_type(self.of(above), own.values)
+        return torch.einsum(f"{parts[0]},{parts[1]}->{parts[2]}", law.to(dtype), own.values.to(dtype))
+
+
+def _spread(table: Table, sites: tuple[str, ...]) -> Tensor:
+    """The numbers of a table, with dimensions of size one for the sites that it lacks."""
+    if table.sites == sites:
+        return table.values
+    return table.values[tuple(slice(None) if name in table.sites else None for name in sites)]
+
+
+def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, counts: bool) -> tuple[Tensor, Tensor]:
+    """Sums the loss of a run that has one row for each value.
+
+    Args:
+        traced: The run.
+        plan: What its laws and costs read.
+        nesting: Number of batch dimensions; the leftmost of them holds the rows.
+        counts: Whether zeros are counted.
+
+    Returns:
+        The loss, a scalar in nats with gradient; and the number of entries of tables whose probability is zero.
+    """
+    rows = _Rows(traced, plan, nesting)
+    guide, model = traced.guide_trace.nodes, traced.model_trace.nodes
+    q, p = rows.log_probs(guide, plan.parents), rows.log_probs(model, plan.priors)
+    laws = Laws({name: rows.table(law.exp(), name, plan.parents[name]) for name, law in q.items()})
+    # Tables of the same sites are added up.
+    found, tables = list[Tensor](), dict[tuple[tuple[str, ...], Sequence[int]], Tensor]()
+
+    def add(table: Table, plates: Sequence[int] = (), sign: int = 1) -> None:
+        key, numbers = (table.sites, plates), table.values
+        known = tables.get(key)
+        if known is None:
+            tables[key] = numbers if sign > 0 else -numbers
+        else:
+            tables[key] = torch.add(known, numbers, alpha=sign)
+
+    for sign, log_probs, sites, others in ((1, q, guide, plan.parents), (-1, p, model, plan.priors)):
+        for name, log_prob in log_probs.items():
+            site, other = sites[name], others[name]
+            add(rows.table(rows.weighted(log_prob, site, other), name, other), site["fn"].batch_shape[1:], sign)
+    for cost, other in plan.others.items():
+        numbers = rows.differing(traced.run.costs[cost], other)
+        if other is None:
+            found.append(numbers.sum())
+        else:
+            add(Table((other,), numbers))
+    pairs = [_contracted(laws.of(sites), numbers, plates) for (sites, plates), numbers in tables.items()]
+    return _averages(pairs, found, counts)
+
+
+class _Rows(NamedTuple):
+    """Reads tables from a run of a row for each value."""
+
+    traced: TracedRun
+    plan: SumPlan
+    nesting: int
+
+    def log_probs(self, sites: Mapping[str, Any], others: Mapping[str, str | None]) -> dict[str, Tensor]:
+        """Log-probabilities of sites, each given another or none: ``(values of the other or 1, values, plates)``."""
+        names, found = [*others], dict[str, Tensor]()
+        splits = [self.plan.components[name] for name in names]
+        parameters = [
+            self._parameters(split, sites[name], others[name]) for name, split in zip(names, splits, strict=True)
+        ]
+        for ids in _alike(parameters, splits):
+            law = splits[ids[0]].log_probs(_stack([parameters[i] for i in ids])).squeeze(-2)
+            missing = self.nesting + 2 - law.dim()
+            law = law.reshape(len(ids), *(1,) * missing, *law.shape[1:]) if missing else law
+            found.update({names[i]: own for i, own in zip(ids, law.movedim(-1, 2).unbind(0), strict=True)})
+        return {name: self.differing(found[name], other, 1) for name, other in others.items()}
+
+    def _parameters(self, split: Components, site: Any, other: str | None) -> Tensor:
+        """Parameters ``(rows, plates, event)`` of a law without the rows and plates that only repeat others."""
+        found = split.parameters(site["fn"])
+        if found.dim() - split.event_ndim < self.nesting:
+            return found
+        found = self.differing(found, other, split.event_ndim)
+        for dim in range(self.nesting):
+            if found.stride(dim) == 0 and found.shape[dim] > 1:
+                found = found.narrow(dim, 0, 1)
+        return found
+
+    def weighted(self, log_prob: Tensor, site: Any, other: str | None) -> Tensor:
+        """Log-probabilities, scaled and masked as their site."""
+        scale, mask = (
+            self.differing(part, other).unsqueeze(1) if isinstance(part, Tensor) else part
+            for part in (site["scale"], full_mask(site))
+        )
+        return scale_and_mask(log_prob, scale, mask)
+
+    def table(self, numbers: Tensor, name: str, other: str | None) -> Table:
+        """The table of numbers ``(values of the other or 1, values, plates)``."""
+        if other is None:
+            return Table((name,), numbers[0])
+        names = [*self.plan.components]
+        is_later = names.index(other) > names.index(name)
+        return Table((name, other), numbers.transpose(0, 1)) if is_later else Table((other, name), numbers)
+
+    def num_rows(self, other: str | None) -> int:
+        """Number of rows that differ: the number of values of the other site."""
+        return 1 if other is None else self.plan.components[other].cardinality
+
+    def differing(self, numbers: Tensor, other: str | None, more: int = 0) -> Tensor:
+        """The rows that differ, with all batch dimensions; there are ``more`` dimensions besides."""
+        missing, rows = self.nesting + more - numbers.dim(), self.num_rows(other)
+        numbers = numbers.reshape(*(1,) * missing, *numbers.shape) if missing else numbers
+        return numbers if numbers.shape[0] <= rows else numbers.narrow(0, 0, rows)
+
+
+def _contracted(law: Tensor, numbers: Tensor, plates: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A law, summed over those rows of plates in which a table does not vary, and the table; of one type."""
+    dtype, whole = common_type(law, numbers), torch.broadcast_shapes(law.shape, numbers.shape, plates)
+    law = law if whole == law.shape else law.expand(whole)
+    law = law if whole == numbers.shape else law.sum_to_size(numbers.shape)
+    return law.to(dtype), numbers.to(dtype)
+
+
+def _averages(pairs: Sequence[tuple[Tensor, Tensor]], found: list[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
+    """The sum of what was found and of the expectations of tables under their laws; and the number of zeros."""
+    zeros = list[Tensor]()
+    for ids in _alike([law for law, _ in pairs], [law.dtype for law, _ in pairs]):
+        law, numbers = (_stack([pairs[i][side] for i in ids]) for side in (0, 1))
+        zeros += [(law.detach() <= 0.0).sum()] if counts else []
+        # A table may be infinite where the law is zero.
+        numbers = torch.where(law > 0.0, numbers, numbers.new_zeros(()))
+        found.append(torch.dot(law.reshape(-1), numbers.reshape(-1)))
+    return sum(found[1:], found[0]), sum(zeros, torch.zeros((), dtype=torch.int64))
+
+
+def _alike(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
+    """Positions of the tensors that share a call: small ones of a shape and a kind."""
+    found = dict[Any, list[int]]()
+    for i, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        found.setdefault((tensor.shape, kind) if tensor.numel() <= SMALL else i, []).append(i)
+    return [*found.values()]
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
