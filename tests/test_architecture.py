@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16976,
+    "pyro_bpq": 16972,
     "modules": 171,
     "top": 104,
     "batching/": 528,
@@ -261,7 +261,7 @@ BUDGETS = {
     "graph/": 765,
     "objectives/": 2168,
     "plan/": 1034,
-    "record/": 2077,
+    "record/": 2073,
     "reruns/": 1112,
     "rollout/": 454,
     "step/": 1263,
@@ -269,7 +269,7 @@ BUDGETS = {
     "targets/": 172,
     "testing/": 886,
     "tracing/": 1823,
-    "tests": 23166,
+    "tests": 23165,
     "benchmarks": 3131,
     "words of docs": 17521,
 }

@@ -3,6 +3,7 @@ r"""A recording in use: how it is compiled, which calls it serves, and a step wi
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -205,11 +206,10 @@ def make(entry: Entry, options: Compile) -> None:
 
 
 def _line(operators: int, is_hidden: bool) -> tqdm[Any]:
-    """A line on the terminal that says what the step waits for; it goes when the wait is over."""
+    """A line that says what the step waits for; on a terminal it goes when the wait is over."""
     text = f"Compiling a step of {operators} operators, once for all calls like this one"
-    # tqdm writes to terminals only.
-    hidden = True if is_hidden else None
-    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=False, disable=hidden)
+    stays = not sys.stderr.isatty()
+    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=stays, disable=is_hidden)
 
 
 def _copy(tensor: Tensor) -> Tensor:

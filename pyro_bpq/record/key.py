@@ -211,7 +211,7 @@ class Call:
 
     def _attributes(self, path: Path, item: Any) -> None:
         without = _IN_USE if isinstance(item, Messenger) else ()
-        slots = {name: getattr(item, name) for name in slots_of(item) if hasattr(item, name)}
+        slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
         own = {name: value for name, value in getattr(item, "__dict__", {}).items() if name not in without} | slots
         self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
@@ -297,7 +297,7 @@ def _is_number(entry: Any) -> bool:
 def _is_closed(item: Any) -> bool:
     """Whether nobody looks into an object: it belongs to a library, or has no attributes."""
     is_odd = isinstance(item, (numpy.ndarray, numpy.generic, ModuleType, BuiltinFunctionType))
-    return is_odd or is_of_library(type(item)) or not (hasattr(item, "__dict__") or slots_of(item))
+    return is_odd or is_of_library(type(item)) or not (hasattr(item, "__dict__") or _slots_of(type(item)))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -306,13 +306,9 @@ def of_every_module() -> frozenset[str]:
     return frozenset(vars(nn.Module()))
 
 
-def slots_of(item: Any) -> tuple[str, ...]:
-    """The attributes of an object that lie in slots of its class."""
-    return _slots(type(item))  # type: ignore[arg-type]
-
-
 @functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes of objects that lie in slots of their class."""
     spaces = [vars(part) for part in kind.__mro__ if "__slots__" in vars(part)]
     return tuple(name for space in spaces for name, member in space.items() if isinstance(member, MemberDescriptorType))
 

@@ -16,7 +16,6 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
 from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
 from pyro_bpq.record.key import Call
@@ -300,10 +299,6 @@ class Recorded:
             function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
         tensors = [tensor.clone() for tensor in tensors] if function.writes else tensors
         return {cost: bound.weighted(cost, value) for cost, value in zip(costs, function(*tensors), strict=True)}
-
-    def sign_of(self, cost: str) -> float:
-        """The sign with which the elements of a log-probability enter the loss."""
-        return 1.0 if cost == cost_of_guide(self.scored[cost].site) else -1.0
 
     def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""

@@ -277,7 +277,11 @@ class Tape(TorchDispatchMode):
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))
             return
-        sizes = self._sized(kind, args, result) if kind.is_sized else 0
+        sizes = 0
+        if kind.is_sized:
+            found = sizing(kind, args)
+            self.read(found, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
+            sizes = self.mask_of(found)
         mask = self.steering | (0 if kind.is_blank else mask)
         if self.positions and torch._C._current_graph_task_id() != -1:
             # The autograd graph of a view holds the view's position as a plain number.
@@ -302,12 +306,6 @@ class Tape(TorchDispatchMode):
                 written.append((old, new))
             self._wrote(target, mask)
         self.nodes.append(Node(func, taken, named, out, (*written,), after))
-
-    def _sized(self, kind: Kind, args: Any, result: Any) -> int:
-        """Notes what decides the shape of a result, which is read."""
-        found = sizing(kind, args)
-        self.read(found, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
-        return self.mask_of(found)
 
     # Writes.
 

@@ -152,14 +152,14 @@ class Reruns:
             return tuple(self._fresh_run(*pair) for pair in zip(self.traced, self.values.bound, strict=True))
 
     def _fresh_run(self, traced: TracedRun, bound: Bound) -> Run:
-        run, recorded = traced.run, bound.recorded
-        sites = frozenset(run.sites)
+        run, sites = traced.run, frozenset(traced.run.sites)
         charged = dict.fromkeys(cost for _, cost in self.plan.patterns)
-        costs = [*run.costs, *(f"elements of {cost}" for cost in charged)]
-        found = self._evaluated(next(iter(sites)), traced, bound, {}, sites, False, costs)
+        names = *run.costs, *(f"elements of {cost}" for cost in charged)
+        found = self._evaluated(next(iter(sites)), traced, bound, {}, sites, False, names)
         again = replace(run, costs={cost: found[cost] for cost in run.costs})
         if charged:
-            elements = {cost: (recorded.sign_of(cost), found[f"elements of {cost}"]) for cost in charged}
+            own = {cost: cost == cost_of_guide(bound.recorded.scored[cost].site) for cost in charged}
+            elements = {c: (1.0 if is_own else -1.0, found[f"elements of {c}"]) for c, is_own in own.items()}
             again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
         return again
 

@@ -39,7 +39,6 @@ def slow(told: list[str], read: Callable[[], str]) -> Callable[..., Any]:
     return backend
 
 
-@pytest.mark.xfail(strict=True, reason="the line about a compilation goes to terminals only")
 @pytest.mark.parametrize("kind", [SVI, CompiledSVI])
 def test_a_compilation_says_that_it_goes_on(kind: type, capfd: pytest.CaptureFixture[str]) -> None:
     assert not sys.stderr.isatty()
