@@ -299,11 +299,11 @@ class ParticleCount:
     def _plan_sums(self, runner: Runner, found: Observation, mode: Mode) -> None:
         """Sums from a step on that is fixed beforehand, where the loss can be summed over all values."""
         now, way = runner.recordings.now, self.now
-        is_asked = mode.learning and not (mode.is_recorded or mode.asks_for_more or found.ordered or way.is_hidden)
+        is_asked = mode.learning and not (mode.is_recorded or mode.shows or mode.by_value or found.ordered)
         if not (is_asked and now.may_sum) or now.sums is not None:
             return
         run = found.runs[0]
-        rows = runner.rows_for(run, way.number)
+        rows = runner.rows_for(run, way.number) if mode.may_order and not way.is_hidden else 0
         now.may_sum = rows > 0
         if rows:
             nesting = way.nesting if way.has_plate else 1 + self._nesting(run)
