@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,8 +58,7 @@ def test_copies_continue_alike(
     before = state_of(elbo)
     assert_equal(state_of(twin), before)
     # A copy holds no recording, so that it cannot say how old one is.
-    own, copied = ([line for line in repr(each).splitlines() if not line.startswith("runs:")] for each in (elbo, twin))
-    assert own == copied
+    assert re.sub("(?m)^runs:.*", "", repr(twin)) == re.sub("(?m)^runs:.*", "", repr(elbo))
     found = run(twin, steps=5, seed=4)
     assert_equal(state_of(elbo), before)  # its twin's steps leave it alone
     assert_equal(run(elbo, steps=5, seed=4), found)
