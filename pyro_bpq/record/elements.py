@@ -55,7 +55,7 @@ def over(labels: Labels, dims: Any, keepdim: bool = True) -> Labels:
     largest = np.iinfo(np.int32).max
     high = labels.max(axis=axis, keepdims=keepdim, initial=MANY)
     low = np.where(labels == NONE, largest, labels).min(axis=axis, keepdims=keepdim, initial=largest)
-    return np.where(high == NONE, np.where(low == MANY, MANY, NONE), np.where(low == high, high, MANY))
+    return np.where(low == largest, NONE, np.where(low == high, high, MANY))
 
 
 class Reader:
