@@ -284,14 +284,13 @@ class StepRunner(Runner):
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool) -> list[TracedRun]:
         """Traces the programs of a step."""
-        options: dict[str, Any] = {"particles": particles, "num_steps": mode.num_steps, "warns": mode.learning}
-        options["track"] = record
+        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=record)
         first, *others = programs
-        runs = [self.trace(first, **options)]
+        runs = [trace(first, warns=mode.learning)]
         if particles.is_hidden:
             recorded = self.recordings.recorded(runs[0], 1)
             return [*runs, *further_particles(recorded, runs[0], self.recordings.call, particles.number - 1)]
-        return runs + [self.trace(program, has_told=True, **options) for program in others]
+        return runs + [trace(program, warns=mode.learning, has_told=True) for program in others]
 
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""

@@ -129,12 +129,12 @@ class Recording:
     def _without_writes(self, function: Function) -> Function:
         """The same operators, none of which writes in place."""
         asked = function.wanted, function.given
-        if asked in self._flat:
-            return self._flat[asked]
-        given = [self.tensors[value].detach().clone() for value in function.given]
-        with torch.no_grad(), torch.random.fork_rng({tensor.device.index for tensor in given if tensor.is_cuda}):
-            found = flat(torch.func.functionalize(lambda *tensors: function(*tensors)), given)[0]
-        return self._flat.setdefault(asked, found)
+        if asked not in self._flat:
+            given = [self.tensors[value].detach().clone() for value in function.given]
+            with torch.no_grad(), torch.random.fork_rng({tensor.device.index for tensor in given if tensor.is_cuda}):
+                plain = torch.func.functionalize(lambda *tensors: function(*tensors))
+                self._flat[asked], _ = flat(plain, given)
+        return self._flat[asked]
 
     def cut(
         self,
