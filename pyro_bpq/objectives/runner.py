@@ -326,7 +326,7 @@ class StepRunner(Runner):
             and self.plans.planner.orders
             and not recordings.needs_graphs,
             recorded=recorded,
-            cuts=() if recorded is None else recorded.cuts,
+            cuts=() if recorded is None or is_dynamic else recorded.cuts,
         )
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:

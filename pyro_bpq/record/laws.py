@@ -15,6 +15,8 @@ from torch.distributions import Distribution, Transform
 from pyro_bpq.record.tape import noted
 from pyro_bpq.rollout.features import finite_components
 
+# Stands for each tensor of a distribution.
+_EMPTY = torch.empty(0)
 # What transforms and conditional distributions remember of their last call.
 _CACHES = frozenset(("_inv", "_cached_x_y"))
 
@@ -36,7 +38,7 @@ class Draw:
 
     def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
         self.name, self.is_mean = name, is_mean
-        self._form = mapped(fn, lambda tensor: torch.empty(0))
+        self._form = mapped(fn, lambda _: _EMPTY)
 
     def __repr__(self) -> str:
         return f"Draw({self.name!r})"
