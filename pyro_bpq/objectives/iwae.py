@@ -100,8 +100,8 @@ class TraceBackpropQ_IWAE(Objective):
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         self.runner = BoundRunner(plate)
 
-    def _chosen(self) -> list[tuple[str, str, str]]:
-        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()]
+    def _chosen(self) -> list[tuple[str, str, str]] | None:
+        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()] or None
 
     def _why_so_many(self) -> str:
         return f"{self.num_inner} for each bound, because of num_particles; num_outer={self.num_outer} bounds"

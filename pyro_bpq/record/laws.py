@@ -15,8 +15,6 @@ from torch.distributions import Distribution, Transform
 from pyro_bpq.record.tape import noted
 from pyro_bpq.rollout.features import finite_components
 
-# Stands for each tensor of a distribution.
-_EMPTY = torch.empty(0)
 # What transforms and conditional distributions remember of their last call.
 _CACHES = frozenset(("_inv", "_cached_x_y"))
 
@@ -37,8 +35,8 @@ class Draw:
     """
 
     def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
-        self.name, self.is_mean = name, is_mean
-        self._form = mapped(fn, lambda _: _EMPTY)
+        self.name, self.is_mean, empty = name, is_mean, torch.empty(0)
+        self._form = mapped(fn, lambda _: empty)
 
     def __repr__(self) -> str:
         return f"Draw({self.name!r})"
