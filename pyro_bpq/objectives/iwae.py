@@ -194,7 +194,11 @@ class BoundRunner(Runner):
         recordings, number = self.recordings, particles.in_call
         record = not mode.is_recorded and recordings.wants(particles)
         first, *others = programs_of(program, particles)
+        draws = recordings.mark()
         runs = [self.trace(first, particles, mode.num_steps, record)]
+        if particles.is_hidden and not (record or mode.is_recorded) and recordings.news(runs, particles):
+            draws.again()
+            record, runs = True, [self.trace(first, particles, mode.num_steps, True)]
         if record:
             recordings.graph(runs[0], number, mode.learning)
             # Rows and particles that meet are told once.

@@ -102,7 +102,7 @@ class Recorded:
 
     def is_like(self, other: Recorded) -> bool:
         """Whether another run did the same: the same operators on the same values, with the same numbers."""
-        return self.named == other.named and self._core == other._core
+        return self._made is other._made or (self.named == other.named and self._core == other._core)
 
     @cached_property
     def _core(self) -> tuple[Any, ...]:
@@ -111,8 +111,7 @@ class Recorded:
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
-        self._made.update(other._made)
-        known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
+        known = ("_made", "met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
@@ -293,7 +292,7 @@ class Recorded:
         Raises:
             Uncut: If something on the way cannot be computed again.
         """
-        function = self.recording.cut([self.named[cost] for cost in costs])
+        function = self.kept(("at", *costs), lambda: self.recording.cut([self.named[cost] for cost in costs]))
         tensors = [bound.tensors[value] for value in function.given]
         if in_double:
             function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
