@@ -244,7 +244,7 @@ class StepRunner(Runner):
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool
     ) -> tuple[list[Program], list[TracedRun]]:
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
-        recordings, number = self.recordings, particles.in_call
+        recordings = self.recordings
         programs, draws = programs_of(program, particles), recordings.mark()
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:

@@ -258,11 +258,11 @@ class Recordings:
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""
-        before = self.now.recorded.get((self.call.modes, traced.key, number))
-        is_known = before is not None and traced.recorded is not None and before.is_like(traced.recorded)
-        if is_known:
-            traced.recorded.take_over(before)
-        return is_known
+        before, new = self.now.recorded.get((self.call.modes, traced.key, number)), traced.recorded
+        if before is None or new is None or not before.is_like(new):
+            return False
+        new.take_over(before)
+        return True
 
     def knows(self, traced: TracedRun, number: int) -> bool:
         """Whether the structure of a run is known."""
