@@ -71,6 +71,7 @@ class Entry:
     recording: Recording  # the recording
     run: Callable[..., Sequence[Tensor]]  # the compiled function
     updates: Updates | None = None  # the optimiser that is part of the step; ``None`` if there is none
+    first: int = 1  # number of steps before the programs are first compared with what is recorded
     steps: int = 0  # number of steps it has taken
     checked: int = 0  # this number when the programs were last seen to do what is recorded
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds to record, and to compile
@@ -131,7 +132,7 @@ class Entry:
     @property
     def is_due(self) -> bool:
         """Whether the programs run once more before the next step, to compare what they do with the recording."""
-        return self.is_ready and self.steps >= self.checked + min(max(self.checked, 1), _LONGEST)
+        return self.is_ready and self.steps >= self.checked + min(max(self.checked, self.first), _LONGEST)
 
     def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome | None:
         """A step on the tensors of a call; ``None`` while it is being compiled."""
