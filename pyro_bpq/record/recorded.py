@@ -329,15 +329,11 @@ class Recorded:
         function = recording.cut(wanted, (), sites)
         if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
-        given, constants = function.given, list[Tensor]()
+        given = function.given
         tensors = [bound.tensors[value] for value in given]
         # The draws of this are for nobody.
         with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
-            if function.writes:
-                function, constants = flat(
-                    torch.func.functionalize(_called(function.with_draws(lambda draw: draw.noted))),
-                    [tensor.detach().clone() for tensor in tensors],
-                )
+            function, constants = function.without_writes(tensors)
             dims = (0, *(None for _ in (*given, *constants)))
 
             def rows(index: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
@@ -369,12 +365,10 @@ class Recorded:
         self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
         """A function of all rows, the values that it takes, and constants; some values have rows."""
-        given, constants = function.given, list[Tensor]()
+        given = function.given
         with torch.random.fork_rng():
-            if function.writes:
-                plain = [tensors[value].detach()[0] if value in moved else tensors[value].detach() for value in given]
-                plain = [tensor.clone() for tensor in plain]
-                function, constants = flat(torch.func.functionalize(_called(function)), plain)
+            row = [tensors[value][0] if value in moved else tensors[value] for value in given]
+            function, constants = function.without_writes(row)
             dims = (*(0 if value in moved else None for value in given), *(None for _ in constants))
             if all(dim is None for dim in dims):
                 return function, given, constants
