@@ -30,6 +30,8 @@ from pyro_bpq.tracing.sandbox import Draws
 
 LOG = logging.getLogger("pyro_bpq")
 
+# Number of operators above which a step is compiled in the background, where that is left open.
+_LONG = 10_000
 # Number of shapes that are shown.
 _SHOWN = 6
 # Longest time between two comparisons, in steps.
@@ -91,7 +93,7 @@ class Entry:
         if self.note:
             text += f"; {self.note}"
         elif not self.is_ready:
-            text += "; being compiled, steps run eagerly meanwhile"
+            text += "; being compiled, the recorded operators run as they are meanwhile"
         elif compile_:
             text += f"; compiled in {compile_:.1f} s"
         text += f"; {self.steps} steps taken."
@@ -134,10 +136,8 @@ class Entry:
         """Whether the programs run once more before the next step, to compare what they do with the recording."""
         return self.is_ready and self.steps >= self.checked + min(max(self.checked, self.first), _LONGEST)
 
-    def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome | None:
-        """A step on the tensors of a call; ``None`` while it is being compiled."""
-        if not self.is_ready:
-            return None
+    def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome:
+        """A step on the tensors of a call."""
         recording = self.recording
         if recording.num_generators:
             generators = subject.generators(recording.num_generators)
@@ -170,7 +170,9 @@ def _announce(value: Tensor) -> Tensor:
 def make(entry: Entry, options: Compile) -> None:
     """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
     backend, recording = options.backend, entry.recording
-    examples = recording.watch.inputs
+    examples, background = recording.watch.inputs, options.background
+    if background is None:
+        background = recording.num_operators > _LONG
     lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
     if lack:
         entry.note = f"{lack}, so the recorded operators run as they are"
@@ -184,9 +186,9 @@ def make(entry: Entry, options: Compile) -> None:
     def work() -> None:
         start = time.perf_counter()
         # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
-        draws = None if options.background else Draws()
+        draws = None if background else Draws()
         try:
-            with torch.no_grad(), _line(recording.num_operators, options.background):
+            with torch.no_grad(), _line(recording.num_operators, background):
                 compiled = compile_graph(recording.graph, backend, copies)
                 compiled(*copies)
         except Exception as error:  # A compiler may raise anything.
@@ -199,18 +201,19 @@ def make(entry: Entry, options: Compile) -> None:
                 draws.again()
         entry.seconds[1] = time.perf_counter() - start
 
-    if options.background:
+    if background:
         entry.thread = threading.Thread(target=work, daemon=True)
         entry.thread.start()
     else:
         work()
 
 
-def _line(operators: int, is_hidden: bool) -> tqdm[Any]:
-    """A line that says what the step waits for; on a terminal it goes when the wait is over."""
+def _line(operators: int, background: bool) -> tqdm[Any]:
+    """A line that says what is compiled; on a terminal it goes when nobody waits for it any more."""
+    ending = ": steps go on meanwhile" if background else " ..."
     text = f"Compiling a step of {operators} operators, once for all calls like this one"
-    stays = not sys.stderr.isatty()
-    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=stays, disable=is_hidden)
+    stays = background or not sys.stderr.isatty()
+    return tqdm(total=1, desc=text, bar_format=f"{{desc}}{ending}", leave=stays)
 
 
 def _copy(tensor: Tensor) -> Tensor:
