@@ -181,6 +181,7 @@ def make(entry: Entry, options: Compile) -> None:
     if backend == "eager":
         return
     LOG.info("Compiling a step of %d operators.", recording.num_operators)
+    line = _line(recording.num_operators, background)
     copies = [_copy(tensor) for tensor in examples]
 
     def work() -> None:
@@ -188,7 +189,7 @@ def make(entry: Entry, options: Compile) -> None:
         # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
         draws = None if background else Draws()
         try:
-            with torch.no_grad(), _line(recording.num_operators, background):
+            with torch.no_grad(), line:
                 compiled = compile_graph(recording.graph, backend, copies)
                 compiled(*copies)
         except Exception as error:  # A compiler may raise anything.
@@ -202,6 +203,7 @@ def make(entry: Entry, options: Compile) -> None:
         entry.seconds[1] = time.perf_counter() - start
 
     if background:
+        line.close()
         entry.thread = threading.Thread(target=work, daemon=True)
         entry.thread.start()
     else:
