@@ -2,6 +2,7 @@ r"""A recording in use: how it is compiled, which calls it serves, and a step wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -203,19 +204,19 @@ def make(entry: Entry, options: Compile) -> None:
         entry.seconds[1] = time.perf_counter() - start
 
     if background:
-        line.close()
         entry.thread = threading.Thread(target=work, daemon=True)
         entry.thread.start()
     else:
         work()
 
 
-def _line(operators: int, background: bool) -> tqdm[Any]:
-    """A line that says what is compiled; on a terminal it goes when nobody waits for it any more."""
-    ending = ": steps go on meanwhile" if background else " ..."
+def _line(operators: int, background: bool) -> contextlib.AbstractContextManager[Any]:
+    """A line that says what is compiled; on a terminal it goes when the wait is over."""
     text = f"Compiling a step of {operators} operators, once for all calls like this one"
-    stays = background or not sys.stderr.isatty()
-    return tqdm(total=1, desc=text, bar_format=f"{{desc}}{ending}", leave=stays)
+    if background:
+        tqdm.write(f"{text}; steps go on meanwhile.", file=sys.stderr)
+        return contextlib.nullcontext()
+    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=not sys.stderr.isatty())
 
 
 def _copy(tensor: Tensor) -> Tensor:
