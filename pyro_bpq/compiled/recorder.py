@@ -141,7 +141,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     watch = StepWatch(subject.first_seed(), (tensor for tensor in call.tensors if not tensor.requires_grad))
     messages = poutine.trace(param_only=True)
     torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
-    with untraced(subject, own):
+    with untraced(subject):
         made = subject.num_generators()
         # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
         with messages, watch, RecordedIndexing(watch):

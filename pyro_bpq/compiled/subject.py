@@ -109,14 +109,13 @@ class Subject(Protocol):
 
 
 @contextlib.contextmanager
-def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Undoes what a step does to an objective, to tensors, to the parameter store and to torch's generators.
+def untraced(subject: Subject) -> Iterator[None]:
+    """Undoes what a step does to an objective, to the parameter store and to torch's generators.
 
     It runs without Pyro's validation, which reads numbers, and without warnings, which eager steps have given.
     """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices), pyro.validation_enabled(False), warnings.catch_warnings():
@@ -125,9 +124,6 @@ def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         draws.again()
         subject.go_back(mark)
-        with torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)
         created = set(pyro.get_param_store().keys()) - known
         for name in created:
             del pyro.get_param_store()[name]

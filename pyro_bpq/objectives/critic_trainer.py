@@ -2,9 +2,8 @@ r"""What an objective learns, and when: critics, their optimiser, what waits to 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,11 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write, named_tensors
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.objectives.replayer import Replayer, gradients_of
 from pyro_bpq.rollout.distributed import Ranks
-from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.program_order import RecentCosts
 from pyro_bpq.step.values import Seen, Step
@@ -57,8 +55,6 @@ class CriticTrainer:
         self.recent = RecentCosts(kept)
         self.waiting: tuple[list[Write], dict[str, Tensor], Seen] | None = None
         self.late: tuple[list[Write], dict[str, Tensor]] = ([], {})
-        # Blocks that have changed since the last point to go back to, as they were then; ``None`` where there is none.
-        self._changed: dict[str, Any] | None = None
 
     @property
     def replays(self) -> bool:
@@ -88,33 +84,34 @@ class CriticTrainer:
     def learn(self, owner: Objective) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self.waiting is not None:
-            with self._all_or_nothing(owner) if self.replays else contextlib.nullcontext():
-                self._apply_waiting(owner)
+            (writes, gradients, seen), self.waiting = self.waiting, None
+            self.num_steps += 1
+            if seen is not None:
+                self.recent.add(*seen)
+            # Short steps of steered programs teach no critic.
+            if writes or gradients or self.replayer is not None or self.staged.items:
+                self._commit(writes, gradients)
+                if self.keeps_staged and self.optimizer is not None:
+                    self._learn_again(owner)
         gone = self.critics.tidy()
         if gone and self.optimizer is not None:
             self.optimizer.forget(gone, is_final=True)
 
-    def _apply_waiting(self, owner: Objective) -> None:
-        assert self.waiting is not None
-        (writes, gradients, seen), self.waiting = self.waiting, None
-        self.num_steps += 1
-        if seen is not None:
-            self.recent.add(*seen)
-        if not writes and not gradients and self.replayer is None and not self.staged.items:
-            # Short steps of steered programs teach no critic.
-            return
-        self._keep_changed(write[0] for write in writes)
+    def _commit(self, writes: Sequence[Write], gradients: Mapping[str, Tensor]) -> None:
+        """Applies writes and gradients to the blocks that exist; the others get theirs when they are built."""
         self.critics.commit(writes)
-        if self.optimizer is not None:
-            if gradients:
-                self._advance(gradients)
-            if self.keeps_staged:
-                self._learn_again(owner)
-        built, late = self.critics.blocks.keys(), self.late
+        if gradients and self.optimizer is not None:
+            self.optimizer.step(self.critics, gradients)
+        built, (others, slopes) = self.critics.blocks.keys(), self.late
         self.late = (
-            [*late[0], *(write for write in writes if write[0] not in built)],
-            {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
+            [*others, *(write for write in writes if write[0] not in built)],
+            {**slopes, **{name: slope for name, slope in gradients.items() if name.split(".")[0] not in built}},
         )
+
+    def _catch_up(self, key: str) -> None:
+        """Applies what a block that has just been built has missed."""
+        late, self.late = self.late, ([], {})
+        self._commit(*late)
 
     def _learn_again(self, owner: Objective) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
@@ -125,40 +122,21 @@ class CriticTrainer:
             again = [staged.signals.again() for staged in items]
             loss = critic_loss(again, self.critics, owner.learning())
             if loss is not None:
-                self._advance(self._gradients(loss))
+                self._commit((), self._gradients(loss))
         if self.replayer is not None:
             for staged in items:
                 self.replayer.store(staged)
-            self.replay(owner, None, self.replayer.replay.updates_per_step)
+            for _ in range(self.replayer.replay.updates_per_step):
+                self.replay(owner, None)
 
-    def replay(self, owner: Objective, sites: Collection[str] | None, updates: int) -> int:
-        """Updates critics from stored rollouts; the number of updates that found something to learn from."""
+    def replay(self, owner: Objective, sites: Collection[str] | None) -> bool:
+        """Updates critics from stored rollouts, and says whether there was something to learn from."""
         assert self.replayer is not None
-        done = 0
-        for _ in range(updates):
-            with self._all_or_nothing(owner):
-                gradients = self.replayer.gradients(owner, sites)
-                if self.ranks is not None:
-                    gradients = self.ranks.average_found(gradients, self.critics.weights())
-                self._advance(gradients)
-            done += bool(gradients)
-        return done
-
-    def _catch_up(self, key: str) -> None:
-        """Applies to a block what is known for it; a block that is not there yet catches up when it is built."""
-        writes, gradients = self.late
-        own = {name: gradient for name, gradient in gradients.items() if name.startswith(f"{key}.")}
-        self.critics.commit([write for write in writes if write[0] == key])
-        if own and self.optimizer is not None:
-            self.optimizer.step(self.critics, own)
-        others = {name: gradient for name, gradient in gradients.items() if name not in own}
-        self.late = [write for write in writes if write[0] != key], others
-
-    def _advance(self, gradients: dict[str, Tensor]) -> None:
-        """One step of the critics' optimiser."""
-        assert self.optimizer is not None
-        self._keep_changed(name.split(".")[0] for name in gradients)
-        self.optimizer.step(self.critics, gradients)
+        gradients = self.replayer.gradients(owner, sites)
+        if self.ranks is not None:
+            gradients = self.ranks.average_found(gradients, self.critics.weights())
+        self._commit((), gradients)
+        return bool(gradients)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         gradients = gradients_of(loss, self.critics)
@@ -176,60 +154,30 @@ class CriticTrainer:
 
     # Going back.
 
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes what a step builds and notes."""
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The objects in which a step notes what it teaches."""
+        return (self,) if self.replayer is None else (self, self.replayer, self.replayer.buffer)
+
+    def mark(self, deep: bool) -> Any:
+        """A mark to which :meth:`go_back` takes what a step builds, and with ``deep`` also what critics learn."""
         # A sweep changes critics while the step is still going on.
-        sweeps = self.learner is not None and self.learner.sweep is not None
-        swept = {name: w.detach().clone() for name, w in self.critics.weights().items()} if sweeps else {}
-        return self.critics.snapshot(), snapshot(self), swept
+        deep = deep or (self.learner is not None and self.learner.sweep is not None)
+        tensors = [(t, t.detach().clone()) for t in named_tensors(self.critics).values()] if deep else []
+        states = self.optimizer.snapshot() if deep and self.optimizer is not None else None
+        return self.critics.snapshot(), tensors, states
 
     def go_back(self, mark: Any) -> None:
-        """Undoes what was built and noted after a mark."""
-        bank, own, swept = mark
+        """Undoes what was built and learned after a mark."""
+        bank, tensors, states = mark
         built = self.critics.restore(bank)
-        present = self.critics.weights(dict.fromkeys(name.split(".")[0] for name in swept))
         with torch.no_grad():
-            for name, weight in present.items():
-                weight.copy_(swept[name])
-        restore(self, own)
+            for tensor, value in tensors:
+                tensor.copy_(value)
         if self.optimizer is not None:
             self.optimizer.forget(built)
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self, owner: Objective) -> Iterator[None]:
-        """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
-        mark, outer = owner.mark(), self._changed
-        replay = None if self.replayer is None else self.replayer.snapshot()
-        changed: dict[str, Any] = {}
-        self._changed = changed
-        try:
-            yield
-        except BaseException:
-            with torch.no_grad():
-                for key, (tensors, optimizer) in changed.items():
-                    for tensor, value in tensors:
-                        tensor.copy_(value)
-                    if self.optimizer is not None:
-                        self.optimizer.restore(key, optimizer)
-            if self.replayer is not None and replay is not None:
-                self.replayer.restore(replay)
-            owner.go_back(mark)
-            raise
-        finally:
-            self._changed = outer
-        if outer is not None:
-            # What was kept first is the older.
-            outer.update({key: kept for key, kept in changed.items() if key not in outer})
-
-    def _keep_changed(self, keys: Iterable[str]) -> None:
-        """Keeps blocks as they are, before they change for the first time."""
-        if self._changed is None:
-            return
-        for key in keys:
-            if key in self.critics.blocks and key not in self._changed:
-                state = self.critics.blocks[key].state_dict(keep_vars=True)
-                tensors = [(t, t.detach().clone()) for t in state.values() if isinstance(t, Tensor)]
-                self._changed[key] = tensors, None if self.optimizer is None else self.optimizer.snapshot(key)
+            if states is not None:
+                self.optimizer.restore(states)
 
     # State.
 

@@ -287,7 +287,7 @@ class Objective(ELBO, nn.Module):
             found = self._compiled_step(program)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            with self._undoing():
+            with self.undoing():
                 loss, surrogate, _ = self._eager_step(program)
             return loss + (surrogate - surrogate.detach())
 
@@ -344,7 +344,7 @@ class Objective(ELBO, nn.Module):
         return found
 
     def _eager_loss_and_grads(self, program: Program) -> float:
-        with self._undoing():
+        with self.undoing(self.trainer.replays):
             loss, surrogate, _ = self._eager_step(program)
             self.trainer.register()
             self._backward(surrogate)
@@ -410,7 +410,7 @@ class Objective(ELBO, nn.Module):
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
             if self._is_learning:
-                self.learn()
+                self.trainer.learn(self)
         except BaseException:
             for leaf, gradient in zip(leaves, before, strict=True):
                 if leaf.grad is None or gradient is None:
@@ -421,7 +421,8 @@ class Objective(ELBO, nn.Module):
 
     def learn(self) -> None:
         """Lets critics and statistics learn from the last step."""
-        self.trainer.learn(self)
+        with self.undoing(deep=True) if self.trainer.replays else contextlib.nullcontext():
+            self.trainer.learn(self)
 
     def _learn_waiting(self) -> None:
         """Applies what the last step taught, if that waits for the next one."""
@@ -448,15 +449,15 @@ class Objective(ELBO, nn.Module):
 
     # Going back, and state.
 
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self.runner.parts)]
-        return self.trainer.mark(), parts, self.info, self.ms
+    def mark(self, deep: bool = False) -> Any:
+        """A mark to which :meth:`go_back` takes all that a step finds out; with ``deep`` also what critics learn."""
+        parts = (self.particles, *self.trainer.parts, *self.runner.parts)
+        return self.trainer.mark(deep), [(part, snapshot(part)) for part in parts], self.info, self.ms
 
     @contextlib.contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Undoes what is built and found out within, if it fails."""
-        mark = self.mark()
+    def undoing(self, deep: bool = False) -> Iterator[None]:
+        """Undoes what a step finds out within, and with ``deep`` also what critics learn, if it fails."""
+        mark = self.mark(deep)
         try:
             yield
         except BaseException:

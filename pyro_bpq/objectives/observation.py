@@ -3,7 +3,7 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Staged:
 class Transient:
     """Holds what belongs to the process: copies and pickles are empty."""
 
-    def __init__(self, items: Sequence[Any] = ()) -> None:
+    def __init__(self, items: Iterable[Any] = ()) -> None:
         self.items: tuple[Any, ...] = tuple(items)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -51,11 +51,6 @@ class ParticleCount:
         self.is_open, self.said = False, ""
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """What finds things out in a step."""
-        return (self,)
-
-    @property
     def nesting(self) -> float:
         """Bound on the number of nested plates, without that of the particles."""
         return self.written.nesting - self.written.is_vectorized

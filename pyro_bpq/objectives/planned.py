@@ -80,7 +80,7 @@ class PlannedObjective(Objective):
         self.trainer.keeps_staged = True
         self._learn_waiting()
         model, guide, args, kwargs = program
-        with self._undoing():
+        with self.undoing(self.trainer.replays):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
             self.trainer.register()
             objective = LocalObjective(self.staged.items, self.num_particles)
@@ -103,8 +103,12 @@ class PlannedObjective(Objective):
         """
         if self.trainer.replayer is None:
             raise OptionError("replay(...) needs stored rollouts: learner=CriticLearner(replay=Replay(capacity=...)).")
+        done = 0
         with self._turn:
-            return self.trainer.replay(self, sites, updates)
+            for _ in range(updates):
+                with self.undoing(deep=True):
+                    done += self.trainer.replay(self, sites)
+        return done
 
     def without_costs(self, program: Program) -> list[Signals]:
         """The signals of sites of a new rollout that calls no function of a cost statement; nothing learns."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold, tensors_of, untraced
+from pyro_bpq.compiled.subject import Place, RecordedResult, untraced
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
@@ -56,7 +56,7 @@ class Recordable:
         mode = objective.mode(learning=True)
         objective.runner.meet(program, mode)
         if not (recordings.now.recorded or recordings.is_dense):
-            with untraced(self, tensors_of(self.places())), LentBuffers():
+            with untraced(self), LentBuffers():
                 objective.taken(program, mode)
                 found = snapshot(recordings)
             restore(recordings, found)
@@ -81,21 +81,11 @@ class Recordable:
 
     def mark(self) -> Any:
         """A mark of the present state."""
-        own = self.objective.trainer.optimizer
-        states = {} if own is None else {key: own.snapshot(key) for key in own.optimizers}
-        return self.objective.mark(), self.places(), states
+        return self.objective.mark(deep=True)
 
     def go_back(self, mark: Any) -> None:
         """Goes back to a mark."""
-        whole, places, states = mark
-        self.objective.go_back(whole)
-        if all_hold(places):
-            return
-        # The step has made an optimiser's state.
-        own = self.objective.trainer.optimizer
-        assert own is not None
-        for key in list(own.optimizers):
-            own.restore(key, states.get(key))
+        self.objective.go_back(mark)
 
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""

@@ -15,7 +15,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import CriticLearner, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
-from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.reruns.redraw import (
     Hold,
     assignments,
@@ -45,13 +45,6 @@ def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
     return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
 
-class _Leaves(dict[str, Tensor]):
-    """Parameters of the guide by name: they belong to the process, copies are empty."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Leaves, ()
-
-
 class Replayer:
     """Holds stored rollouts and forms critics' gradients from them."""
 
@@ -59,7 +52,8 @@ class Replayer:
         self.learner, self.replay = learner, replay
         self.buffer = ReplayBuffer(replay.capacity)
         self.slow_guide: dict[str, Tensor] = {}
-        self._leaves = _Leaves()
+        # The guide's parameters by name.
+        self._leaves = Transient()
         self._state = torch.Generator().manual_seed(seed * 7919 + 1).get_state()
 
     def store(self, staged: Staged) -> None:
@@ -78,12 +72,12 @@ class Replayer:
         slow = self.learner.slow
         if slow is not None and slow.guide:
             leaves = guide_leaves(staged.traced[0], staged.programs[0][1])
-            self._leaves = _Leaves(leaves)
-            for name, leaf in leaves.items():
-                if name not in self.slow_guide or self.slow_guide[name].shape != leaf.shape:
-                    self.slow_guide[name] = leaf.detach().clone()
-            for name, leaf in leaves.items():
-                track([self.slow_guide[name]], [leaf.detach()], slow.rate)
+            self._leaves = Transient(leaves.items())
+            known = self.slow_guide
+            moved = {n: known[n].clone() for n, own in leaves.items() if n in known and known[n].shape == own.shape}
+            track([*moved.values()], [leaves[name].detach() for name in moved], slow.rate)
+            new = {name: leaf.detach().clone() for name, leaf in leaves.items() if name not in moved}
+            self.slow_guide = {**known, **moved, **new}
 
     def gradients(self, owner: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
         """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
@@ -102,16 +96,6 @@ class Replayer:
         if not losses:
             return {}
         return gradients_of(torch.stack(losses).mean(), owner.critics)
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """A mark to which :meth:`restore` takes everything back."""
-        slow = {name: value.clone() for name, value in self.slow_guide.items()}
-        return self.buffer.snapshot(), self._state, slow, self._leaves
-
-    def restore(self, mark: tuple[Any, ...]) -> None:
-        """Undoes what was stored, drawn and tracked after ``mark``."""
-        buffer, self._state, self.slow_guide, self._leaves = mark
-        self.buffer.restore(buffer)
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved: the generator and the slow guide, not the rollouts."""
@@ -218,7 +202,7 @@ class Replayer:
             traced = []
             for program, held, paid in zip(stored.programs, values, costs, strict=True):
                 try:
-                    with swapped(self._leaves, self.slow_guide), Hold(held), skip, GiveCosts(paid):
+                    with swapped(dict(self._leaves.items), self.slow_guide), Hold(held), skip, GiveCosts(paid):
                         run = owner.run_program(program)
                 except Exception:
                     # Whatever a program raises that ran before: the stored values do not fit it any more.
