@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro
 import torch
@@ -21,9 +21,6 @@ from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.program_order import RecentCosts
 from pyro_bpq.step.values import Seen, Step
-
-if TYPE_CHECKING:
-    from pyro_bpq.objectives.objective import Objective
 
 
 class CriticTrainer:
@@ -81,7 +78,7 @@ class CriticTrainer:
         self.waiting = (result.writes, gradients, result.seen)
         return surrogate
 
-    def learn(self, owner: Objective) -> None:
+    def learn(self, owner: Any) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self.waiting is not None:
             (writes, gradients, seen), self.waiting = self.waiting, None
@@ -113,7 +110,7 @@ class CriticTrainer:
         late, self.late = self.late, ([], {})
         self._commit(*late)
 
-    def _learn_again(self, owner: Objective) -> None:
+    def _learn_again(self, owner: Any) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
         assert self.learner is not None
         items, self.staged = self.staged.items, Transient()
@@ -129,7 +126,7 @@ class CriticTrainer:
             for _ in range(self.replayer.replay.updates_per_step):
                 self.replay(owner, None)
 
-    def replay(self, owner: Objective, sites: Collection[str] | None) -> bool:
+    def replay(self, owner: Any, sites: Collection[str] | None) -> bool:
         """Updates critics from stored rollouts, and says whether there was something to learn from."""
         assert self.replayer is not None
         gradients = self.replayer.gradients(owner, sites)

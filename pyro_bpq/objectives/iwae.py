@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, programs_of
 from pyro_bpq.plan.written import unread_options
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import short, short_call
@@ -28,7 +26,6 @@ from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.further import further_particles
-from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -115,14 +112,6 @@ class TraceBackpropQ_IWAE(Objective):
     def _num_draws(self) -> int:
         return self.num_outer
 
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-        return self.runner.trace(program, self.particles.now, self.num_steps)
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """A bound has no critics that learn from stored runs."""
-        raise NotImplementedError("A bound has no critics.")
-
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         runs = self._observe(program, mode).runs
@@ -174,27 +163,24 @@ class BoundRunner(Runner):
     """
 
     def __init__(self, plate: str | None) -> None:
-        self.plate, self.noise = plate, NoiseSource(0)
-        self.recordings = Recordings("auto")
+        super().__init__("auto", 0)
+        self.plate = plate
         self.recordings.crosses = True  # rows that meet are told of in words of its own
         self.estimators: dict[str, Estimator] = {}
         # The plate of the rows by structure.
         self._rows: dict[Any, Plate | None] = {}
 
-    def trace(
-        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
-    ) -> TracedRun:
-        """Runs a program once, recorded with ``track``."""
-        call = self.recordings.call
-        options = TraceOptions(_choose, particles.nesting, particles.number, warns=warns, track=track, call=call)
-        return trace_run(*program, options)
+    def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
+        """Runs a program once, with further options of its trace."""
+        given = TraceOptions(_choose, particles.nesting, particles.number, call=self.recordings.call, **options)
+        return trace_run(*program, given)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
         recordings, number = self.recordings, particles.in_call
         record = not mode.is_recorded and recordings.wants(particles)
         first, *others = programs_of(program, particles)
-        runs = [self.trace(first, particles, mode.num_steps, record)]
+        runs = [self.trace(first, particles, track=record)]
         if record:
             recordings.graph(runs[0], number, mode.learning)
             # Rows and particles that meet are told once.
@@ -203,7 +189,7 @@ class BoundRunner(Runner):
             recorded = recordings.recorded(runs[0], 1)
             runs += further_particles(recorded, runs[0], recordings.call, particles.number - 1)
         else:
-            runs += [self.trace(each, particles, mode.num_steps) for each in others]
+            runs += [self.trace(each, particles) for each in others]
         if self.plate is not None and record and runs[0].entries:
             self._warn_of_rows(self.plate, runs[0])
         return Observation(tuple(runs))

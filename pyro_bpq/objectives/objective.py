@@ -18,7 +18,7 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import BPQError, OptionError, is_real, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
-from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, Transient
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Program
@@ -120,13 +120,11 @@ class Objective(ELBO, nn.Module):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step, summed over draws; nothing has learned from it yet."""
 
-    @abstractmethod
     def run_program(self, program: Program) -> TracedRun:
         """Runs guide and model as a step does."""
-
-    @abstractmethod
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
+        runner, particles = self.runner, self.particles.drawn
+        runner.meet(program, self.mode(learning=False))
+        return runner.trace(program, particles, step=self.num_steps, track=runner.recordings.wants(particles))
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""

@@ -195,11 +195,15 @@ class ParticleCount:
             _undo(found.runs[0])
             draws.again()
             return self._summed(runner, program, mode)
-        number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
+        if found.ordered:
+            number, why = 1, "sampled values steer the program"
+        else:
+            number, why = runner.good_for(found.runs[0])
+        if mode.has_ranks:
+            number, why = 1, "several processes learn"
         if number == 1:
-            why = "sampled values steer the program" if found.ordered else runner.why_one(found.runs[0])
             self._use(runner, self.one)
-            self._say(f"One particle runs, because {'several processes learn' if mode.has_ranks else why}.")
+            self._say(f"One particle runs, because {why}.")
             return found
         one = found.runs[0]
         refused = list[str]()
@@ -249,7 +253,7 @@ class ParticleCount:
             with contextlib.nullcontext() if is_known else _silenced():
                 found = runner.observe(program, way, mode)
             run = found.runs[0] if found.runs else None
-            if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):
+            if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number)[0] < way.number)):
                 reason = "it is another program"
             else:
                 reason = self._difference(runner, program, run, way, one)
@@ -343,7 +347,7 @@ def make_parameters(runner: Runner, program: Program, one: Particles, num_steps:
     """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
     draws = runner.recordings.mark()
     with torch.no_grad():
-        _undo(runner.trace(program, one, num_steps, track=True))
+        _undo(runner.trace(program, one, step=num_steps, track=True))
     draws.again()
 
 

@@ -17,8 +17,7 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, Observation, Staged
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Staged, programs_of
 from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
@@ -162,12 +161,6 @@ class PlannedObjective(Objective):
         """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
         return None if self.trainer.replayer is None else self.trainer.replayer.buffer
 
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-        runner, particles = self.runner, self.particles.drawn
-        runner.meet(program, self.mode(learning=False))
-        return runner.trace(program, particles, self.num_steps, runner.recordings.wants(particles))
-
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
         return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
@@ -184,7 +177,7 @@ class PlannedObjective(Objective):
         """The same runs, tracked: they show what leaves torch. For diagnostics."""
         particles = self.particles.drawn
         programs = programs_of(self._prepared(program), particles)
-        return [self.runner.trace(each, particles, self.num_steps, True) for each in programs]
+        return [self.runner.trace(each, particles, step=self.num_steps, track=True) for each in programs]
 
     def _chosen(self) -> list[tuple[str, str, str]]:
         plan = self.plan

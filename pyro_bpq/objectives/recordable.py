@@ -64,7 +64,7 @@ class Recordable:
 
     def look_again(self) -> None:
         """Looks in the next eager step whether the programs have another structure."""
-        self.objective.runner.look_again()
+        self.objective.runner.recordings.look_again()
 
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""

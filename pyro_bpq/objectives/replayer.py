@@ -35,7 +35,7 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
 
 if TYPE_CHECKING:
-    from pyro_bpq.objectives.objective import Objective
+    from pyro_bpq.objectives.planned import PlannedObjective
 
 
 def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ class Replayer:
             new = {name: leaf.detach().clone() for name, leaf in leaves.items() if name not in moved}
             self.slow_guide = {**known, **moved, **new}
 
-    def gradients(self, owner: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
+    def gradients(self, owner: PlannedObjective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
         """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
 
         Only the critics of the given sites learn; ``None`` stands for all.
@@ -108,7 +108,12 @@ class Replayer:
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
 
     def _mean_loss(
-        self, owner: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
+        self,
+        owner: PlannedObjective,
+        stored: StoredRollout,
+        site: str,
+        sites: Collection[str] | None,
+        seeds: Sequence[int],
     ) -> list[Tensor]:
         """The mean loss over several draws of what an update redraws; empty if the rollout cannot be replayed."""
         losses = []
@@ -127,7 +132,7 @@ class Replayer:
         return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
-        self, owner: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
+        self, owner: PlannedObjective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> Tensor | None:
         """The loss of one draw; ``None`` where nothing learns. A rollout that cannot be replayed any more is dropped.
 
@@ -171,7 +176,7 @@ class Replayer:
 
     def _expected(
         self,
-        owner: Objective,
+        owner: PlannedObjective,
         stored: StoredRollout,
         values: Sequence[Mapping[str, Tensor]],
         staged: Staged,
@@ -192,7 +197,7 @@ class Replayer:
         return found
 
     def _rerun(
-        self, owner: Objective, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
+        self, owner: PlannedObjective, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
     ) -> Staged | None:
         """Runs the programs again; drops a rollout whose structure is no more."""
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
