@@ -138,11 +138,12 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     """Takes a step that leaves no trace, and writes it down."""
     places = subject.places()
     own = tensors_of(places)
-    watch = StepWatch(subject.first_seed(), (tensor for tensor in call.tensors if not tensor.requires_grad))
+    noise = subject.noise
+    watch = StepWatch(noise.seed_of(noise.number + 1), (tensor for tensor in call.tensors if not tensor.requires_grad))
     messages = poutine.trace(param_only=True)
     torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
     with untraced(subject):
-        made = subject.num_generators()
+        made = noise.number
         # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
         with messages, watch, RecordedIndexing(watch):
             with torch.no_grad():
@@ -161,7 +162,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
             graded = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
             if updated:
                 apply_all(updated, graded, *numbers)
-        made = subject.num_generators() - made
+        made = noise.number - made
         now = subject.places()
     if len(now) != len(places) or any(a.value is not b.value for a, b in zip(now, places, strict=True)):
         raise NotYet("its critics are not built yet")

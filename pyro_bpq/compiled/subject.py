@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.rollout.schedule import RecordedStep
+from pyro_bpq.rollout.schedule import NoiseSource, RecordedStep
 from pyro_bpq.tracing.sandbox import Draws
 
 # Those of torch whose own code takes the step size as a tensor.
@@ -66,7 +66,13 @@ class RecordedResult:
 
 
 class Subject(Protocol):
-    """An objective whose steps may be recorded and compiled."""
+    """An objective whose steps may be recorded and compiled.
+
+    Attributes:
+        noise: Source of what it draws itself.
+    """
+
+    noise: NoiseSource
 
     def refuses(self) -> str:
         """Why its steps are not recorded at present, as the end of a sentence; empty if they are."""
@@ -91,15 +97,6 @@ class Subject(Protocol):
 
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""
-
-    def first_seed(self) -> int:
-        """Seed of the next generator that the objective makes for itself."""
-
-    def num_generators(self) -> int:
-        """Number of generators that the objective has made for itself."""
-
-    def generators(self, number: int) -> list[torch.Generator]:
-        """The next generators that the objective makes for itself."""
 
     def recorded_step(self, program: Any, number: RecordedStep) -> RecordedResult:
         """Takes a step; what it teaches is noted, not applied."""

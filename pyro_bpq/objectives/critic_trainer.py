@@ -13,7 +13,7 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write, named_tensors
+from pyro_bpq.critics.bank import CriticBank, Write, named_tensors
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.objectives.replayer import Replayer, gradients_of
@@ -30,7 +30,8 @@ class CriticTrainer:
 
     Attributes:
         critics: Critics and running statistics.
-        optimizer: The critics' own; ``None`` where the user's trains them.
+        options: How critics learn; ``learner``, or its defaults where the user's optimiser trains them.
+        optimizer: The critics' own; it does nothing where the user's trains them.
         replayer: Stored rollouts; ``None`` for none.
         num_steps: Number of steps that were learned from.
         keeps_staged: Whether something learns later from what a step worked on.
@@ -41,15 +42,14 @@ class CriticTrainer:
     """
 
     def __init__(self, learner: CriticLearner | None, seed: int) -> None:
-        self.learner = learner
-        own, kept = learner is not None, MAX_IDLE if learner is None else learner.max_idle
-        self.critics = CriticBank(seed, own, learner is not None and learner.slow is not None, kept, self._catch_up)
-        self.optimizer = None if learner is None else CriticOptimizer(learner)
-        replay = None if learner is None else learner.replay
-        self.replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
-        self.num_steps, self.staged = 0, Transient()
-        self.keeps_staged = self.replayer is not None or (learner is not None and learner.steps > 1)
-        self.recent = RecentCosts(kept)
+        # The level counts fully where the user's optimiser trains the critics.
+        self.learner, self.options = learner, learner or CriticLearner(level_weight=1.0)
+        kept, replay = self.options.max_idle, self.options.replay
+        self.critics = CriticBank(seed, learner is not None, self.options.slow is not None, kept, self._catch_up)
+        self.optimizer = CriticOptimizer(self.options)
+        self.replayer = None if replay is None else Replayer(replay, self.options.slow, seed)
+        self.num_steps, self.staged, self.recent = 0, Transient(), RecentCosts(kept)
+        self.keeps_staged = self.replayer is not None or self.options.steps > 1
         self.waiting: tuple[list[Write], dict[str, Tensor], Seen] | None = None
         self.late: tuple[list[Write], dict[str, Tensor]] = ([], {})
 
@@ -61,7 +61,7 @@ class CriticTrainer:
     @property
     def ranks(self) -> Ranks | None:
         """The processes that learn together; ``None`` where there are no others."""
-        ranks = Ranks() if self.learner is None else self.learner.ranks
+        ranks = self.options.ranks
         return None if ranks is None or ranks.size == 1 else ranks
 
     def keep(self, items: Sequence[Staged], result: Step) -> None:
@@ -71,7 +71,7 @@ class CriticTrainer:
     def prepare(self, surrogate: Tensor, result: Step) -> Tensor:
         """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
         gradients = {}
-        if result.critic_loss is not None and self.optimizer is None:
+        if result.critic_loss is not None and self.learner is None:
             surrogate = surrogate + result.critic_loss
         elif result.critic_loss is not None:
             gradients = self._gradients(result.critic_loss)
@@ -88,16 +88,14 @@ class CriticTrainer:
             # Short steps of steered programs teach no critic.
             if writes or gradients or self.replayer is not None or self.staged.items:
                 self._commit(writes, gradients)
-                if self.keeps_staged and self.optimizer is not None:
+                if self.keeps_staged and self.learner is not None:
                     self._learn_again(owner)
-        gone = self.critics.tidy()
-        if gone and self.optimizer is not None:
-            self.optimizer.forget(gone, is_final=True)
+        self.optimizer.forget(self.critics.tidy(), is_final=True)
 
     def _commit(self, writes: Sequence[Write], gradients: Mapping[str, Tensor]) -> None:
         """Applies writes and gradients to the blocks that exist; the others get theirs when they are built."""
         self.critics.commit(writes)
-        if gradients and self.optimizer is not None:
+        if gradients and self.learner is not None:
             self.optimizer.step(self.critics, gradients)
         built, (others, slopes) = self.critics.blocks.keys(), self.late
         self.late = (
@@ -112,9 +110,8 @@ class CriticTrainer:
 
     def _learn_again(self, owner: Any) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
-        assert self.learner is not None
         items, self.staged = self.staged.items, Transient()
-        for _ in range(self.learner.steps - 1):
+        for _ in range(self.options.steps - 1):
             # The tensors of the step with the critics as they are now; nothing is built.
             again = [staged.signals.again() for staged in items]
             loss = critic_loss(again, self.critics, owner.learning())
@@ -159,10 +156,9 @@ class CriticTrainer:
     def mark(self, deep: bool) -> Any:
         """A mark to which :meth:`go_back` takes what a step builds, and with ``deep`` also what critics learn."""
         # A sweep changes critics while the step is still going on.
-        deep = deep or (self.learner is not None and self.learner.sweep is not None)
+        deep = deep or self.options.sweep is not None
         tensors = [(t, t.detach().clone()) for t in named_tensors(self.critics).values()] if deep else []
-        states = self.optimizer.snapshot() if deep and self.optimizer is not None else None
-        return self.critics.snapshot(), tensors, states
+        return self.critics.snapshot(), tensors, self.optimizer.snapshot() if deep else None
 
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and learned after a mark."""
@@ -171,10 +167,9 @@ class CriticTrainer:
         with torch.no_grad():
             for tensor, value in tensors:
                 tensor.copy_(value)
-        if self.optimizer is not None:
-            self.optimizer.forget(built)
-            if states is not None:
-                self.optimizer.restore(states)
+        self.optimizer.forget(built)
+        if states is not None:
+            self.optimizer.restore(states)
 
     # State.
 
@@ -182,7 +177,7 @@ class CriticTrainer:
         """What tensors and buffers of the critics do not hold."""
         return {
             "num_steps": self.num_steps,
-            "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "waiting": self.waiting,
             "late": self.late,
             "recent": self.recent.state_dict(),
@@ -194,8 +189,7 @@ class CriticTrainer:
         self.num_steps = state["num_steps"]
         self.waiting, self.late = copy.deepcopy((state["waiting"], state["late"]))
         self.recent.load_state_dict(state["recent"])
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         if self.replayer is not None and state["replay"] is not None:
             self.replayer.load_state_dict(state["replay"])
 
@@ -233,12 +227,6 @@ def _is_ours(module: str, named: Mapping[str, Tensor], store: ParamStoreDict) ->
     """Whether the store has no entries under this name, or only entries that equal these weights by name."""
     start = f"{module}$$$"
     stored = {key.removeprefix(start): value for key, value in store.named_parameters() if key.startswith(start)}
-    known = stored.keys() & named.keys()
-    return not stored or (bool(known) and all(_is_same(named[name], stored[name]) for name in known))
-
-
-def _is_same(weight: Tensor, stored: Tensor) -> bool:
-    if weight is stored:
-        return True
-    is_alike = weight.shape == stored.shape and weight.dtype == stored.dtype
-    return is_alike and torch.equal(weight, stored.to(weight.device))
+    pairs = [(named[name], stored[name]) for name in stored.keys() & named.keys()]
+    is_same = (a is b or (a.dtype == b.dtype and torch.equal(a, b.to(a.device))) for a, b in pairs)
+    return not stored or (bool(pairs) and all(is_same))

@@ -21,11 +21,10 @@ from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, programs_of
 from pyro_bpq.plan.written import unread_options
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.short import short, short_call
+from pyro_bpq.short import changed_options, short
 from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.further import further_particles
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -81,7 +80,7 @@ class TraceBackpropQ_IWAE(Objective):
         *,
         compile: bool | Backend | Compile = False,
     ) -> None:
-        made_by = short_call(type(self), TraceBackpropQ_IWAE, locals())
+        changed = changed_options(TraceBackpropQ_IWAE, locals())
         for name, number in (("num_particles", num_particles), ("num_outer", num_outer)):
             if not is_whole(number, 1):
                 raise OptionError(f"{name}={number!r}: write a positive integer.")
@@ -93,7 +92,7 @@ class TraceBackpropQ_IWAE(Objective):
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
         )
-        self.made_by = made_by
+        self.made_by = f"{type(self).__name__}({', '.join(changed.values())})"
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         self.runner = BoundRunner(plate)
 
@@ -167,8 +166,9 @@ class BoundRunner(Runner):
         self.plate = plate
         self.recordings.crosses = True  # rows that meet are told of in words of its own
         self.estimators: dict[str, Estimator] = {}
-        # The plate of the rows by structure.
-        self._rows: dict[Any, Plate | None] = {}
+        # The structure that was met last, and the plate of its rows.
+        self._key: Any = None
+        self._plate: Plate | None = None
 
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
         """Runs a program once, with further options of its trace."""
@@ -179,17 +179,11 @@ class BoundRunner(Runner):
         """The runs of a step."""
         recordings, number = self.recordings, particles.in_call
         record = not mode.is_recorded and recordings.wants(particles)
-        first, *others = programs_of(program, particles)
-        runs = [self.trace(first, particles, track=record)]
+        runs = self._runs(programs_of(program, particles), particles, record)
         if record:
             recordings.graph(runs[0], number, mode.learning)
             # Rows and particles that meet are told once.
             recordings.now.next = math.inf
-        if particles.is_hidden:
-            recorded = recordings.recorded(runs[0], 1)
-            runs += further_particles(recorded, runs[0], recordings.call, particles.number - 1)
-        else:
-            runs += [self.trace(each, particles) for each in others]
         if self.plate is not None and record and runs[0].entries:
             self._warn_of_rows(self.plate, runs[0])
         return Observation(tuple(runs))
@@ -209,15 +203,14 @@ class BoundRunner(Runner):
 
     def rows(self, traced: TracedRun) -> Plate | None:
         """The plate of the rows of a run."""
-        if traced.key not in self._rows:
-            if len(self._rows) >= 64:
-                self._rows.clear()
+        if traced.key != self._key:
             unread = unread_options(traced, {}, _NO_CRITICS)
-            if unread and not self._rows:
+            if unread and self._key is None:
                 warnings.warn(unread, BPQWarning, stacklevel=2)
-            self._rows[traced.key] = None if self.plate is None else _row_plate(traced, self.plate)
+            self._plate = None if self.plate is None else _row_plate(traced, self.plate)
+            self._key = traced.key
             self.estimators = {name: _choose(traced.infos[name], traced.options[name]) for name in traced.run.sites}
-        return self._rows[traced.key]
+        return self._plate
 
 
 def _choose(site: SiteInfo, options: SiteOptions) -> Estimator:

@@ -61,7 +61,7 @@ class Objective(ELBO, nn.Module):
         seed: int,
         lam: Schedule,
         gamma: Schedule,
-        compile: Any = False,
+        compile: Any,
         **options: Any,
     ) -> None:
         if not is_whole(seed):
@@ -133,7 +133,7 @@ class Objective(ELBO, nn.Module):
     @property
     def _num_draws(self) -> int:
         """Number of draws whose mean the loss is."""
-        return self.particles.now.draws
+        return self.num_particles
 
     @property
     def _needs_nesting(self) -> bool:
@@ -249,20 +249,21 @@ class Objective(ELBO, nn.Module):
             BusyError: If another thread takes a step or replays.
         """
         with self._turn:
-            program = Program(model, guide, args, kwargs)
-            found = self._compiled_step(program)
-            if found is None:
-                return self._eager_loss_and_grads(program)
-            add_gradients(found.leaves, found.gradients)
-            return float(found.loss.item())
+            loss = self.compiled_update(None, model, guide, *args, **kwargs)
+            return self.eager_loss_and_grads(model, guide, *args, **kwargs) if loss is None else float(loss.item())
 
     def eager_loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The same as :meth:`loss_and_grads`; the step runs eagerly."""
-        with self._turn:
-            return self._eager_loss_and_grads(Program(model, guide, args, kwargs))
+        with self._turn, self.undoing(self.trainer.replays):
+            loss, surrogate = self._eager_step(Program(model, guide, args, kwargs))
+            self.trainer.register()
+            self._backward(surrogate)
+        return float(loss.item())
 
-    def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Takes a compiled step that ends with the update of an optimiser, and returns the loss.
+    def compiled_update(
+        self, updates: Updates | None, model: Any, guide: Any, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """Takes a compiled step, which ends with the update of an optimiser where one is given; returns the loss.
 
         ``None`` if the step has to run eagerly; nothing was done then.
         """
@@ -286,7 +287,7 @@ class Objective(ELBO, nn.Module):
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
             with self.undoing():
-                loss, surrogate, _ = self._eager_step(program)
+                loss, surrogate = self._eager_step(program)
             return loss + (surrogate - surrogate.detach())
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -309,7 +310,7 @@ class Objective(ELBO, nn.Module):
         Raises:
             OptionError: If the critics have no optimiser of their own, or nothing learns now.
         """
-        if self.trainer.optimizer is None:
+        if self.learner is None:
             raise OptionError("warm_up(...) needs critics with an optimiser of their own: learner=CriticLearner().")
         if not self._is_learning:
             raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
@@ -341,22 +342,15 @@ class Objective(ELBO, nn.Module):
                 warn_if_nan(found.loss, "loss")
         return found
 
-    def _eager_loss_and_grads(self, program: Program) -> float:
-        with self.undoing(self.trainer.replays):
-            loss, surrogate, _ = self._eager_step(program)
-            self.trainer.register()
-            self._backward(surrogate)
-        return float(loss.item())
-
-    def _eager_step(self, program: Program) -> tuple[Tensor, Tensor, Step]:
-        """The loss, detached, a scalar that has its gradient, and the step."""
+    def _eager_step(self, program: Program) -> tuple[Tensor, Tensor]:
+        """The loss, detached, and a scalar that has its gradient."""
         if self._is_learning:
             self._note(_traces=Transient())
         result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
             warn_if_nan(value, "loss")
-        return value, surrogate, result
+        return value, surrogate
 
     def _prepared(self, program: Program) -> Program:
         """The program for one particle; where there is a plate of particles, its place is known from now on."""
@@ -429,16 +423,16 @@ class Objective(ELBO, nn.Module):
 
     def learning(self, mode: Mode | None = None) -> Learning:
         """How targets are formed in the present step, or in the step of a mode."""
-        number, learner = self.num_steps if mode is None else mode.num_steps, self.learner
+        number, own = self.num_steps if mode is None else mode.num_steps, self.trainer.options
         return Learning(
             at(self.lam, number),
             float(at(self.gamma, int(number))),
-            1.0 if learner is None else learner.level_weight,
-            slow=learner is not None and learner.slow is not None,
+            own.level_weight,
+            slow=own.slow is not None,
             num_steps=number,
             ranks=self.trainer.ranks,
             is_recorded=mode is not None and mode.is_recorded,
-            sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),
+            sweep=None if own.sweep is None else own.sweep.at(self.num_steps),
         )
 
     @property

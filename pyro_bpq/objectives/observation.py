@@ -3,22 +3,26 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyro
-import torch
 from torch import Tensor
 
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.further import further_particles
 from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import PARTICLES
+
+# Why a single particle runs.
+STEERED = "sampled values steer the program"
 
 
 @dataclass(frozen=True)
@@ -92,26 +96,6 @@ class Observation:
         return sum(losses[1:], losses[0])
 
 
-class NoiseSource:
-    """Generators for what an objective draws itself; the global generators are left alone.
-
-    Attributes:
-        number: How many there have been.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.number = seed, 0
-
-    def __call__(self) -> torch.Generator:
-        """The next generator."""
-        self.number += 1
-        return torch.Generator().manual_seed(self.seed_of(self.number))
-
-    def seed_of(self, number: int) -> int:
-        """Seed of a generator, counted from 1."""
-        return (self.seed * 7919 + 1) * 1_000_003 + number
-
-
 class Runner(ABC):
     """Runs the programs of a step.
 
@@ -154,6 +138,15 @@ class Runner(ABC):
     def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
         """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
         return True
+
+    def _runs(self, programs: Sequence[Program], particles: Particles, track: bool, **options: Any) -> list[TracedRun]:
+        """Traces the programs of a step, recorded with ``track``."""
+        first, *others = programs
+        run = self.trace(first, particles, track=track, **options)
+        if particles.is_hidden:
+            recorded = self.recordings.recorded(run, 1)
+            return [run, *further_particles(recorded, run, self.recordings.call, particles.number - 1)]
+        return [run, *(self.trace(each, particles, track=track, has_told=True, **options) for each in others)]
 
     @abstractmethod
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:

@@ -2,19 +2,24 @@ r"""What objectives share whose steps follow a plan: a step on some runs, ways t
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_bpq.batching.layout import described
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.analytic import analytic_paths
+from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Staged, programs_of
@@ -41,7 +46,32 @@ class PlannedObjective(Objective):
 
     runner: StepRunner
 
+    # Whether options that nothing reads were told.
+    _has_told = False
+
     # A step.
+
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns."""
+        with torch.no_grad():
+            loss = self.observe(Program(model, guide, args, kwargs), shows=False).loss / self.num_particles
+        warn_if_nan(loss, "loss")
+        return float(loss.item())
+
+    def _evaluate(self, program: Program, mode: Mode) -> Step:
+        start = time.perf_counter()
+        seen = self._observe(program, mode)
+        if mode.learning and not self._has_told and self.plan and self.plan.unread:
+            self._note(_has_told=True)
+            warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
+        ready, number = time.perf_counter(), self.num_particles
+        result = self.step_on(seen, seen.loss / number if number > 1 else seen.loss, mode)
+        if self.analytic_kl:
+            result = replace(result, paths=analytic_paths(seen))
+        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
+        if self.trainer.keeps_staged:
+            self.trainer.keep(seen.items, result)
+        return result
 
     def step_on(self, seen: Observation, loss: Tensor, mode: Mode | None = None) -> Step:
         """The step on some runs: with the graph, in program order, or summed over all values.
@@ -55,8 +85,7 @@ class PlannedObjective(Objective):
         if seen.summed is not None:
             summed = self.plan.summed if self.plan and learns else None
             info = {name: {"estimator": AllAction()} for name in (summed.components if summed else ())}
-            none = torch.zeros_like(loss)
-            return Step(seen.summed.detach(), none, info=info, learns=learns, paths=seen.summed)
+            return Step(seen.summed.detach(), torch.zeros_like(loss), info=info, learns=learns, paths=seen.summed)
         if seen.is_lone:
             return lone_step(seen.ordered[0], self.trainer.recent, learning, learns)
         if seen.ordered:
@@ -65,7 +94,8 @@ class PlannedObjective(Objective):
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
-        return {"planner": self.planner, "graphs": [known.graph for known in self.runner.recordings.known.values()]}
+        graphs = [known.graph for known in self.runner.recordings.known.values()]
+        return {"planner": self.planner, "graphs": graphs, "kl": self.analytic_kl}
 
     @property
     def _needs_nesting(self) -> bool:
@@ -73,6 +103,32 @@ class PlannedObjective(Objective):
         return self.vectorize_particles or self.runner.enumerates
 
     # More ways to learn.
+
+    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
+        r"""A loss in which critics stand for the costs. It calls no cost function, and no critic learns from it.
+
+            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
+
+        A continuous site adds other terms, see :func:`~pyro_bpq.objectives.imagined.bootstrapped_surrogate`. The
+        gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as far as that
+        comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments, not necessarily those of a rollout.
+            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. It keeps the guide random:
+                from a nearly deterministic guide critics learn nothing about other values.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar, the mean over particles; only its gradient has meaning.
+
+        Raises:
+            UnsupportedSiteError: If a site has no critic by choice.
+        """
+        signals = self.without_costs(Program(model, guide, args, kwargs))
+        return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
 
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pyro_bpq.compiled.subject import Place, RecordedResult, untraced
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.rollout.runs import Program
@@ -22,11 +20,11 @@ class Recordable:
     """What compiled steps ask of an objective."""
 
     def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+        self.objective, self.noise = objective, objective.runner.noise
 
     def refuses(self) -> str:
         """Why steps are not recorded, as the end of a sentence; empty if they are."""
-        trainer, own = self.objective.trainer, self.objective.trainer.optimizer
+        trainer = self.objective.trainer
         if trainer.replayer is not None:
             return "critics learn from stored rollouts (replay)"
         if trainer.ranks is not None:
@@ -35,9 +33,9 @@ class Recordable:
             return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
         if callable(self.objective.gamma):
             return "gamma is a function of the step"
-        if trainer.learner is not None and trainer.learner.sweep is not None:
+        if trainer.options.sweep is not None:
             return "critics learn in a backward sweep"
-        if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):
+        if not all(isinstance(each, AveragedAdam) for each in trainer.optimizer.optimizers.values()):
             return "an optimiser of your own trains the critics, and counts its steps in Python"
         return self.objective.runner.refuses_recording()
 
@@ -98,26 +96,13 @@ class Recordable:
             for name, tensor in tensors.items()
             if tensor is not None
         ]
-        for key, optimizer in () if own is None else own.optimizers.items():
+        for key, optimizer in own.optimizers.items():
             assert isinstance(optimizer, AveragedAdam)
             optimizer.count_in_tensors()
-            found.append(Place(own.optimizers, key, optimizer))  # type: ignore[union-attr]
+            found.append(Place(own.optimizers, key, optimizer))
             for state in optimizer.state.values():
                 found += [Place(state, name, tensor) for name, tensor in state.items()]
         return found
-
-    def first_seed(self) -> int:
-        """Seed of the next generator that the objective makes for itself."""
-        noise = self.objective.runner.noise
-        return noise.seed_of(noise.number + 1)
-
-    def num_generators(self) -> int:
-        """Number of generators that the objective has made for itself."""
-        return self.objective.runner.noise.number
-
-    def generators(self, number: int) -> list[torch.Generator]:
-        """The next generators that the objective makes for itself."""
-        return [self.objective.runner.noise() for _ in range(number)]
 
     def recorded_step(self, program: Program, number: RecordedStep) -> RecordedResult:
         """Takes a step; what it teaches is noted, not applied."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.learner import CriticLearner, track
+from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
 from pyro_bpq.objectives.observation import Staged, Transient
@@ -48,8 +48,8 @@ def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
 class Replayer:
     """Holds stored rollouts and forms critics' gradients from them."""
 
-    def __init__(self, learner: CriticLearner, replay: Replay, seed: int) -> None:
-        self.learner, self.replay = learner, replay
+    def __init__(self, replay: Replay, slow: SlowTracking | None, seed: int) -> None:
+        self.replay, self.slow = replay, slow
         self.buffer = ReplayBuffer(replay.capacity)
         self.slow_guide: dict[str, Tensor] = {}
         # The guide's parameters by name.
@@ -69,13 +69,12 @@ class Replayer:
         if self.replay.costs == "stored":
             stored = replace(stored, **_with_costs(staged, layout))
         self.buffer.add(stored)
-        slow = self.learner.slow
-        if slow is not None and slow.guide:
+        if self.slow is not None and self.slow.guide:
             leaves = guide_leaves(staged.traced[0], staged.programs[0][1])
             self._leaves = Transient(leaves.items())
             known = self.slow_guide
             moved = {n: known[n].clone() for n, own in leaves.items() if n in known and known[n].shape == own.shape}
-            track([*moved.values()], [leaves[name].detach() for name in moved], slow.rate)
+            track([*moved.values()], [leaves[name].detach() for name in moved], self.slow.rate)
             new = {name: leaf.detach().clone() for name, leaf in leaves.items() if name not in moved}
             self.slow_guide = {**known, **moved, **new}
 

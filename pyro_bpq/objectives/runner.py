@@ -15,7 +15,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, programs_of
+from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
 from pyro_bpq.objectives.staging import staged
 from pyro_bpq.objectives.summing import summed
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
@@ -31,7 +31,7 @@ from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
-from pyro_bpq.tracing.further import further_particles, gradients_agree
+from pyro_bpq.tracing.further import gradients_agree
 from pyro_bpq.tracing.graphs import merged_graph
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws
@@ -43,7 +43,6 @@ _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
     'pyro.infer.config_enumerate, or write enumeration="sample".'
 )
-_STEERED = "sampled values steer the program"
 
 
 class StepRunner(Runner):
@@ -108,7 +107,7 @@ class StepRunner(Runner):
         plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
         if plan is not None:
             return num_particles_for(plan, traced, particles, recorded.work if recorded else None), plan.alone
-        return 1, 'you wrote structure="dynamic"' if self.recordings.mode == "dynamic" else _STEERED
+        return 1, 'you wrote structure="dynamic"' if self.recordings.mode == "dynamic" else STEERED
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
@@ -228,32 +227,26 @@ class StepRunner(Runner):
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), recordings.mark()
+        run = functools.partial(self._runs, programs, particles, step=mode.num_steps, warns=mode.learning)
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
-            runs = self._runs(programs, particles, mode, record)
+            runs = run(track=record)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
-            return programs, self._runs(programs, particles, mode, False)
+            return programs, run(track=False)
         if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
             recordings.is_new()
             draws.again()
-            runs = self._runs(programs, particles, mode, True)
+            runs = run(track=True)
         chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
         looks = looks and not (chosen and chosen.is_pathwise)
         if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             # The same draws, with scores in place of pathwise gradients.
             draws.again()
             self.plans.forget()
-            runs = self._runs(programs, particles, mode, True)
+            runs = run(track=True)
         return programs, runs
-
-    def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
-        """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
-        # With two particles leave-one-out has a plan too.
-        few, draws = replace(particles, number=min(particles.number, 2)), self.recordings.mark()
-        self.observe(program, few, replace(mode, learning=False, may_order=False))
-        draws.again()
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
         """A step in program order; ``None``, and nothing drawn, if it does not serve all sites."""
@@ -282,16 +275,6 @@ class StepRunner(Runner):
             draws.again()
             return None
         return Observation((), (), ordered, is_lone=follows_rules and len(runs) == 1)
-
-    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool) -> list[TracedRun]:
-        """Traces the programs of a step."""
-        trace = functools.partial(self.trace, particles=particles, step=mode.num_steps, track=record)
-        first, *others = programs
-        runs = [trace(first, warns=mode.learning)]
-        if particles.is_hidden:
-            recorded = self.recordings.recorded(runs[0], 1)
-            return [*runs, *further_particles(recorded, runs[0], self.recordings.call, particles.number - 1)]
-        return runs + [trace(program, warns=mode.learning, has_told=True) for program in others]
 
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""
