@@ -77,8 +77,8 @@ class Subject(Protocol):
     def refuses(self) -> str:
         """Why its steps are not recorded at present, as the end of a sentence; empty if they are."""
 
-    def is_settled(self, program: Any) -> bool:
-        """Whether structure and particles are settled for a program."""
+    def is_settled(self) -> bool:
+        """Whether structure and particles are settled for the call that was looked at last."""
 
     def meet(self, program: Any) -> bool:
         """Looks at a call whose step is recorded, and says whether all is settled for it."""

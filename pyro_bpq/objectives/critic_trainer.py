@@ -143,7 +143,8 @@ class CriticTrainer:
 
     def announce(self) -> None:
         """Shows critics to SVI that it knows already."""
-        if self.learner is None and are_registered(self.critics):
+        known = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+        if self.learner is None and known.issuperset(map(id, self.critics.parameters())):
             register_critics(self.critics)
 
     # Going back.
@@ -214,13 +215,6 @@ def register_critics(critics: nn.Module) -> None:
         if stored.get(key, weight) is not weight:
             del store[key]
     pyro.module(module, critics)
-
-
-def are_registered(critics: nn.Module) -> bool:
-    """Whether Pyro's param store holds the parameters of some critics."""
-    stored = {id(value) for _, value in pyro.get_param_store().named_parameters()}
-    weights = list(critics.parameters())
-    return bool(weights) and all(id(weight) in stored for weight in weights)
 
 
 def _is_ours(module: str, named: Mapping[str, Tensor], store: ParamStoreDict) -> bool:

@@ -154,21 +154,19 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         super().__init__(learner, seed, lam, gamma, compile, **options | {"num_particles": num_particles or 1})
         self.made_by = f"{type(self).__name__}({', '.join(changed.values())})"
         self.enumeration, self.analytic_kl, enumerates = enumeration, analytic_kl, enumeration == "exact"
+        # Without critics nothing about them matters; but costs that are left to critics are not known either.
+        read = _ABOUT_CRITICS if critic is not None or immediate == "learned" else ()
         planner = Planner(
             *(estimator, critic, reduction),
-            # Without critics nothing about them matters; but costs that are left to critics are not known either.
-            asks=tuple(changed[name] for name in _ABOUT_CRITICS if name in changed)
-            if critic is not None or immediate == "learned"
-            else (),
+            asks=tuple(changed[name] for name in read if name in changed),
             window=window,
             immediate=immediate,
             form=form,
             discounted=is_discounted,
             is_elbo=not (self._only_costs or enumerates),
         )
-        self.runner = StepRunner(
-            *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
-        )
+        warns = strict_enumeration_warning
+        self.runner = StepRunner(planner, structure, self.critics, self._only_costs, enumerates, warns)
         fixing = {
             f"{num_particles=}": num_particles is not None,
             "vectorize_particles=True": vectorize_particles,
@@ -176,8 +174,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             'enumeration="exact"': enumerates,
         }
         self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
-        if not self._fixed_by:
-            self.particles.is_open = True
+        self.particles.is_open = not self._fixed_by
 
     def _why_so_many(self) -> str:
         number, plan = self.num_particles, self.plan

@@ -21,7 +21,7 @@ from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
-from pyro_bpq.rollout.runs import Program
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.short import Pending, listed
 from pyro_bpq.snapshots import restore, snapshot
@@ -120,9 +120,9 @@ class Objective(ELBO, nn.Module):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step, summed over draws; nothing has learned from it yet."""
 
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-        runner, particles = self.runner, self.particles.drawn
+    def run_program(self, program: Program, particles: Particles | None = None) -> TracedRun:
+        """Runs guide and model as a step does, or for other particles."""
+        runner, particles = self.runner, particles or self.particles.drawn
         runner.meet(program, self.mode(learning=False))
         return runner.trace(program, particles, step=self.num_steps, track=runner.recordings.wants(particles))
 

@@ -71,15 +71,6 @@ class ParticleCount:
         self.is_open = self.is_open and "number" not in changes
         self.now = self.written
 
-    @contextlib.contextmanager
-    def running(self, way: Particles) -> Iterator[None]:
-        """Particles run in a given way within."""
-        now, self.now = self.now, way
-        try:
-            yield
-        finally:
-            self.now = now
-
     def close(self) -> None:
         """One particle from now on, where the number is open: with more, sites in rows of data have no critics."""
         if self.is_open:

@@ -27,10 +27,9 @@ from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
-from pyro_bpq.rollout.runs import Program
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
 from pyro_bpq.step.program_order import lone_step, order_step
-from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -64,8 +63,8 @@ class PlannedObjective(Objective):
         if mode.learning and not self._has_told and self.plan and self.plan.unread:
             self._note(_has_told=True)
             warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
-        ready, number = time.perf_counter(), self.num_particles
-        result = self.step_on(seen, seen.loss / number if number > 1 else seen.loss, mode)
+        ready = time.perf_counter()
+        result = self._result(seen, mode)
         if self.analytic_kl:
             result = replace(result, paths=analytic_paths(seen))
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
@@ -73,19 +72,14 @@ class PlannedObjective(Objective):
             self.trainer.keep(seen.items, result)
         return result
 
-    def step_on(self, seen: Observation, loss: Tensor, mode: Mode | None = None) -> Step:
-        """The step on some runs: with the graph, in program order, or summed over all values.
-
-        Args:
-            seen: The runs.
-            loss: The loss, a scalar in nats.
-            mode: What the step is for; ``None`` to learn nothing.
-        """
-        learning, learns = self.learning(mode), mode is not None and mode.learning
+    def _result(self, seen: Observation, mode: Mode) -> Step:
+        """The step on some runs: with the graph, in program order, or summed over all values."""
+        learning, learns, number, loss = self.learning(mode), mode.learning, self.num_particles, seen.loss
+        loss = loss / number if number > 1 else loss
         if seen.summed is not None:
             summed = self.plan.summed if self.plan and learns else None
             info = {name: {"estimator": AllAction()} for name in (summed.components if summed else ())}
-            return Step(seen.summed.detach(), torch.zeros_like(loss), info=info, learns=learns, paths=seen.summed)
+            return Step(loss, torch.zeros_like(loss), info=info, learns=learns, paths=seen.summed)
         if seen.is_lone:
             return lone_step(seen.ordered[0], self.trainer.recent, learning, learns)
         if seen.ordered:
@@ -127,7 +121,14 @@ class PlannedObjective(Objective):
         Raises:
             UnsupportedSiteError: If a site has no critic by choice.
         """
-        signals = self.without_costs(Program(model, guide, args, kwargs))
+        self.particles.close()
+        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
+        with isolated(seed, hides_params=False), SkipCosts():
+            program, now = self._prepared(Program(model, guide, args, kwargs)), self.particles.drawn
+            programs = programs_of(program, now)
+            runs = [self.run_program(each) for each in programs]
+            groups = stacked(runs, self.runner.recordings.is_dynamic(runs[0]))
+            signals = [self.stage([runs[i] for i in ids], [programs[i] for i in ids], now).signals for ids in groups]
         return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
 
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
@@ -164,16 +165,6 @@ class PlannedObjective(Objective):
                 with self.undoing(deep=True):
                     done += self.trainer.replay(self, sites)
         return done
-
-    def without_costs(self, program: Program) -> list[Signals]:
-        """The signals of sites of a new rollout that calls no function of a cost statement; nothing learns."""
-        self.particles.close()
-        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
-        with isolated(seed, hides_params=False), SkipCosts():
-            programs = programs_of(self._prepared(program), self.particles.now)
-            runs = [self.run_program(each) for each in programs]
-            members = stacked(runs, self.runner.recordings.is_dynamic(runs[0]))
-            return [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in members]
 
     # What can be looked at.
 
@@ -217,9 +208,9 @@ class PlannedObjective(Objective):
         """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
         return None if self.trainer.replayer is None else self.trainer.replayer.buffer
 
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program], particles: Particles) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
+        return self.runner.stage(traced, programs, particles, replace(self.mode(learning=False), shows=True))
 
     def observe(self, program: Program, shows: bool = True) -> Observation:
         """The runs of a step, and the signals of their sites; nothing learns. For diagnostics.

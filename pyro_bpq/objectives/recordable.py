@@ -3,6 +3,7 @@ r"""An objective as its steps are recorded and compiled."""
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyro_bpq.compiled.subject import Place, RecordedResult, untraced
@@ -21,26 +22,26 @@ class Recordable:
 
     def __init__(self, objective: Objective) -> None:
         self.objective, self.noise = objective, objective.runner.noise
+        self.mark, self.go_back = partial(objective.mark, deep=True), objective.go_back
+        self.learn, self.look_again = objective.learn, objective.runner.recordings.look_again
 
     def refuses(self) -> str:
         """Why steps are not recorded, as the end of a sentence; empty if they are."""
-        trainer = self.objective.trainer
-        if trainer.replayer is not None:
-            return "critics learn from stored rollouts (replay)"
-        if trainer.ranks is not None:
-            return "several processes train the critics together"
-        if trainer.keeps_staged:
-            return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
-        if callable(self.objective.gamma):
-            return "gamma is a function of the step"
-        if trainer.options.sweep is not None:
-            return "critics learn in a backward sweep"
-        if not all(isinstance(each, AveragedAdam) for each in trainer.optimizer.optimizers.values()):
-            return "an optimiser of your own trains the critics, and counts its steps in Python"
-        return self.objective.runner.refuses_recording()
+        trainer, optimizers = self.objective.trainer, self.objective.trainer.optimizer.optimizers.values()
+        several = "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
+        own = "an optimiser of your own trains the critics, and counts its steps in Python"
+        reasons = {
+            "critics learn from stored rollouts (replay)": trainer.replayer is not None,
+            "several processes train the critics together": trainer.ranks is not None,
+            several: trainer.keeps_staged,
+            "gamma is a function of the step": callable(self.objective.gamma),
+            "critics learn in a backward sweep": trainer.options.sweep is not None,
+            own: not all(isinstance(each, AveragedAdam) for each in optimizers),
+        }
+        return next((why for why, holds in reasons.items() if holds), self.objective.runner.refuses_recording())
 
-    def is_settled(self, program: Program) -> bool:
-        """Whether structure and particles are settled for a program."""
+    def is_settled(self) -> bool:
+        """Whether structure and particles are settled for the call that was looked at last."""
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(objective.runner) and objective.runner.is_settled
@@ -58,11 +59,7 @@ class Recordable:
                 objective.taken(program, mode)
                 found = snapshot(recordings)
             restore(recordings, found)
-        return self.is_settled(program)
-
-    def look_again(self) -> None:
-        """Looks in the next eager step whether the programs have another structure."""
-        self.objective.runner.recordings.look_again()
+        return self.is_settled()
 
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
@@ -76,14 +73,6 @@ class Recordable:
             "critics": sorted(objective.critics.blocks),
             **objective.recorded_options(),
         }
-
-    def mark(self) -> Any:
-        """A mark of the present state."""
-        return self.objective.mark(deep=True)
-
-    def go_back(self, mark: Any) -> None:
-        """Goes back to a mark."""
-        self.objective.go_back(mark)
 
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""
@@ -110,7 +99,3 @@ class Recordable:
         result, surrogate = self.objective.taken(program, mode)
         self.objective.trainer.announce()
         return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})
-
-    def learn(self) -> None:
-        """Applies what the step taught."""
-        self.objective.learn()

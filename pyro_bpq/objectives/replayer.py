@@ -202,12 +202,12 @@ class Replayer:
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
         # Where nothing may be called, neither may be a function that was not reached before.
         skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
-        with isolated(seed), torch.enable_grad(), owner.particles.running(stored.particles):
+        with isolated(seed), torch.enable_grad():
             traced = []
             for program, held, paid in zip(stored.programs, values, costs, strict=True):
                 try:
                     with swapped(dict(self._leaves.items), self.slow_guide), Hold(held), skip, GiveCosts(paid):
-                        run = owner.run_program(program)
+                        run = owner.run_program(program, stored.particles)
                 except Exception:
                     # Whatever a program raises that ran before: the stored values do not fit it any more.
                     run = None
@@ -215,7 +215,7 @@ class Replayer:
                     self.buffer.drop(stored)
                     return None
                 traced.append(run)
-            return owner.stage(traced, stored.programs)
+            return owner.stage(traced, stored.programs, stored.particles)
 
 
 def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:

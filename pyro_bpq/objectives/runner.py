@@ -14,7 +14,6 @@ from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
 from pyro_bpq.objectives.staging import staged
 from pyro_bpq.objectives.summing import summed
@@ -182,7 +181,7 @@ class StepRunner(Runner):
             graphs = [merged_graph(runs[0], graphs)]
         try:
             items = [
-                self._staged(runs, programs, group, graphs[group[0]], is_dynamic, particles, mode, program)
+                staged(self, runs, programs, group, graphs[group[0]], is_dynamic, particles, mode, program)
                 for group in groups
             ]
         except BPQError:
@@ -202,24 +201,7 @@ class StepRunner(Runner):
         graph = recordings.graph(runs[0], particles.in_call, False)
         with self.plans.keeping_last():
             is_dynamic = recordings.is_dynamic(runs[0])
-            return self._staged(runs, programs, everything, graph, is_dynamic, particles, mode)
-
-    def _staged(
-        self,
-        runs: Sequence[TracedRun],
-        programs: Sequence[Program],
-        group: Sequence[int],
-        graph: StochasticComputationGraph,
-        is_dynamic: bool,
-        particles: Particles,
-        mode: Mode,
-        one: Program | None = None,
-    ) -> Staged:
-        """The signals of the sites of some of the runs of a step, which have one structure."""
-        traced, own = [runs[i] for i in group], [programs[i] for i in group]
-        # A site's tensors have as many plate dimensions as any run, whichever later plates its value opens.
-        ndim, facts = max(run.plate_ndim for run in runs), self.facts(traced, is_dynamic, particles, mode)
-        return staged(self, traced, own, particles, mode, graph, facts, ndim, one)
+            return staged(self, runs, programs, everything, graph, is_dynamic, particles, mode)
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool
