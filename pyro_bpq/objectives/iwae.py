@@ -166,9 +166,8 @@ class BoundRunner(Runner):
         self.plate = plate
         self.recordings.crosses = True  # rows that meet are told of in words of its own
         self.estimators: dict[str, Estimator] = {}
-        # The structure that was met last, and the plate of its rows.
-        self._key: Any = None
-        self._plate: Plate | None = None
+        # The plate of the rows by structure.
+        self._rows: dict[Any, Plate | None] = {}
 
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
         """Runs a program once, with further options of its trace."""
@@ -203,14 +202,15 @@ class BoundRunner(Runner):
 
     def rows(self, traced: TracedRun) -> Plate | None:
         """The plate of the rows of a run."""
-        if traced.key != self._key:
+        if traced.key not in self._rows:
+            if len(self._rows) >= 64:
+                self._rows.clear()
             unread = unread_options(traced, {}, _NO_CRITICS)
-            if unread and self._key is None:
+            if unread and not self._rows:
                 warnings.warn(unread, BPQWarning, stacklevel=2)
-            self._plate = None if self.plate is None else _row_plate(traced, self.plate)
-            self._key = traced.key
+            self._rows[traced.key] = None if self.plate is None else _row_plate(traced, self.plate)
             self.estimators = {name: _choose(traced.infos[name], traced.options[name]) for name in traced.run.sites}
-        return self._plate
+        return self._rows[traced.key]
 
 
 def _choose(site: SiteInfo, options: SiteOptions) -> Estimator:

@@ -5,29 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.infer import ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import BPQError, OptionError, is_real, is_whole
+from pyro_bpq.errors import BPQError, OptionError, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
+from pyro_bpq.objectives.entry import CountedELBO, LossModule, Turn, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
-from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
+from pyro_bpq.reruns.gradients import add_gradients, inputs_of, kept_gradients, with_gradients
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
-from pyro_bpq.short import Pending, listed
+from pyro_bpq.short import Pending, together
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.program_errors import EXPLAINED
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
     from pyro_bpq.compiled.subject import Updates
 
 
-class Objective(ELBO, nn.Module):
+class Objective(CountedELBO, nn.Module):
     """A loss with learned critics, made of a runner, a particle count and a critic trainer; subclasses add the runner.
 
     Attributes:
@@ -56,20 +52,12 @@ class Objective(ELBO, nn.Module):
     analytic_kl = False
 
     def __init__(
-        self,
-        learner: CriticLearner | None,
-        seed: int,
-        lam: Schedule,
-        gamma: Schedule,
-        compile: Any,
-        **options: Any,
+        self, learner: CriticLearner | None, seed: int, lam: Schedule, gamma: Schedule, compile: Any, **options: Any
     ) -> None:
         if not is_whole(seed):
             raise OptionError(f"seed={seed!r}: write a whole number.")
         nn.Module.__init__(self)
-        # Pyro's constructor sets the number of particles.
-        self.particles = ParticleCount()
-        ELBO.__init__(self, **options)
+        CountedELBO.__init__(self, **options)
         self.lam, self.gamma = lam, gamma
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
@@ -93,13 +81,13 @@ class Objective(ELBO, nn.Module):
         compiled = "" if self.compiled is None else f" Compiled: {len(self.compiled.entries)} recordings."
         now, said = self.particles.now, self.particles.said
         said = said or (f"They run {now.way}." if now.number > 1 else "")
-        lines = [
+        lines = (
             head,
             f"runs: {self._runs()}{compiled}",
             f"particles: {self._why_so_many()}. {said}".rstrip(),
-            f"estimators: {_together((name, estimator) for name, estimator, _ in found)}",
-            f"critics: {_together((name, critic) for name, _, critic in found)}",
-        ]
+            f"estimators: {together((name, estimator) for name, estimator, _ in found)}",
+            f"critics: {together((name, critic) for name, _, critic in found)}",
+        )
         return "\n".join(lines)
 
     # What subclasses are made of.
@@ -140,55 +128,6 @@ class Objective(ELBO, nn.Module):
         """Whether dimensions to the left of all plates are used."""
         return self.vectorize_particles
 
-    def _alone(self, program: Program) -> Program:
-        """A program as it runs for one particle."""
-        return program
-
-    # Options of Pyro's ELBOs, which a step may settle, and those of learning.
-
-    @property
-    def num_particles(self) -> int:
-        """Number of particles; 1 where the loss is summed over all values."""
-        return self.particles.now.draws
-
-    @num_particles.setter
-    def num_particles(self, number: int) -> None:
-        self.particles.change(number=number)
-
-    @property
-    def vectorize_particles(self) -> bool:
-        """Whether particles run in one call, in a plate of their own."""
-        return self.particles.drawn.is_vectorized
-
-    @vectorize_particles.setter
-    def vectorize_particles(self, is_vectorized: bool) -> None:
-        self.particles.change(is_vectorized=is_vectorized)
-
-    @property
-    def max_plate_nesting(self) -> float:
-        """Bound on the number of nested plates, that of vectorised particles included."""
-        return self.particles.now.nesting
-
-    @max_plate_nesting.setter
-    def max_plate_nesting(self, nesting: float) -> None:
-        if not (is_real(nesting) and nesting >= 0 and (math.isinf(nesting) or nesting == int(nesting))):
-            raise OptionError(
-                f"max_plate_nesting={nesting!r}: write a whole number, or leave it out: then it is found."
-            )
-        self.particles.change(nesting=nesting)
-
-    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        programs = SkipCosts()(model), SkipCosts()(guide)
-        try:
-            super()._guess_max_plate_nesting(*programs, args, kwargs)  # type: ignore[no-untyped-call]
-        except EXPLAINED:
-            # A run of our own says more of the same error.
-            self.run_program(Program(*programs, args, kwargs))
-            raise
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return self.run_program(Program(model, guide, args, kwargs))
-
     @property
     def learner(self) -> CriticLearner | None:
         """Options of the critics' optimiser; ``None`` where the user's optimiser trains them."""
@@ -198,11 +137,6 @@ class Objective(ELBO, nn.Module):
     def num_steps(self) -> int:
         """Number of steps that were learned from."""
         return self.trainer.num_steps
-
-    @property
-    def staged(self) -> Transient:
-        """What the last step worked on, where something learns from it later."""
-        return self.trainer.staged
 
     @property
     def traces(self) -> tuple[Any, Any]:
@@ -354,7 +288,6 @@ class Objective(ELBO, nn.Module):
 
     def _prepared(self, program: Program) -> Program:
         """The program for one particle; where there is a plate of particles, its place is known from now on."""
-        program = self._alone(program)
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             self._guess_max_plate_nesting(*program)
         return program
@@ -396,20 +329,11 @@ class Objective(ELBO, nn.Module):
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss to ``.grad``, then lets the critics learn; where that fails nothing is added."""
         # Only replay runs programs when gradients are there already.
-        leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
-        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-        try:
+        with kept_gradients(inputs_of(loss) if self._is_learning and self.trainer.replays else ()):
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
             if self._is_learning:
                 self.trainer.learn(self)
-        except BaseException:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                if leaf.grad is None or gradient is None:
-                    leaf.grad = gradient
-                else:
-                    leaf.grad.copy_(gradient)
-            raise
 
     def learn(self) -> None:
         """Lets critics and statistics learn from the last step."""
@@ -473,11 +397,3 @@ class Objective(ELBO, nn.Module):
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles
-
-
-def _together(sites: Iterable[tuple[str, str]]) -> str:
-    """Names with the same text, together."""
-    found: dict[str, list[str]] = {}
-    for name, text in sites:
-        found.setdefault(text, []).append(name)
-    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())

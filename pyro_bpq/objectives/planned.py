@@ -139,7 +139,7 @@ class PlannedObjective(Objective):
         with self.undoing(self.trainer.replays):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
             self.trainer.register()
-            objective = LocalObjective(self.staged.items, self.num_particles)
+            objective = LocalObjective(self.trainer.staged.items, self.num_particles)
             self._backward(loss)
         return float(loss.item()), objective
 

@@ -73,7 +73,10 @@ def test_steered_replay_redraws_all_later_sites() -> None:
             traced = elbo.run_program(short.programs[0])
         sites = traced.run.sites
         weight = math.exp(sum(float(sites[name].fn.log_prob(sites[name].value).detach()) for name in later))
-        weights, wanted = weights + weight, wanted + weight * float(target(elbo.stage([traced], short.programs, short.particles)))
+        weights, wanted = (
+            weights + weight,
+            wanted + weight * float(target(elbo.stage([traced], short.programs, short.particles))),
+        )
     assert weights == pytest.approx(1.0)
     found, rejected = [], []
     for seed in range(300):
@@ -154,7 +157,7 @@ def test_no_cost_of_the_guide_is_taxed_in_an_expected_cost() -> None:
     elbo = ExpectedCost().eval()
     elbo.trainer.keeps_staged = True
     elbo.differentiable_loss(environment, policy)
-    objective = LocalObjective(elbo.staged.items, 1)
+    objective = LocalObjective(elbo.trainer.staged.items, 1)
     with torch.no_grad():
         pyro.param("qa").add_(1.0)
     nearby = objective.nearby()
