@@ -22,7 +22,6 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts
-from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
@@ -209,25 +208,25 @@ class StepRunner(Runner):
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
         recordings, number = self.recordings, particles.in_call
         programs, draws = programs_of(program, particles), recordings.mark()
-        run = functools.partial(self._runs, programs, particles, step=mode.num_steps, warns=mode.learning)
+        take = functools.partial(self._runs, programs, particles, step=mode.num_steps, warns=mode.learning)
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
-            runs = run(track=record)
+            runs = take(track=record)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
-            return programs, run(track=False)
+            return programs, take(track=False)
         if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
             recordings.is_new()
             draws.again()
-            runs = run(track=True)
+            runs = take(track=True)
         chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
         looks = looks and not (chosen and chosen.is_pathwise)
         if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             # The same draws, with scores in place of pathwise gradients.
             draws.again()
             self.plans.forget()
-            runs = run(track=True)
+            runs = take(track=True)
         return programs, runs
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
@@ -274,17 +273,14 @@ class StepRunner(Runner):
     def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         recordings, first = self.recordings, runs[0]
-        recorded, known = recordings.recorded(first, particles.in_call), recordings.of(first)
-        if is_dynamic or known is None:
-            patterns: Patterns = frozenset()
-            self_read = frozenset() if recorded is None else recorded.self_read
-        else:
-            patterns, self_read = known.patterns, known.self_read
+        recorded = recordings.recorded(first, particles.in_call)
+        known = None if is_dynamic else recordings.of(first)
+        reader = known or recorded
         return StructureFacts(
             is_dynamic=is_dynamic,
             cuts_plates=all(recordings.cuts_plates(traced) for traced in runs),
-            patterns=patterns,
-            self_read=self_read,
+            patterns=known.patterns if known else frozenset(),
+            self_read=reader.self_read if reader else frozenset(),
             num_particles=particles.number,
             is_ordered=is_dynamic
             and recordings.mode == "auto"
