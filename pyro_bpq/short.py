@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -67,14 +67,6 @@ def changed_options(usual: Callable[..., Any], given: Mapping[str, Any]) -> dict
 def listed(names: Sequence[str]) -> str:
     """Names of sites, of many the first and the last one: ``z0 to z11, 12 sites``."""
     return f"{names[0]} to {names[-1]}, {len(names)} sites" if len(names) > 3 else ", ".join(names)
-
-
-def together(sites: Iterable[tuple[str, str]]) -> str:
-    """Names with the same text, together."""
-    found: dict[str, list[str]] = {}
-    for name, text in sites:
-        found.setdefault(text, []).append(name)
-    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())
 
 
 def _is_equal(own: Any, usual: Any) -> bool:

@@ -276,32 +276,6 @@ class CriticOptimizer:
                 optimizer.load_state_dict(copy.deepcopy(state))
         return optimizer
 
-    def snapshot(self) -> dict[str, Any]:
-        """A mark of all optimisers; :meth:`restore` takes them back to it."""
-        return {
-            key: (
-                each,
-                [{**group} for group in each.param_groups],
-                {p: ({**s}, copy.deepcopy(s)) for p, s in each.state.items()},
-            )
-            for key, each in self.optimizers.items()
-        }
-
-    @torch.no_grad()
-    def restore(self, mark: Mapping[str, Any]) -> None:
-        """Takes all optimisers back to ``mark``, and their tensors in place; weights do not change."""
-        self.forget(self.optimizers.keys() - mark.keys())
-        for key, (optimizer, groups, states) in mark.items():
-            self.optimizers[key] = optimizer
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
-                group.update(own)
-            for p in optimizer.state.keys() - states.keys():
-                del optimizer.state[p]
-            for p, (own, values) in states.items():
-                now = {n: own[n].copy_(v) if isinstance(v, Tensor) else v for n, v in values.items()}
-                optimizer.state[p].clear()
-                optimizer.state[p].update(now)
-
     def state_dict(self) -> dict[str, Any]:
         """State of every block's optimiser."""
         return {**self._loaded, **{key: opt.state_dict() for key, opt in self.optimizers.items()}}

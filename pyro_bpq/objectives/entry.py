@@ -2,11 +2,12 @@ r"""How an objective is entered: with Pyro's options, by one thread at a time, n
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import isfunction
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from pyro_bpq.errors import BPQWarning, BusyError, OptionError, UnsupportedProgramError, is_real
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.short import listed
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.program_errors import EXPLAINED
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -177,3 +179,26 @@ class LossModule(ELBOModule):
                 stacklevel=2,
             )
         return loss
+
+
+@contextlib.contextmanager
+def kept_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Leaves the gradients of some leaves as they were, if what is done within fails."""
+    before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    try:
+        yield
+    except BaseException:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            if leaf.grad is None or gradient is None:
+                leaf.grad = gradient
+            else:
+                leaf.grad.copy_(gradient)
+        raise
+
+
+def together(sites: Iterable[tuple[str, str]]) -> str:
+    """Names with the same text, together."""
+    found: dict[str, list[str]] = {}
+    for name, text in sites:
+        found.setdefault(text, []).append(name)
+    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())

@@ -124,11 +124,10 @@ class PlannedObjective(Objective):
         self.particles.close()
         seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
         with isolated(seed, hides_params=False), SkipCosts():
-            program, now = self._prepared(Program(model, guide, args, kwargs)), self.particles.drawn
-            programs = programs_of(program, now)
+            programs = programs_of(self._prepared(Program(model, guide, args, kwargs)), self.particles.now)
             runs = [self.run_program(each) for each in programs]
             groups = stacked(runs, self.runner.recordings.is_dynamic(runs[0]))
-            signals = [self.stage([runs[i] for i in ids], [programs[i] for i in ids], now).signals for ids in groups]
+            signals = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in groups]
         return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
 
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
@@ -208,9 +207,12 @@ class PlannedObjective(Objective):
         """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
         return None if self.trainer.replayer is None else self.trainer.replayer.buffer
 
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program], particles: Particles) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, particles, replace(self.mode(learning=False), shows=True))
+    def stage(
+        self, traced: Sequence[TracedRun], programs: Sequence[Program], particles: Particles | None = None
+    ) -> Staged:
+        """Prepares runs of a known structure as a step does, or for other particles; nothing learns."""
+        mode, particles = replace(self.mode(learning=False), shows=True), particles or self.particles.drawn
+        return self.runner.stage(traced, programs, particles, mode)
 
     def observe(self, program: Program, shows: bool = True) -> Observation:
         """The runs of a step, and the signals of their sites; nothing learns. For diagnostics.

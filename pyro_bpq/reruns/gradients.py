@@ -2,8 +2,7 @@ r"""Gradients that are known already, and the leaves that collect them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,21 +26,6 @@ def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
             is_own = gradient.is_contiguous() and gradient.data_ptr() not in given
             leaf.grad = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
             given.add(leaf.grad.data_ptr())
-
-
-@contextlib.contextmanager
-def kept_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Leaves the gradients of some leaves as they were, if what is done within fails."""
-    before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-    try:
-        yield
-    except BaseException:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            if leaf.grad is None or gradient is None:
-                leaf.grad = gradient
-            else:
-                leaf.grad.copy_(gradient)
-        raise
 
 
 class _Known(torch.autograd.Function):

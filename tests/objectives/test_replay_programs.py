@@ -73,10 +73,7 @@ def test_steered_replay_redraws_all_later_sites() -> None:
             traced = elbo.run_program(short.programs[0])
         sites = traced.run.sites
         weight = math.exp(sum(float(sites[name].fn.log_prob(sites[name].value).detach()) for name in later))
-        weights, wanted = (
-            weights + weight,
-            wanted + weight * float(target(elbo.stage([traced], short.programs, short.particles))),
-        )
+        weights, wanted = weights + weight, wanted + weight * float(target(elbo.stage([traced], short.programs)))
     assert weights == pytest.approx(1.0)
     found, rejected = [], []
     for seed in range(300):
