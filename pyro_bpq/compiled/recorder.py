@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property, partial, reduce
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -35,6 +35,13 @@ from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.tracing.watch import leaf_of
 
 Info = dict[str, dict[str, Any]]
+
+
+class Cut(NamedTuple):
+    """A tensor that a result of the graph is, or that is cut out of it."""
+
+    base: fx.Node  # the result
+    path: tuple[tuple[int, int], ...]  # dimension and index of each selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +81,7 @@ class Recording:
     def graph(self) -> fx.GraphModule:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
         graph = self.watch.graph
-        shown = (_base(value)[0] for _, _, value in self.info if isinstance(value, fx.Node))
+        shown = (value.base for _, _, value in self.info if isinstance(value, Cut))
         graph.output([*self.results, *dict.fromkeys(shown)])
         graph.eliminate_dead_code()
         with FakeTensorMode():
@@ -101,13 +108,10 @@ class Recording:
         found = dict[fx.Node, Tensor]()
         rest = iter(values)
         for site, key, value in self.info:
-            if isinstance(value, fx.Node):
-                base, path = _base(value)
-                if base not in found:
-                    found[base] = next(rest)
-                value = found[base]
-                for dim, index in path:
-                    value = value.select(dim, index)
+            if isinstance(value, Cut):
+                if value.base not in found:
+                    found[value.base] = next(rest)
+                value = reduce(lambda own, at: own.select(*at), value.path, found[value.base])
             built.setdefault(site, {})[key] = value
         return built
 
@@ -176,7 +180,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     found = distinct(checked, of_optimizer)
     results = [watch.node_of(tensor) for tensor in (result.loss, *graded.values())]
     info = [
-        (site, key, watch.node_of(value) if isinstance(value, Tensor) else value)
+        (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
         for site, entry in result.info.items()
         for key, value in entry.items()
         if key != "ms"
@@ -221,13 +225,13 @@ def _guards_of(watch: StepWatch) -> fx.GraphModule | None:
     return fx.GraphModule(watch.numbers, graph)
 
 
-def _base(node: Any) -> tuple[fx.Node, list[tuple[int, int]]]:
-    """A tensor that a result is cut out of, and how."""
-    path: list[tuple[int, int]] = []
+def _cut(node: Any) -> Cut:
+    """How a tensor is cut out of a result, before the graph drops the operators that do so."""
+    path: tuple[tuple[int, int], ...] = ()
     while node.target is torch.ops.aten.select.int:
-        path.insert(0, node.args[1:])
+        path = (node.args[1:], *path)
         node = node.args[0]
-    return node, path
+    return Cut(node, path)
 
 
 def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
