@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,10 +113,13 @@ class TraceBackpropQ_IWAE(Objective):
         return self.num_outer
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
-        """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         runs = self._observe(program, mode).runs
-        if not any(run.run.costs for run in runs):
-            return self._step(torch.zeros(()), torch.zeros(()), mode)
+        loss, paths = self._bound(runs) if any(run.run.costs for run in runs) else (torch.zeros(()), torch.zeros(()))
+        learns = mode.learning and may_learn(loss, self.learning(mode))
+        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
+
+    def _bound(self, runs: Sequence[TracedRun]) -> tuple[Tensor, Tensor]:
+        """The loss, the mean over bounds, and a surrogate with its gradient, the sum over bounds."""
         rows, *_ = [self.runner.rows(run) for run in runs]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
@@ -128,11 +132,7 @@ class TraceBackpropQ_IWAE(Objective):
         parts = [self._rows(run, dim, scale) for run in runs]
         log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
         loss, surrogate = multi_sample_bound(log_w, score, leave_one_out_signal(log_w, self.baseline))
-        return self._step(scale * loss / self.num_outer, scale * surrogate, mode)
-
-    def _step(self, loss: Tensor, paths: Tensor, mode: Mode) -> Step:
-        learns = mode.learning and may_learn(loss, self.learning(mode))
-        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
+        return scale * loss / self.num_outer, scale * surrogate
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
@@ -144,11 +144,8 @@ class TraceBackpropQ_IWAE(Objective):
 
     def _reduce(self, value: Tensor, dim: int | None) -> Tensor:
         """From a batch shape to ``(samples, rows)``."""
-        if self.particles.now.has_plate:
-            ndim = int(self.max_plate_nesting)
-            value = value.reshape((1,) * (ndim - value.dim()) + value.shape)
-        else:
-            value = value.unsqueeze(0)
+        missing = int(self.max_plate_nesting) - value.dim() if self.particles.now.has_plate else 1
+        value = value.reshape((1,) * missing + value.shape)
         if dim is not None:
             return value.movedim(dim, 1).reshape(value.shape[0], value.shape[dim], -1).sum(-1)
         return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
