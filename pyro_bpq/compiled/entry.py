@@ -141,7 +141,7 @@ class Entry:
         """A step on the tensors of a call."""
         recording = self.recording
         if recording.num_generators:
-            generators = subject.generators(recording.num_generators)
+            generators = [subject.noise() for _ in range(recording.num_generators)]
             tensors += [noise.draw(generators[noise.source]) for noise in recording.watch.noise]
         tensors += [scheduled(schedule, number) for schedule in recording.watch.schedules]
         if recording.updates:

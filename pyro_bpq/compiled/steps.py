@@ -81,7 +81,7 @@ class CompiledSteps:
         if refusal := outdated(torch.__version__) or subject.refuses():
             self._tell(refusal)
             return None
-        if not subject.is_settled(program):
+        if not subject.is_settled():
             return None
         program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program

@@ -56,13 +56,5 @@ def paper_settings(
     References:
         | Backprop-Q (Xu et al., 2018), Algorithm 1
     """
-    return {
-        "estimator": estimator,
-        "critic": critic,
-        "reduction": reduction,
-        "lam": lam,
-        "gamma": gamma,
-        "learner": CriticLearner(sweep=BackwardSweep(rate)),
-        "immediate": "learned",
-        "form": "ancestor",
-    }
+    given = {"estimator": estimator, "critic": critic, "reduction": reduction, "lam": lam, "gamma": gamma}
+    return {**given, "learner": CriticLearner(sweep=BackwardSweep(rate)), "immediate": "learned", "form": "ancestor"}
