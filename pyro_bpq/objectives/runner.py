@@ -95,7 +95,7 @@ class StepRunner(Runner):
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
-        self.plans.forget_last()
+        self.plans.last = None
 
     def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
         """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""

@@ -13,7 +13,7 @@ from pyro_bpq.objectives.observation import Mode, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged
-from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
@@ -77,7 +77,7 @@ class Staging:
     def _has_slopes(self, rerun: Reruns, plan: Plan, rollout: Rollout) -> bool:
         """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
         plans, key = self.runner.plans, self.traced[0].key
-        if ("slopes", key) in plans.found:
+        if key in plans.found:
             return True
         plates = {name: plan.graph.node(name).plates for name in plan.sloped}
         try:
@@ -87,5 +87,5 @@ class Staging:
         except RuntimeError:
             # Torch refuses something that the program does with values that carry gradients.
             found = False
-        plans.know("slopes", key, found)
+        plans.know(key, found)
         return found

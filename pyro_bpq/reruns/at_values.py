@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.hindsight import Changes
+from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.reruns.held_costs import held_costs, sums_of_costs
-from pyro_bpq.reruns.predicted_costs import predicted_costs
+from pyro_bpq.reruns.hindsight import HeldRuns
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Rollout, Run
+from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.site_program import slope_of
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
@@ -163,31 +162,13 @@ class Reruns:
             again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
         return again
 
-    @property
-    def held(self) -> HeldPlan | None:
-        """Which sites take other values while all other sites keep their values."""
-        return self.plan.held
-
-    @property
-    def runs_apart(self) -> bool:
-        """Whether one particle of several can be evaluated at other values."""
-        return not self.values.nesting or self.values.alone is not None
-
-    def hindsight(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
-    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, ...]], dict[str, Changes]]:
-        """What other values of sites change: exactly, how outdated that is, and as predicted.
-
-        See :func:`~pyro_bpq.reruns.held_costs.held_costs` and
-        :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`.
-        """
-        assert self.plan.held is not None
-        given = self.plan.held, self.plan.graph, self.values, rollout
-        return *held_costs(*given, drawn, particle, group), predicted_costs(*given, self.generator)
-
-    def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
-        """The sum ``(M, plates)``, in nats, of costs that read a site."""
-        return sums_of_costs(self.plan.graph, self.traced, rollout, name, costs)
+    def hindsight(self, signals: Signals, c: int) -> HeldCosts:
+        """What other values of the sites of a class change while all other sites keep theirs."""
+        if "hindsight" not in signals.shared:
+            # The same for all classes.
+            given = self.plan.held, self.plan.graph, self.values, signals, self.generator
+            signals.shared["hindsight"] = HeldRuns(*given)
+        return signals.shared["hindsight"].of_class(c)
 
     def _seed(self) -> int:
         return int(torch.randint(1 << 62, (), generator=self._seeds, device="cpu"))

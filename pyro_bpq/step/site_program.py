@@ -14,6 +14,7 @@ from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.rollout.runs import Run
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class Rerun(Protocol):
 
     def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
         """The gradient of all costs of each run to the values of sites that no other site reads, by name."""
+        ...
+
+    def hindsight(self, signals: Signals, c: int) -> HeldCosts:
+        """What other values of the sites of a class change while all other sites keep theirs."""
         ...
 
 

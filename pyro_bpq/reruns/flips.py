@@ -1,4 +1,4 @@
-r"""Immediate costs of finite sites at all of their values, from the recording at rows of values."""
+"""Costs and laws where sites take other values while all others keep theirs, from the recording in rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.plan.extra_run import FlipPlan
+from pyro_bpq.plan.flips import Flips, Terms
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.record.recorded import Bound
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.tracing.traced_run import TracedRun
 
 Plates = Sequence[Plate]
 
@@ -31,37 +33,35 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
         The costs at all values in nats, ``(M, plate dims, D, K)``; and how much the recording gives for the sample
         itself beyond what the run has cost, ``(M, plate dims)``: zero while the recording is not outdated.
     """
-    graph, flips = plan.graph, plan.flips
+    flips = plan.flips
     assert flips is not None
-    wanted = tuple(dict.fromkeys(cost for costs in flips.costs.values() for cost in costs))
-    tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
-    shifts: dict[str, list[Tensor]] = {name: [] for name in plan.components}
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in flips.sites}
     for traced, bound in zip(values.traced, values.bound, strict=True):
-        run = traced.run
-        moved = {
-            n: flipped(run.sites[n].value, run.sites[n].fn, split, flips, n) for n, split in plan.components.items()
-        }
-        rows = bound.recorded.at_rows(wanted, bound, moved)
-        for name, split in plan.components.items():
-            plates, start = graph.node(name).plates, flips.start[name]
-            shape, number = rollout.run_shape(plates), split.size * (split.cardinality - 1)
-            costs = {cost: graph.cost(cost).plates for cost in flips.costs[name]}
-            kept = ((torch.cat((rows[c][:1], rows[c][start : start + number])), own) for c, own in costs.items())
-            index = sampled_index(run.sites[name].value, run.sites[name].fn, split, shape)
-            tables[name].append(table(summed(kept, plates, shape, run.loss), index, split.cardinality))
-            shifts[name].append(-excess(run.costs, rows, costs, plates, shape))
-    return {n: torch.cat(own) for n, own in tables.items()}, {n: torch.cat(own) for n, own in shifts.items()}
+        run, rows = traced.run, in_rows(flips, traced, bound)
+        for name, site in flips.sites.items():
+            plates, own = plan.graph.node(name).plates, slice(flips.start[name], flips.start[name] + site.rows)
+            shape = rollout.run_shape(plates)
+            kept = ((torch.cat((rows[cost][:1], rows[cost][own])), each) for cost, each in site.costs.items())
+            total = summed(kept, plates, shape, run.loss)
+            index = sampled_index(run.sites[name].value, run.sites[name].fn, site.components, shape)
+            costs = table(total[:1], total[1:], index, site.components.cardinality)
+            found[name].append((costs, -excess(run.costs, rows, site.costs, plates, shape)))
+    tables, shifts = ({name: torch.cat([part[i] for part in own]) for name, own in found.items()} for i in (0, 1))
+    return tables, shifts
 
 
-def flipped(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
-    """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
-    delta, value = plan.steps(name, split, value.device), value.detach()
-    if split.kind == "bernoulli":
-        shape = (plan.rows, *(1,) * (value.dim() - split.value_ndim), *split.event_shape)
-        return torch.where(delta.reshape(shape) > 0, 1 - value, value)
-    index = split.index(value, fn)
-    delta = delta.reshape(plan.rows, *(1,) * (index.dim() - 1), split.size)
-    return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
+def in_rows(
+    flips: Flips,
+    traced: TracedRun,
+    bound: Bound,
+    drawn: Mapping[str, Tensor] | None = None,
+    group: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Costs and laws ``(rows, batch)``, the first row at the values of the run, by name; see :meth:`Flips.moved`."""
+    recorded, sites, drawn = bound.recorded, traced.run.sites, drawn or {}
+    values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
+    moved = {n: flips.moved(n, value, sites[n].fn, drawn.get(n), group) for n, value in values.items()}
+    return recorded.at_rows(flips.wanted, bound, moved)
 
 
 def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -71,11 +71,7 @@ def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[
 
 
 def excess(
-    costs: Mapping[str, Tensor],
-    rows: Mapping[str, Tensor],
-    wanted: Mapping[str, Plates],
-    plates: Plates,
-    shape: tuple[int, ...],
+    costs: Mapping[str, Tensor], rows: Mapping[str, Tensor], wanted: Terms, plates: Plates, shape: tuple[int, ...]
 ) -> Tensor:
     """How much more costs ``(batch)`` were in the run than the first of the rows gives, ``(M, plates)``.
 
@@ -99,11 +95,12 @@ def sampled_index(value: Tensor, fn: Any, split: Components, shape: tuple[int, .
     return split.index(value, fn).expand(*shape, -1)
 
 
-def table(cost: Tensor, index: Tensor, cardinality: int) -> Tensor:
+def table(sample: Tensor, others: Tensor, index: Tensor, cardinality: int) -> Tensor:
     """Turns costs by row into costs by component and value.
 
     Args:
-        cost: Costs ``(1 + D (K - 1), M, plates)``: of the sample, then of each step from the sample of each component.
+        sample: Costs ``(1, M, plates)`` of the sample.
+        others: Costs ``(D (K - 1), M, plates)`` of each step from the sample of each component.
         index: Sampled values ``(M, plates, D)``.
         cardinality: Number of values ``K``.
 
@@ -111,8 +108,8 @@ def table(cost: Tensor, index: Tensor, cardinality: int) -> Tensor:
         Costs ``(M, plates, D, K)``.
     """
     size = index.shape[-1]
-    others = cost[1:].reshape(size, cardinality - 1, *cost.shape[1:])
-    sample = cost[:1].unsqueeze(0).expand(size, 1, *cost.shape[1:])
+    others = others.reshape(size, cardinality - 1, *others.shape[1:])
+    sample = sample.unsqueeze(0).expand(size, 1, *sample.shape[1:])
     relative = torch.cat((sample, others), 1).movedim((0, 1), (-2, -1))
     relative = relative.expand(*index.shape, cardinality)
     values = torch.arange(cardinality, device=index.device)
