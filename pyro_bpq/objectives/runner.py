@@ -331,8 +331,8 @@ class StepRunner(Runner):
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
-        recordings = self.recordings
-        with self.plans.keeping_last():
+        recordings, last = self.recordings, self.plans.last
+        try:
             return Staging(
                 runner=self,
                 particles=particles,
@@ -343,6 +343,9 @@ class StepRunner(Runner):
                 facts=self.facts(runs, recordings.is_dynamic(runs[0]), particles, mode),
                 plate_ndim=most_plates(runs),
             ).staged()
+        finally:
+            # What is planned here is no step's.
+            self.plans.last = last
 
 
 def most_plates(runs: Sequence[TracedRun]) -> int:

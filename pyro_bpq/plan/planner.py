@@ -7,8 +7,7 @@ structure.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +16,6 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
@@ -29,13 +27,12 @@ from pyro_bpq.plan.rules import (
     MANY_COMPONENTS,
     MANY_SITES,
     SITES,
-    SUMMED,
     SiteFacts,
     checked_critic,
     default_critic,
 )
 from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
-from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
+from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
@@ -111,7 +108,7 @@ class Planner:
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it."""
-        return self.choice(SiteFacts(site, options, self.estimator, self.max_support)).estimator
+        return self.choice(self._facts(site, options)).estimator
 
     def choice(self, facts: SiteFacts) -> Choice:
         """The estimator of a site by the first rule that holds, as far as facts are known."""
@@ -135,12 +132,13 @@ class Planner:
     def order_estimators(self, traced: TracedRun | PlainRun, num_particles: int) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
         if isinstance(traced, PlainRun):
-            sites = {n: site_info(site, (), num_particles) for n, site in traced.sites.items()}
-            facts = {n: SiteFacts(i, SiteOptions(), self.estimator, self.max_support) for n, i in sites.items()}
+            infos = {name: site_info(site, (), num_particles) for name, site in traced.sites.items()}
+            facts = {name: self._facts(info, SiteOptions()) for name, info in infos.items()}
         elif any(options.critic for options in traced.options.values()):
             return None
         else:
-            facts = {n: self._facts(traced, n) for n, r in traced.run.sites.items() if r.score is not None}
+            scored = [name for name, record in traced.run.sites.items() if record.score is not None]
+            facts = {name: self._facts(traced.infos[name], traced.options[name]) for name in scored}
         chosen = {name: self.choice(site).estimator for name, site in facts.items()}
         found = {n: facts[n].score_function if own.is_pathwise else own for n, own in chosen.items()}
         return found if all(own.needs_costs_alone for own in found.values()) else None
@@ -179,15 +177,18 @@ class Planner:
         written = written_options(traced, self.estimator, self.asks)
         if written and summed is not None:
             notes, summed = [f"It is not summed over all values, because you wrote {', '.join(written)}."], None
-        if facts.sums and summed is not None:
-            return self._sum(structure, summed)
-        asked = {name: self._facts(traced, name) for name in traced.run.sites}
+        sums = facts.sums and summed is not None
+        if sums:
+            # No cost is estimated, or charged to components.
+            structure = replace(structure, facts=replace(facts, patterns=frozenset()), is_exact=False)
+        infos, options = traced.infos, traced.options
+        asked = {n: self._facts(infos[n], options[n], sums and not infos[n].has_rsample) for n in traced.run.sites}
         wanted = {name: self.choice(site).estimator for name, site in asked.items()}
         noise, flips, refused = self._noise(structure, wanted)
         sites = self._told(structure, asked, wanted, noise, flips, has_slopes)
         choices = {name: self.choice(site) for name, site in sites.items()}
         estimators = {name: choice.estimator for name, choice in choices.items()}
-        given = {name: self._critic(traced, name, estimator) for name, estimator in estimators.items()}
+        given = {name: None if sums else self._critic(traced, name, own) for name, own in estimators.items()}
         critics = {n: None if self._is_told(structure, n, flips) else critic for n, critic in given.items()}
         layout = self._layout(structure, estimators, critics, flips)
         if self.asks and layout.network is None:
@@ -195,8 +196,7 @@ class Planner:
         unread = unread_options(traced, given)
         if self.estimator is not None and unread:
             # Estimators are compared on programs whose sites have options: print tells, and no warning.
-            notes.append(unread)
-            unread = ""
+            notes, unread = [*notes, unread], ""
         return Plan(
             graph,
             layout,
@@ -211,27 +211,15 @@ class Planner:
             noisy=noise.sites,
             layers={name: site.may_hold for name, site in sites.items() if site.can_cross},
             summed=summed,
+            sums=sums,
             notes=tuple(notes),
             alone=why_one(traced, self.estimator),
             unread=unread,
         )
 
-    def _facts(self, traced: TracedRun, name: str) -> SiteFacts:
+    def _facts(self, info: SiteInfo, options: SiteOptions, is_summed: bool = False) -> SiteFacts:
         """What rules look at, as far as a site and its options tell."""
-        return SiteFacts(traced.infos[name], traced.options[name], self.estimator, self.max_support)
-
-    def _sum(self, structure: Structure, summed: SumPlan) -> Plan:
-        """The plan of a loss that is summed over all values: no costs are estimated, and no critic learns."""
-        traced, graph = structure.traced, structure.graph
-        choices = {name: Choice(AllAction(), SUMMED) for name in summed.components}
-        choices.update({name: self.choice(self._facts(traced, name)) for name in summed.shared})
-        estimators = {name: choices[name].estimator for name in traced.infos}
-        # Nothing is charged to components either.
-        plain = replace(structure, facts=replace(structure.facts, patterns=frozenset()), is_exact=False)
-        layout = self._layout(plain, estimators, dict.fromkeys(estimators), None)
-        rules = {name: choice.rule for name, choice in choices.items()}
-        unread = unread_options(traced, {})
-        return Plan(graph, layout, None, rules=rules, summed=summed, sums=True, unread=unread)
+        return SiteFacts(info, options, self.estimator, self.max_support, is_summed)
 
     def _noise(self, structure: Structure, wanted: Mapping[str, Estimator]) -> tuple[Noise, Flips | None, str]:
         """The sites that other particles serve better than sums over values, and the extra run for all others.
@@ -243,7 +231,7 @@ class Planner:
         exact = {name: structure.is_exact and not facts.is_dynamic and own.exact_costs for name, own in wanted.items()}
         flips, refused = plan_extra_run(structure, exact, self.max_elements)
         # Costs of a user's own may be dear: critics save calls.
-        if self.estimator is not None or traced.user_costs or facts.is_dynamic:
+        if self.estimator is not None or traced.user_costs or facts.is_dynamic or facts.sums:
             return Noise(), flips, refused
         options, size = traced.options, structure.size
         sites = frozenset(n for n, own in options.items() if own.leaves_estimator and not traced.infos[n].has_rsample)
@@ -358,10 +346,10 @@ class Planner:
                 has_moments=isinstance(critic, JointCritic),
                 by_component=bool(charged.get(name)),
             )
-        network = None
-        if any(spec.critic is not None for spec in specs.values()) and facts.is_dynamic:
+        network, learns = None, any(critic is not None for critic in critics.values())
+        if learns and facts.is_dynamic:
             network = sequence_network(graph, tabled)
-        elif any(spec.critic is not None for spec in specs.values()):
+        elif learns:
             network = BackpropQNetwork.build(
                 graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
             )
@@ -438,20 +426,6 @@ class PlanCache:
         self.found[key] = has_slopes
         if not has_slopes:
             self.forget()
-
-    def use(self, planner: Planner) -> None:
-        """Plans with other options from now on."""
-        self.planner = planner
-        self.forget()
-
-    @contextlib.contextmanager
-    def keeping_last(self) -> Iterator[None]:
-        """The plan of the last step stays the same, whatever is planned within."""
-        last = self.last
-        try:
-            yield
-        finally:
-            self.last = last
 
     def forget(self) -> None:
         """Forgets all plans: the next step is planned anew."""

@@ -53,8 +53,6 @@ FEW_LAYERS = 3
 MOST_SUMMED = 1 << 19
 # Steps that draw before such a sum, where the model learns nothing and where it learns.
 DRAWN_STEPS = (1, 10)
-# Why the loss is summed over all values.
-SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 
 
 @functools.cache
@@ -78,6 +76,7 @@ class SiteFacts:
         options: What is chosen at it.
         chosen: The estimator that is chosen for all sites, or ``None``.
         max_support: Largest number of values of a component that are summed over.
+        is_summed: Whether the loss is summed over its values.
         is_partly_scored: Whether it is reparameterised in part only, by rejection sampling.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
         is_served: Whether other particles serve it better than sums over its values.
@@ -96,6 +95,7 @@ class SiteFacts:
     options: SiteOptions
     chosen: Estimator | None = None
     max_support: int = 64
+    is_summed: bool = False
     is_partly_scored: bool = False
     is_ordered: bool = False
     is_served: bool = False
@@ -178,6 +178,11 @@ class Rule:
 
 
 SITES = (
+    Rule(
+        "every law and every cost reads at most one other site: summed over all values, exactly",
+        lambda s: s.is_summed,
+        lambda s: AllAction(),
+    ),
     Rule(
         "partly reparameterised: score function for the rest", lambda s: s.is_partly_scored, lambda s: s.score_function
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,33 @@ from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.tracing.traced_run import TracedRun
 
 Plates = Sequence[Plate]
+
+
+class Rows(NamedTuple):
+    """Costs and laws of a run ``(rows, batch)``, the first row at the values of the run, by name."""
+
+    traced: TracedRun
+    bound: Bound
+    costs: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(
+        flips: Flips,
+        traced: TracedRun,
+        bound: Bound,
+        drawn: Mapping[str, Tensor] | None = None,
+        group: Tensor | None = None,
+    ) -> Rows:
+        """Evaluates them; see :meth:`Flips.moved`."""
+        recorded, sites, drawn = bound.recorded, traced.run.sites, drawn or {}
+        values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
+        moved = {n: flips.moved(n, value, sites[n].fn, drawn.get(n), group) for n, value in values.items()}
+        return Rows(traced, bound, recorded.at_rows(flips.wanted, bound, moved))
+
+    def sampled(self, name: str, split: Components, shape: tuple[int, ...]) -> Tensor:
+        """Index ``(M, plates, D)`` of the sampled value of each component of a site."""
+        value = self.bound.tensors[self.bound.recorded.drawn[name].value]
+        return split.index(value, self.traced.run.sites[name].fn).expand(*shape, -1)
 
 
 @torch.no_grad()
@@ -37,31 +64,16 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
     assert flips is not None
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in flips.sites}
     for traced, bound in zip(values.traced, values.bound, strict=True):
-        run, rows = traced.run, in_rows(flips, traced, bound)
+        rows = Rows.of(flips, traced, bound)
         for name, site in flips.sites.items():
-            plates, own = plan.graph.node(name).plates, slice(flips.start[name], flips.start[name] + site.rows)
-            shape = rollout.run_shape(plates)
-            kept = ((torch.cat((rows[cost][:1], rows[cost][own])), each) for cost, each in site.costs.items())
-            total = summed(kept, plates, shape, run.loss)
-            index = sampled_index(run.sites[name].value, run.sites[name].fn, site.components, shape)
-            costs = table(total[:1], total[1:], index, site.components.cardinality)
-            found[name].append((costs, -excess(run.costs, rows, site.costs, plates, shape)))
+            plates, split, start = plan.graph.node(name).plates, site.components, flips.start[name]
+            shape, own = rollout.run_shape(plates), slice(start, start + site.rows)
+            kept = ((torch.cat((rows.costs[c][:1], rows.costs[c][own])), each) for c, each in site.costs.items())
+            total = summed(kept, plates, shape, traced.run.loss)
+            costs = table(total[:1], total[1:], rows.sampled(name, split, shape), split.cardinality)
+            found[name].append((costs, -excess(traced.run.costs, rows.costs, site.costs, plates, shape)))
     tables, shifts = ({name: torch.cat([part[i] for part in own]) for name, own in found.items()} for i in (0, 1))
     return tables, shifts
-
-
-def in_rows(
-    flips: Flips,
-    traced: TracedRun,
-    bound: Bound,
-    drawn: Mapping[str, Tensor] | None = None,
-    group: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Costs and laws ``(rows, batch)``, the first row at the values of the run, by name; see :meth:`Flips.moved`."""
-    recorded, sites, drawn = bound.recorded, traced.run.sites, drawn or {}
-    values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
-    moved = {n: flips.moved(n, value, sites[n].fn, drawn.get(n), group) for n, value in values.items()}
-    return recorded.at_rows(flips.wanted, bound, moved)
 
 
 def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -88,11 +100,6 @@ def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...
     cost = sum_to_plates(cost.reshape(cost.shape[0], *(1,) * missing, *cost.shape[1:]), source, target)
     extra = [i + 1 for i, size in enumerate(shape) if size == 1 and cost.shape[i + 1] != 1]
     return cost.sum(extra, keepdim=True) if extra else cost
-
-
-def sampled_index(value: Tensor, fn: Any, split: Components, shape: tuple[int, ...]) -> Tensor:
-    """Index ``(M, plates, D)`` of the sampled value of each component."""
-    return split.index(value, fn).expand(*shape, -1)
 
 
 def table(sample: Tensor, others: Tensor, index: Tensor, cardinality: int) -> Tensor:

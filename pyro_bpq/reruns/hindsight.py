@@ -24,7 +24,7 @@ from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips, Terms
 from pyro_bpq.record.recorded import Bound
-from pyro_bpq.reruns.flips import excess, in_rows, sampled_index, summed, table
+from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
@@ -95,10 +95,10 @@ class HeldRuns:
             if groups > 1:
                 self.group = _draw(like.new_full((groups,), 1.0 / groups), 1, generator)
         for c, cls in enumerate(self.signals.layout.classes):
-            sites = [plan.sites.get(name) for name in cls.names]
-            numbers = [site.number for site in sites if site is not None and site.is_drawn]
-            if numbers:
-                index, share = _drawn(_openness(self.signals.batches[c], self.particle), numbers[0], generator)
+            # Sites of a class are alike.
+            site = next((plan.sites[name] for name in cls.names if name in plan.sites), None)
+            if site is not None and site.is_drawn:
+                index, share = _drawn(_openness(self.signals.batches[c], self.particle), site.number, generator)
                 share = share if self.particle is None else number * share
                 if self.group is not None:
                     own = [plan.group_of.get(name, -1) for name in cls.names]
@@ -108,68 +108,51 @@ class HeldRuns:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Changes of costs and laws in rows of values."""
-        values, at, is_one = self.values, self.particle, not self.rollout.is_vectorized
-        runs, costs = [*zip(values.traced, values.bound, strict=True)], [run.run.costs for run in values.traced]
-        if at is not None and is_one:
-            runs, costs = [runs[int(at)]], [costs[int(at)]]
-        elif at is not None:
-            runs = [(values.traced[0], values.of_particle(at))]
-            costs = [{name: values.particle_of(cost, at) for name, cost in costs[0].items()}]
-            is_one = True
-        place, parts = self.signals.layout.place, defaultdict[str, list[Any]](list)
-        by_site = {n: self.drawn[c][0][g] for n, (c, g) in place.items() if n in self.plan.sites and c in self.drawn}
-        for i, (traced, bound) in enumerate(runs):
+        plan, values, parts = self.plan, self.values, defaultdict[str, list[list[Tensor]]](list)
+        runs, place = values.of_runs(self.particle), self.signals.layout.place
+        by_site = {n: self.drawn[c][0][g] for n, (c, g) in place.items() if n in plan.sites and c in self.drawn}
+        for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
-            rows = in_rows(self.plan, traced, bound, drawn, self.group)
-            for name, site in self.plan.sites.items():
+            rows = Rows.of(plan, traced, bound, drawn, self.group)
+            for name, site in plan.sites.items():
                 plates, sides = self.graph.node(name).plates, site.changes
-                shape = self.rollout.batch_shape(plates)
-                shape = (1, *shape[1:]) if is_one else shape
-                found = [self._table(name, own, traced, bound, rows, drawn.get(name), shape) for own in sides.values()]
+                shape = self.rollout.run_shape(plates)
+                shape = shape if self.particle is None else (1, *shape[1:])
+                found = [self._table(name, terms, rows, drawn.get(name), shape) for terms in sides.values()]
                 if values.is_outdated:
-                    found += [excess(costs[i], rows, sides[side], plates, shape) for side in ("later", "immediate")]
+                    found += [excess(costs, rows.costs, sides[side], plates, shape) for side in ("later", "immediate")]
                 parts[name].append(found)
-        for name, found in parts.items():
-            law, later, immediate, *more = map(torch.cat, zip(*found, strict=True))
+        for name, own in parts.items():
+            law, later, immediate, *more = map(torch.cat, zip(*own, strict=True))
             self.exact[name] = Changes(law, later, immediate)
             if more:
                 self.excess[name] = more[0], more[1]
 
-    def _table(
-        self,
-        name: str,
-        terms: Terms,
-        traced: TracedRun,
-        bound: Bound,
-        rows: Mapping[str, Tensor],
-        drawn: Tensor | None,
-        shape: tuple[int, ...],
-    ) -> Tensor:
+    def _table(self, name: str, terms: Terms, rows: Rows, drawn: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """The change of some costs at other values of a site, relative to the sampled one."""
-        site, like = self.plan.sites[name], traced.run.loss.detach()
-        start = 1 if self.group is not None else self.plan.start[name]
-        kept = ((rows[term][start : start + site.rows] - rows[term][:1], own) for term, own in terms.items())
+        site, like, costs = self.plan.sites[name], rows.traced.run.loss.detach(), rows.costs
+        start, split = 1 if self.group is not None else self.plan.start[name], site.components
+        kept = ((costs[term][start : start + site.rows] - costs[term][:1], own) for term, own in terms.items())
         found = summed(kept, self.graph.node(name).plates, shape, like).to(like).expand(site.rows, *shape)
-        if drawn is not None and site.components.kind == "bernoulli":
+        if drawn is not None and split.kind == "bernoulli":
             return found.movedim(0, -1)
-        value = bound.tensors[bound.recorded.drawn[name].value]
-        index = sampled_index(value, traced.run.sites[name].fn, site.components, shape)
+        index = rows.sampled(name, split, shape)
         index = index if drawn is None else index.gather(-1, drawn)
-        return table(torch.zeros_like(found[:1]), found, index, site.components.cardinality)
+        return table(torch.zeros_like(found[:1]), found, index, split.cardinality)
 
     @torch.no_grad()
     def _predict(self) -> None:
         """Changes that slopes and curvatures predict."""
-        rollout, plan, found = self.rollout, self.plan, defaultdict[str, list[Any]](list)
+        rollout, found = self.rollout, defaultdict[str, list[list[Tensor]]](list)
         nesting = rollout.plate_ndim + 1 if rollout.is_vectorized and rollout.num_particles > 1 else 0
-        drawn = {name: site.components for name, site in plan.sites.items() if site.is_drawn}
+        drawn = {name: site.components for name, site in self.plan.sites.items() if site.is_drawn}
         for traced, bound in zip(self.values.traced, self.values.bound, strict=True) if drawn else ():
             derivatives = self._derivatives(bound, nesting)
             for name, split in drawn.items():
-                record = traced.run.sites[name]
-                shape = (*rollout.run_shape(self.graph.node(name).plates), *split.table_shape)
+                record, plates = traced.run.sites[name], self.graph.node(name).plates
                 sides = (derivatives[name, side] for side in Changes._fields)
                 tables = (_predicted(split, record.value.detach(), record.fn, own) for own in sides)
+                shape = (*rollout.run_shape(plates), *split.table_shape)
                 found[name].append([own.nan_to_num_(0.0, 0.0, 0.0).expand(shape) for own in tables])
         self.predicted = {name: Changes(*map(torch.cat, zip(*own, strict=True))) for name, own in found.items()}
 

@@ -2,6 +2,7 @@ r"""The recording in force of a step, with the tensors of its runs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +42,16 @@ class Values:
     def is_outdated(self) -> bool:
         """Whether costs come from an earlier run than the step's own."""
         return any(run.recorded is None for run in self.traced)
+
+    def of_runs(self, particle: Tensor | None) -> list[tuple[TracedRun, Bound, Mapping[str, Tensor]]]:
+        """Each run of the step, its tensors and its costs; those of one particle, whose number ``(1,)`` is given."""
+        runs = [(run, own, run.run.costs) for run, own in zip(self.traced, self.bound, strict=True)]
+        if particle is None:
+            return runs
+        if not self.nesting:
+            return [runs[int(particle)]]
+        costs = {name: self.particle_of(cost, particle) for name, cost in runs[0][2].items()}
+        return [(self.traced[0], self.of_particle(particle), costs)]
 
     def of_particle(self, index: Tensor) -> Bound:
         """The tensors of one of the particles that ran in one call, by its number ``(1,)``."""
