@@ -46,7 +46,7 @@ class Staging:
         if one is not None and plan.needs_program and not self.facts.is_dynamic:
             rerun = Reruns(values, plan, self.runner.noise())
             if plan.sloped and not self._has_slopes(rerun, plan, rollout):
-                rerun = rerun.with_plan(plan := self._plan())
+                rerun.plan = plan = self._plan()
         if plan.patterns:
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in self.traced)
             rollout = replace(rollout, runs=runs)
