@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
@@ -40,8 +38,7 @@ class Staging:
         """The signals of the sites; without ``one``, the program for one particle, estimators compare no values."""
         rollout, critics, mode, plan = self._rollout(), self.runner.critics, self.mode, self._plan()
         values = self._values(plan, one)
-        none: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        tables, shifts = none if plan.flips is None else flipped_costs(plan, values, rollout)
+        tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
         rerun = None
         if one is not None and plan.needs_program and not self.facts.is_dynamic:
             rerun = Reruns(values, plan, self.runner.noise())
@@ -69,7 +66,7 @@ class Staging:
         found = [runner.recordings.recorded(traced, particles.in_call) for traced in self.traced]
         recorded = tuple(own for own in found if own is not None)
         alone = None
-        if one is not None and particles.has_plate and plan.held is not None and plan.held.all_drawn:
+        if one is not None and particles.has_plate and plan.held.all_drawn:
             alone = runner.alone(one, particles, self.traced[0])
         nesting = int(particles.nesting) if particles.has_plate else 0
         return Values(recorded, alone, self.traced, runner.recordings.call, nesting)

@@ -98,6 +98,7 @@ class Flips:
         sites: The sites.
         start: The first row of each; row 0 is the sample.
         rows: Number of rows in all.
+        refused: Why there are none, where their price speaks against them.
         groups: The costs that slopes predict.
         laws: The laws that slopes predict.
     """
@@ -105,6 +106,7 @@ class Flips:
     sites: Mapping[str, FlippedSite]
     start: Mapping[str, int]
     rows: int
+    refused: str = ""
     groups: tuple[SlopedCosts, ...] = ()
     laws: tuple[str, ...] = ()
     _steps: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -136,7 +138,11 @@ class Flips:
     @property
     def costs(self) -> dict[str, tuple[str, ...]]:
         """The evaluated costs of each site."""
-        return {name: tuple(site.costs) for name, site in self.sites.items()}
+        return {name: self.told(name) for name in self.sites}
+
+    def told(self, name: str) -> tuple[str, ...]:
+        """The costs of any site that are evaluated at its other values."""
+        return tuple(self.sites[name].costs) if name in self.sites else ()
 
     @cached_property
     def wanted(self) -> tuple[str, ...]:
@@ -153,7 +159,7 @@ class Flips:
     @property
     def all_drawn(self) -> bool:
         """Whether components of all sites are drawn. A step then evaluates one random group of sites."""
-        return all(site.is_drawn for site in self.sites.values())
+        return bool(self.sites) and all(site.is_drawn for site in self.sites.values())
 
     @property
     def others(self) -> int:
@@ -209,32 +215,29 @@ class Flips:
 
 
 def plan_extra_run(
-    structure: Structure, exact: Mapping[str, bool | str], max_elements: int
-) -> tuple[Flips | None, str]:
+    structure: Structure, estimators: Mapping[str, Estimator], max_elements: int, served: Collection[str] = ()
+) -> Flips:
     """Plans the extra run of the model.
 
     Args:
         structure: The structure.
-        exact: For each site whether its immediate costs are wanted at all values; ``"auto"`` where that pays.
+        estimators: Those of all sites; they say whether immediate costs are wanted at all values, or if that pays.
         max_elements: Largest number of costs that are evaluated where nobody insists.
-
-    Returns:
-        The rows, ``None`` for no extra run; and why there is none, where its price speaks against it.
+        served: Sites that need none.
     """
     costs, graph, infos = structure.readable, structure.graph, structure.traced.infos
     # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
     is_flat = all(structure.is_complete(name, costs[name]) for name in infos if structure.size(name) > 1)
-    sites = {}
+    can_flip, insists, sites = structure.is_exact and not structure.facts.is_dynamic, False, {}
     for name, info in infos.items():
-        is_wanted = exact[name] is True or (exact[name] and (structure.size(name) == 1 or is_flat))
-        if info.components is not None and costs[name] and is_wanted:
+        exact = estimators[name].exact_costs if can_flip and name not in served and costs[name] else False
+        if info.components is not None and (exact is True or (exact and (info.components.size == 1 or is_flat))):
             plates = {cost: graph.cost(cost).plates for cost in costs[name]}
             sites[name] = FlippedSite(info.components, info.components.size, plates, costs[name])
-    if not sites:
-        return None, ""
+            insists = insists or exact is True
     flips = Flips.of(graph, sites)
-    refused = "" if any(exact[name] is True for name in sites) else _too_dear(structure, flips, max_elements)
-    return (None, refused) if refused else (flips, "")
+    refused = "" if insists or not sites else _too_dear(structure, flips, max_elements)
+    return replace(Flips.of(graph, {}), refused=refused) if refused else flips
 
 
 def _too_dear(structure: Structure, flips: Flips, max_elements: int) -> str:
@@ -252,7 +255,7 @@ def _too_dear(structure: Structure, flips: Flips, max_elements: int) -> str:
 # Held costs.
 
 
-def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> Flips | None:
+def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> Flips:
     """Plans the rows for the sites whose estimator is :class:`~pyro_bpq.estimators.Hindsight`.
 
     A site is left out if one of its children has a law that is not known at other values.
@@ -263,13 +266,11 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
         is_chosen: Whether the user has chosen an estimator for all sites.
 
     Returns:
-        The rows. ``None`` if nobody asks for them, or if sampled values may steer the program.
+        The rows; none if nobody asks for them, or if sampled values may steer the program.
     """
-    traced, graph = structure.traced, structure.graph
-    if structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
-        return None
-    sites: dict[str, FlippedSite] = {}
-    for name, estimator in estimators.items():
+    traced, graph, sites = structure.traced, structure.graph, dict[str, FlippedSite]()
+    is_refused = structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys()
+    for name, estimator in estimators.items() if not is_refused else ():
         components, children = traced.infos[name].components, graph.children(name)
         if not isinstance(estimator, Hindsight) or components is None:
             continue
@@ -304,8 +305,7 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     below = {name: graph.bits_of(graph.children(name)) for name in sites}
     laws = {name: bits | union(graph.parent_bits, bits) for name, bits in below.items()}
     sloped = dict.fromkeys(law for site in sites.values() if site.is_sloped for law in site.laws)
-    held = Flips.of(graph, sites, laws)
-    return replace(held, groups=_groups(graph, sites), laws=tuple(sloped)) if sites else None
+    return replace(Flips.of(graph, sites, laws), groups=_groups(graph, sites), laws=tuple(sloped))
 
 
 def _groups(graph: StochasticComputationGraph, sites: Mapping[str, FlippedSite]) -> tuple[SlopedCosts, ...]:

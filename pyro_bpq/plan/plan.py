@@ -28,16 +28,14 @@ class Plan:
 
     graph: StochasticComputationGraph  # the graph
     layout: Layout  # the batching of sites and costs
-    flips: Flips | None  # the extra run of the model, or ``None``
+    flips: Flips  # the extra run of the model
+    held: Flips  # what is evaluated at other values of sites while all other sites keep theirs
     # What components of sites read, by site and cost, where costs are charged to components.
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     # Noisy sites, without a chosen estimator, whose baseline other particles give: in rows of data, or few.
     compared: frozenset[str] = frozenset()
     rules: Mapping[str, str] = field(default_factory=dict)  # for each site the rule by which it got its estimator
     num_particles: int = 1  # number of particles
-    # The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
-    held: Flips | None = None
-    refused: str = ""  # why there is no extra run of the model, where its price speaks against it; else empty
     is_dynamic: bool = False  # whether sampled values may steer the program, so that another run may have another plan
     noisy: frozenset[str] = frozenset()  # sites of the default's choice whose gradients are noisy
     # Sites that crossed costs serve where there are enough particles, and whether hindsight does
@@ -54,7 +52,7 @@ class Plan:
         if self.sums and self.summed is not None:
             lines = [f"nothing is drawn: the loss is summed over all values, from {self.summed.rows} rows of one run"]
         lines += ["the last run: sampled values steer this program, so others have other sites"] * self.is_dynamic
-        lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
+        lines += [f"no extra run of the model: {self.flips.refused}"] if self.flips.refused else []
         alike: dict[str, list[str]] = {}
         for name in self.layout.specs:
             alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
@@ -104,13 +102,11 @@ class Plan:
 
     def _known(self, name: str) -> str:
         costs = self.layout.tabled.get(name, ())
-        rows = (
-            "" if self.flips is None or name not in self.flips.start else f", by {self.flips.rows} rows of an extra run"
-        )
+        rows = f", by {self.flips.rows} rows of an extra run" if name in self.flips.sites else ""
         return ", ".join(costs) + rows if costs else "nothing"
 
     def _held(self, name: str) -> str:
-        if self.held is None or name not in self.held.sites:
+        if name not in self.held.sites:
             return "nothing: a child's law is unknown at other values, so the site gets leave-one-out"
         return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.others} rows of an extra run"
 
@@ -123,8 +119,7 @@ class Plan:
     def sloped(self) -> tuple[str, ...]:
         """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        held = frozenset() if self.held is None else self.held.sloped
-        return tuple(name for name, kind in kinds.items() if "slope" in kind.needs or name in held)
+        return tuple(name for name, kind in kinds.items() if "slope" in kind.needs or name in self.held.sloped)
 
 
 def _number(name: str) -> str:

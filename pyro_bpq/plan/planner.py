@@ -59,8 +59,10 @@ class Noise(NamedTuple):
         compared: Those of them that other particles serve, if there are any.
         served: The sites that get leave-one-out over the particles that run now.
         has_rows: Whether there are sites in rows of data.
+        flips: The extra run of the model, which serves others.
     """
 
+    flips: Flips
     sites: frozenset[str] = frozenset()
     compared: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
@@ -184,13 +186,13 @@ class Planner:
         infos, options = traced.infos, traced.options
         asked = {n: self._facts(infos[n], options[n], sums and not infos[n].has_rsample) for n in traced.run.sites}
         wanted = {name: self.choice(site).estimator for name, site in asked.items()}
-        noise, flips, refused = self._noise(structure, wanted)
-        sites = self._told(structure, asked, wanted, noise, flips, has_slopes)
+        noise = self._noise(structure, wanted)
+        sites = self._told(structure, asked, wanted, noise, has_slopes)
         choices = {name: self.choice(site) for name, site in sites.items()}
         estimators = {name: choice.estimator for name, choice in choices.items()}
         given = {name: None if sums else self._critic(traced, name, own) for name, own in estimators.items()}
-        critics = {n: None if self._is_told(structure, n, flips) else critic for n, critic in given.items()}
-        layout = self._layout(structure, estimators, critics, flips)
+        critics = {n: None if self._is_told(structure, n, noise.flips) else critic for n, critic in given.items()}
+        layout = self._layout(structure, estimators, critics, noise.flips)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
         unread = unread_options(traced, given)
@@ -200,13 +202,12 @@ class Planner:
         return Plan(
             graph,
             layout,
-            flips,
+            noise.flips,
+            held_plan(structure, estimators, self.estimator is not None),
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
             noise.compared,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
-            held=held_plan(structure, estimators, self.estimator is not None),
-            refused=refused,
             is_dynamic=facts.is_dynamic,
             noisy=noise.sites,
             layers={name: site.may_hold for name, site in sites.items() if site.can_cross},
@@ -221,24 +222,21 @@ class Planner:
         """What rules look at, as far as a site and its options tell."""
         return SiteFacts(info, options, self.estimator, self.max_support, is_summed)
 
-    def _noise(self, structure: Structure, wanted: Mapping[str, Estimator]) -> tuple[Noise, Flips | None, str]:
+    def _noise(self, structure: Structure, wanted: Mapping[str, Estimator]) -> Noise:
         """The sites that other particles serve better than sums over values, and the extra run for all others.
 
         In few sites, sums over values take the time of many particles and leave the noise of all other sites. Critics
         of many sites know more than the mean of other particles. Of data they only know what ``context`` shows them.
         """
         traced, facts = structure.traced, structure.facts
-        exact = {name: structure.is_exact and not facts.is_dynamic and own.exact_costs for name, own in wanted.items()}
-        flips, refused = plan_extra_run(structure, exact, self.max_elements)
+        flips = plan_extra_run(structure, wanted, self.max_elements)
         # Costs of a user's own may be dear: critics save calls.
         if self.estimator is not None or traced.user_costs or facts.is_dynamic or facts.sums:
-            return Noise(), flips, refused
+            return Noise(flips)
         options, size = traced.options, structure.size
         sites = frozenset(n for n, own in options.items() if own.leaves_estimator and not traced.infos[n].has_rsample)
         rows = frozenset(name for name in sites if structure.num_rows(name) >= MANY_ROWS)
-        told = {
-            name for name in sites if structure.is_complete(name, () if flips is None else flips.costs.get(name, ()))
-        }
+        told = {name for name in sites if structure.is_complete(name, flips.told(name))}
         untold = rows - told
         # The extra run goes on only where it tells most sites everything.
         others = untold if 2 * len(untold) < len(rows) else rows
@@ -259,8 +257,8 @@ class Planner:
         # Who asks for critics has them, in as many particles.
         served = set() if self.asks else {name for name in served if options[name].is_open}
         if served:
-            flips, refused = plan_extra_run(structure, {**exact, **dict.fromkeys(served, False)}, self.max_elements)
-        return Noise(sites, compared, frozenset(served), bool(rows)), flips, refused
+            flips = plan_extra_run(structure, wanted, self.max_elements, served)
+        return Noise(flips, sites, compared, frozenset(served), bool(rows))
 
     def _told(
         self,
@@ -268,12 +266,11 @@ class Planner:
         asked: Mapping[str, SiteFacts],
         wanted: Mapping[str, Estimator],
         noise: Noise,
-        flips: Flips | None,
         has_slopes: bool,
     ) -> dict[str, SiteFacts]:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
-        told, found = () if flips is None else flips.sites, {}
+        told, found = noise.flips.sites, {}
         # Sites of many components. Of their costs only their own log-probabilities would be known at other values.
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
@@ -297,22 +294,22 @@ class Planner:
             found[name] = replace(site, **more)
         return found
 
-    def _is_told(self, structure: Structure, name: str, flips: Flips | None) -> bool:
+    def _is_told(self, structure: Structure, name: str, flips: Flips) -> bool:
         """Whether an extra run gives what a critic that nobody asked for would learn."""
         graph = structure.graph
-        if flips is None or name not in flips.sites or self.asks or structure.traced.options[name].critic is not None:
+        if name not in flips.sites or self.asks or structure.traced.options[name].critic is not None:
             return False
         # A critic would learn costs that read more than the site and its ancestors.
         seen = {name, *graph.ancestors(name)}
         learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
-        return learns and structure.is_complete(name, flips.sites[name].costs)
+        return learns and structure.is_complete(name, flips.told(name))
 
     def _layout(
         self,
         structure: Structure,
         estimators: Mapping[str, Estimator],
         critics: Mapping[str, Critic | None],
-        flips: Flips | None,
+        flips: Flips,
     ) -> Layout:
         """The batching of the sites."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
@@ -320,7 +317,7 @@ class Planner:
         specs, tabled, known = {}, {}, set[str]()
         for name, critic in critics.items():
             info, estimator = traced.infos[name], estimators[name]
-            flipped = () if flips is None or name not in flips.sites else tuple(flips.sites[name].costs)
+            flipped = flips.told(name)
             own = structure.own_costs(name) if structure.is_exact and estimator.uses_critic else {}
             kinds = {*own, Known.MODEL} if flipped else {*own}
             tabled[name] = (*flipped, *(own[kind] for kind in sorted(own)))

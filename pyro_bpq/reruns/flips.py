@@ -61,7 +61,6 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
         itself beyond what the run has cost, ``(M, plate dims)``: zero while the recording is not outdated.
     """
     flips = plan.flips
-    assert flips is not None
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in flips.sites}
     for traced, bound in zip(values.traced, values.bound, strict=True):
         rows = Rows.of(flips, traced, bound)

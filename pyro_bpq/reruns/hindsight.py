@@ -41,7 +41,7 @@ class HeldRuns:
     """The changes in a step, for all classes of sites: as evaluated, and as predicted.
 
     Args:
-        plan: Which rows set which sites to other values; ``None`` if no site is served.
+        plan: Which rows set which sites to other values.
         graph: The graph.
         values: The recording, and the runs of the step.
         signals: The tensors of these runs.
@@ -63,14 +63,13 @@ class HeldRuns:
 
     def __init__(
         self,
-        plan: Flips | None,
+        plan: Flips,
         graph: StochasticComputationGraph,
         values: Values,
         signals: Signals,
         generator: torch.Generator,
     ) -> None:
-        self.plan = plan or Flips({}, {}, 1)
-        self.graph, self.values, self.signals, self.generator = graph, values, signals, generator
+        self.plan, self.graph, self.values, self.signals, self.generator = plan, graph, values, signals, generator
         self.rollout = signals.rollout
         self.particle: Tensor | None = None
         self.group: Tensor | None = None
@@ -78,7 +77,7 @@ class HeldRuns:
         self.exact: dict[str, Changes] = {}
         self.excess: dict[str, tuple[Tensor, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
-        if self.plan.sites:
+        if plan.sites:
             self._draw()
             self._evaluate()
             self._predict()
