@@ -135,8 +135,7 @@ class Reruns:
         """What other values of the sites of a class change while all other sites keep theirs."""
         if "hindsight" not in signals.shared:
             # The same for all classes.
-            given = self.plan.held, self.plan.graph, self.values, signals, self.generator
-            signals.shared["hindsight"] = HeldRuns(*given)
+            signals.shared["hindsight"] = HeldRuns(self, signals)
         return signals.shared["hindsight"].of_class(c)
 
     def _seed(self) -> int:

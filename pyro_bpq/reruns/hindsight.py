@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,16 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
-from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.flips import Flips, Terms
+from pyro_bpq.plan.flips import Terms
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import expansions
-from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.traced_run import TracedRun
+
+if TYPE_CHECKING:
+    from pyro_bpq.reruns.at_values import Reruns
 
 # Share of uniform chances in those with which components are drawn; the rest is proportional to their uncertainty.
 _EVEN = 0.5
@@ -41,11 +42,8 @@ class HeldRuns:
     """The changes in a step, for all classes of sites: as evaluated, and as predicted.
 
     Args:
-        plan: Which rows set which sites to other values.
-        graph: The graph.
-        values: The recording, and the runs of the step.
-        signals: The tensors of these runs.
-        generator: Source of components, particles and signs.
+        rerun: The recording, the runs of the step, the plan, and a generator.
+        signals: The tensors of the runs.
 
     Attributes:
         particle: Index ``(1,)`` of the only particle that is evaluated; ``None`` for all. The first dimension of
@@ -61,23 +59,16 @@ class HeldRuns:
             ``(M, plates, D)``; zero where nothing is known.
     """
 
-    def __init__(
-        self,
-        plan: Flips,
-        graph: StochasticComputationGraph,
-        values: Values,
-        signals: Signals,
-        generator: torch.Generator,
-    ) -> None:
-        self.plan, self.graph, self.values, self.signals, self.generator = plan, graph, values, signals, generator
-        self.rollout = signals.rollout
+    def __init__(self, rerun: Reruns, signals: Signals) -> None:
+        self.plan, self.graph, self.values = rerun.plan.held, rerun.plan.graph, rerun.values
+        self.signals, self.rollout, self.generator = signals, signals.rollout, rerun.generator
         self.particle: Tensor | None = None
         self.group: Tensor | None = None
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
         self.exact: dict[str, Changes] = {}
         self.excess: dict[str, tuple[Tensor, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
-        if plan.sites:
+        if self.plan.sites:
             self._draw()
             self._evaluate()
             self._predict()
@@ -191,7 +182,7 @@ class HeldRuns:
 
     def of_class(self, c: int) -> HeldCosts:
         """What the estimator of a class of sites gets."""
-        names, batch, sites = self.signals.layout.classes[c].names, self.signals.batches[c], self.plan.sites
+        names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
         index, share = self.drawn.get(c, (None, None))
         has_bits = index is not None and batch.components.kind == "bernoulli"
         log_q = batch.log_odds if has_bits else batch.log_probs
@@ -199,28 +190,18 @@ class HeldRuns:
         own = log_q.detach(), value, [None] * len(names) if index is None else index
         pairs = [self._changes(*each) for each in zip(names, *own, strict=True)]
         changes, exact = (Changes(*map(torch.stack, zip(*each, strict=True))) for each in zip(*pairs, strict=True))
-        held = HeldCosts(
-            names,
-            log_q,
-            value,
-            changes,
-            sign=1.0 - 2.0 * value if has_bits else None,
-            settled=self._sum(names, {name: site.changes["immediate"] for name, site in sites.items()}),
-            rest=self._sum(names, {name: site.rest for name, site in sites.items()}),
-        )
-        excess = None
-        if not self.excess.keys().isdisjoint(names):
-            none = (torch.zeros_like(next(self.excess[name][0] for name in names if name in self.excess)),) * 2
+        sites, excess = [self.plan.sites.get(name) for name in names], None
+        settled = self._sum(names, [() if site is None else site.changes["immediate"] for site in sites])
+        rest = self._sum(names, [() if site is None else site.rest for site in sites])
+        if found := [self.excess[name] for name in names if name in self.excess]:
+            none = (torch.zeros_like(found[0][0]),) * 2
             later, immediate = map(torch.stack, zip(*(self.excess.get(name, none) for name in names), strict=True))
             excess = later, immediate
-        if index is not None:
-            return held._replace(particle=self.particle, drawn=index, share=share, exact=exact, excess=excess)
-        if excess is None:
-            return held
-        settled = -immediate if held.settled is None else held.settled - immediate
-        return held._replace(
-            settled=settled, rest=later + immediate if held.rest is None else held.rest + later + immediate
-        )
+            if index is None:
+                settled = -immediate if settled is None else settled - immediate
+                rest, excess = later + immediate if rest is None else rest + later + immediate, None
+        sign = 1.0 - 2.0 * value if has_bits else None
+        return HeldCosts(names, log_q, value, changes, sign, settled, rest, self.particle, index, share, exact, excess)
 
     def _changes(self, name: str, log_q: Tensor, value: Tensor, drawn: Tensor | None) -> tuple[Changes, Changes]:
         """Changes of one site, and the true changes of what is evaluated."""
@@ -238,18 +219,18 @@ class HeldRuns:
             return plain, plain
         return plain, Changes(*(own[: len(at)].gather(-1 if has_bits else -2, at) for own in plain))
 
-    def _sum(self, names: Sequence[str], costs: Mapping[str, Collection[str]]) -> Tensor | None:
+    def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor | None:
         """Sums ``(G, M, plates)``, in nats, of costs that read each site; ``None`` if there are none."""
-        if not any(costs.get(name) for name in names):
-            return None
 
-        def of_run(traced: TracedRun, name: str) -> Tensor:
+        def of_run(traced: TracedRun, name: str, own: Collection[str]) -> Tensor:
             plates, run = self.graph.node(name).plates, traced.run
-            shape, own = self.rollout.run_shape(plates), costs.get(name, ())
             known = ((run.costs[cost].detach().unsqueeze(0), self.graph.cost(cost).plates) for cost in own)
+            shape = self.rollout.run_shape(plates)
             return summed(known, plates, shape, run.loss.detach())[0].expand(shape)
 
-        return torch.stack([torch.cat([of_run(traced, name) for traced in self.values.traced]) for name in names])
+        pairs = zip(names, costs, strict=True) if any(costs) else ()
+        found = [torch.cat([of_run(traced, *pair) for traced in self.values.traced]) for pair in pairs]
+        return torch.stack(found) if found else None
 
 
 def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
@@ -268,7 +249,7 @@ def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
     return 1.0 - log_q.exp().square().sum(-1)
 
 
-def _drawn(open_: Tensor, number: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def _drawn(open_: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draws ``number`` components of each row, uncertain ones more often; ``open_`` are their uncertainties.
 
     Returns:
@@ -280,17 +261,15 @@ def _drawn(open_: Tensor, number: int, generator: torch.Generator | None) -> tup
     return index, 1.0 / (number * chance.gather(-1, index))
 
 
-def _draw(chance: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+def _draw(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
     """Draws ``number`` components of each row, evenly spaced on the cumulative chance."""
-    assert generator is not None
     bounds = chance.cumsum(-1)
     at = (torch.arange(number, device=chance.device) + uniform(bounds[..., :1], generator)) / number
     return torch.searchsorted(bounds, at * bounds[..., -1:], right=True).clamp(max=chance.shape[-1] - 1)
 
 
-def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
     """Random signs for each slope."""
-    assert generator is not None
     parts = signs(torch.cat([torch.zeros_like(one) for one in slopes]), generator).split([len(one) for one in slopes])
     return [part.to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
 
