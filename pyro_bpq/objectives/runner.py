@@ -21,8 +21,8 @@ from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
-from pyro_bpq.plan.structure import StructureFacts
+from pyro_bpq.plan.planner import PlanCache, Planner
+from pyro_bpq.plan.structure import StructureFacts, check_gradients
 from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded

@@ -67,7 +67,7 @@ class FlippedSite:
         """Whether its changes are predicted from slopes."""
         return self.is_drawn and self.components.has_slopes
 
-    @property
+    @cached_property
     def changes(self) -> dict[str, Terms]:
         """What changes with its value: laws, later and immediate costs."""
         later = {cost: plates for cost, plates in self.costs.items() if cost not in self.immediate}

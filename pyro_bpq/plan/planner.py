@@ -28,8 +28,7 @@ from pyro_bpq.plan.rules import (
     MANY_SITES,
     SITES,
     SiteFacts,
-    checked_critic,
-    default_critic,
+    site_critic,
 )
 from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
 from pyro_bpq.plan.sum_plan import sum_plan
@@ -41,13 +40,6 @@ from pyro_bpq.tracing.watch import site_info
 MANY_ROWS = 10
 # Largest numbers of plans and of findings that are kept.
 _PLANS, _FINDINGS = 64, 768
-
-
-class Choice(NamedTuple):
-    """An estimator, and the rule that gave it."""
-
-    estimator: Estimator
-    rule: str
 
 
 class Noise(NamedTuple):
@@ -67,21 +59,6 @@ class Noise(NamedTuple):
     compared: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
     has_rows: bool = False
-
-
-def check_gradients(traced: TracedRun) -> None:
-    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only."""
-    for cost in traced.user_costs:
-        if traced.reads is None or traced.run.costs[cost].requires_grad:
-            continue
-        for name in sorted(traced.reads[cost]):
-            if traced.run.sites[name].value.requires_grad:
-                raise UnsupportedSiteError(
-                    f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
-                    f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
-                    "estimator=ScoreFunction()), LAXQ() in its place for a learned Q of the value, or make the cost "
-                    "differentiable."
-                )
 
 
 @dataclass(frozen=True)
@@ -110,10 +87,10 @@ class Planner:
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it."""
-        return self.choice(self._facts(site, options)).estimator
+        return self.choice(self._facts(site, options))[0]
 
-    def choice(self, facts: SiteFacts) -> Choice:
-        """The estimator of a site by the first rule that holds, as far as facts are known."""
+    def choice(self, facts: SiteFacts) -> tuple[Estimator, str]:
+        """The estimator of a site by the first rule that holds, as far as facts are known, and the rule."""
         rule, site = next(rule for rule in SITES if rule.holds(facts)), facts.info
         estimator = rule.gives(facts)
         reason = estimator.unsupported(site)
@@ -124,7 +101,7 @@ class Planner:
                 f'infer={{"bpq": {{"estimator": ...}}}} at the site, config_bpq(guide, estimator=...), or the '
                 "ELBO's argument estimator=..."
             )
-        return Choice(estimator, rule.says)
+        return estimator, rule.says
 
     @property
     def serves_order(self) -> bool:
@@ -141,7 +118,7 @@ class Planner:
         else:
             scored = [name for name, record in traced.run.sites.items() if record.score is not None]
             facts = {name: self._facts(traced.infos[name], traced.options[name]) for name in scored}
-        chosen = {name: self.choice(site).estimator for name, site in facts.items()}
+        chosen = {name: self.choice(site)[0] for name, site in facts.items()}
         found = {n: facts[n].score_function if own.is_pathwise else own for n, own in chosen.items()}
         return found if all(own.needs_costs_alone for own in found.values()) else None
 
@@ -185,12 +162,13 @@ class Planner:
             structure = replace(structure, facts=replace(facts, patterns=frozenset()), is_exact=False)
         infos, options = traced.infos, traced.options
         asked = {n: self._facts(infos[n], options[n], sums and not infos[n].has_rsample) for n in traced.run.sites}
-        wanted = {name: self.choice(site).estimator for name, site in asked.items()}
+        wanted = {name: self.choice(site)[0] for name, site in asked.items()}
         noise = self._noise(structure, wanted)
         sites = self._told(structure, asked, wanted, noise, has_slopes)
         choices = {name: self.choice(site) for name, site in sites.items()}
-        estimators = {name: choice.estimator for name, choice in choices.items()}
-        given = {name: None if sums else self._critic(traced, name, own) for name, own in estimators.items()}
+        estimators = {name: estimator for name, (estimator, _) in choices.items()}
+        fns = {name: record.fn for name, record in traced.run.sites.items()}
+        given = {n: None if sums else site_critic(self.critic, sites[n], fns[n], e) for n, e in estimators.items()}
         critics = {n: None if self._is_told(structure, n, noise.flips) else critic for n, critic in given.items()}
         layout = self._layout(structure, estimators, critics, noise.flips)
         if self.asks and layout.network is None:
@@ -206,7 +184,7 @@ class Planner:
             held_plan(structure, estimators, self.estimator is not None),
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
             noise.compared,
-            rules={name: choice.rule for name, choice in choices.items()},
+            rules={name: rule for name, (_, rule) in choices.items()},
             num_particles=facts.num_particles,
             is_dynamic=facts.is_dynamic,
             noisy=noise.sites,
@@ -275,8 +253,8 @@ class Planner:
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
         for name, site in asked.items():
-            is_served, more = name in noise.served, dict[str, Any]()
-            if name in many and (is_served or self._critic(traced, name, wanted[name]) is None):
+            is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
+            if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
                 is_plain = site.options.baseline is None and name not in traced.untraced and not traced.user_costs
@@ -362,17 +340,6 @@ class Planner:
             charged=charged,
             crossings=crossings(graph, structure.crossable()) if crosses else None,
         )
-
-    def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
-        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
-        chosen, components, fn = traced.options[name].critic, traced.infos[name].components, traced.run.sites[name].fn
-        if chosen is False or not (estimator.uses_critic or estimator.is_pathwise):
-            return None
-        if chosen is not None:
-            return checked_critic(chosen, name, fn, components, estimator)
-        if self.critic is None or estimator.is_pathwise:
-            return None
-        return default_critic(self.critic, fn, components, estimator)
 
 
 class Planned(NamedTuple):

@@ -31,7 +31,7 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
-from pyro_bpq.rollout.features import Components, has_moments
+from pyro_bpq.rollout.features import has_moments
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
@@ -300,37 +300,32 @@ PARTICLES = (
 )
 
 
-def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
-    """The critic of a site for which only the ELBO's is given.
+def site_critic(given: Critic | None, site: SiteFacts, fn: Any, estimator: Estimator) -> Critic | None:
+    """The site's own choice of a critic; else what follows from the ELBO's, which is given, for a site of its kind.
 
     A site of many components has none where that is a perceptron or a table: critics that read such a value as a whole
     lower the variance, but as measured not the time to a given ELBO.
     """
-    is_joint = isinstance(critic, JointCritic)
-    if components is None:
+    chosen, components, is_pathwise = site.options.critic, site.info.components, estimator.is_pathwise
+    if chosen is False or not (estimator.uses_critic or is_pathwise):
+        return None
+    critic: Any = given if chosen is None else chosen
+    is_joint, where = isinstance(critic, JointCritic), f"Site {site.info.name!r} ({type(fn).__name__})"
+    if chosen is None and components is None and critic is not None and not is_pathwise:
         fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()
         return (critic if is_joint else fitting) if has_moments(fn) else None
-    is_plain = components.size > 1 and isinstance(critic, MLPCritic | TabularCritic)
-    return None if is_joint or is_plain else critic
-
-
-def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
-    """Returns the critic if the site has what it reads."""
-    kind = type(fn).__name__
-    if not isinstance(critic, JointCritic):
-        if estimator.is_pathwise:
-            raise OptionError(
-                f"Site {name!r} ({kind}) is reparameterised: a critic corrects the sites before it, and "
-                f"{critic} knows no expectation there. Write critic=MomentCritic() or critic=False."
-            )
-        return critic
-    if components is not None and not estimator.is_pathwise:
+    if chosen is None:
+        is_plain = components is not None and components.size > 1 and isinstance(critic, MLPCritic | TabularCritic)
+        return None if is_pathwise or is_joint or is_plain else critic
+    if is_pathwise and not is_joint:
         raise OptionError(
-            f"Site {name!r} ({kind}) has finite components: write critic=MLPCritic() instead of {critic}."
+            f"{where} is reparameterised: a critic corrects the sites before it, and {critic} knows no expectation "
+            "there. Write critic=MomentCritic() or critic=False."
         )
-    if not has_moments(fn):
+    if is_joint and components is not None and not is_pathwise:
+        raise OptionError(f"{where} has finite components: write critic=MLPCritic() instead of {critic}.")
+    if is_joint and not has_moments(fn):
         raise OptionError(
-            f"Site {name!r}: {kind} tells no finite mean and variance, which {critic} is centred by. "
-            "Write critic=False."
+            f"{where} tells no finite mean and variance, which {critic} is centred by. Write critic=False."
         )
     return critic

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from pyro_bpq.batching.classes import Known
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Pattern, Patterns
 from pyro_bpq.record.recorded import Recorded
@@ -130,6 +131,21 @@ class Structure:
                 if graph.cost(cost).plates == graph.node(name).plates and _is_plated(traced.model_trace.nodes[name]):
                     found[cost] = False
         return {cost: of_guide for cost, of_guide in found.items() if cost not in self.facts.self_read}
+
+
+def check_gradients(traced: TracedRun) -> None:
+    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only."""
+    for cost in traced.user_costs:
+        if traced.reads is None or traced.run.costs[cost].requires_grad:
+            continue
+        for name in sorted(traced.reads[cost]):
+            if traced.run.sites[name].value.requires_grad:
+                raise UnsupportedSiteError(
+                    f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
+                    f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
+                    "estimator=ScoreFunction()), LAXQ() in its place for a learned Q of the value, or make the cost "
+                    "differentiable."
+                )
 
 
 def num_reads(traced: TracedRun, name: str) -> int:
