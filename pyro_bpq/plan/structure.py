@@ -124,11 +124,11 @@ class Structure:
         found: dict[str, bool] = {}
         for name, site in traced.run.sites.items() if not traced.enumerated else ():
             cost = cost_of_model(name)
-            if not self.size(name) or name in traced.untraced or not _is_plated(traced.guide_trace.nodes[name]):
+            if not self.size(name) or name in traced.untraced or not is_plated(traced.guide_trace.nodes[name]):
                 continue
             found[cost_of_guide(name)] = True
             if site.prior is not None and have_same_values(site.prior, site.fn):
-                if graph.cost(cost).plates == graph.node(name).plates and _is_plated(traced.model_trace.nodes[name]):
+                if graph.cost(cost).plates == graph.node(name).plates and is_plated(traced.model_trace.nodes[name]):
                     found[cost] = False
         return {cost: of_guide for cost, of_guide in found.items() if cost not in self.facts.self_read}
 
@@ -164,7 +164,7 @@ def num_reads(traced: TracedRun, name: str) -> int:
     return 0 if components is None else components.size * components.cardinality * observed
 
 
-def _is_plated(site: Any) -> bool:
+def is_plated(site: Any) -> bool:
     """Whether all batch dimensions of a traced site are plates, or that of the particles."""
     dims = {frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
     return all(size == 1 or -1 - i in dims for i, size in enumerate(reversed(site["fn"].batch_shape)))

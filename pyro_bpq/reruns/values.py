@@ -57,21 +57,16 @@ class Values:
         """The tensors of one of the particles that ran in one call, by its number ``(1,)``."""
         assert self.alone is not None
         (run,), alone = self.traced, self.alone
-        values = {name: self._alone(run, name, record.value, index) for name, record in run.run.sites.items()}
+        values = {}
+        for name, record in run.run.sites.items():
+            own = self.particle_of(record.value, index, len(record.fn.event_shape))
+            values[name] = own.reshape(alone.recording.shapes[alone.drawn[name].value])
         weights = {name: tuple(self.particle_of(part, index) for part in pair) for name, pair in run.weights.items()}
         return alone.bound(values, run.subsamples, self.call, weights)
 
-    def _alone(self, run: TracedRun, name: str, value: Tensor, index: Tensor) -> Tensor:
-        """The value of a site in one particle, in the shape of a run of that particle alone."""
-        own = self.alone.recording.shapes[self.alone.drawn[name].value]  # type: ignore[union-attr]
-        event_ndim = len(run.run.sites[name].fn.event_shape)
-        if value.dim() - event_ndim >= self.nesting and value.shape[0] > 1:
-            value = value.index_select(0, index)
-        return value.reshape(own)
-
-    def particle_of(self, item: Any, index: Tensor) -> Any:
+    def particle_of(self, item: Any, index: Tensor, event_ndim: int = 0) -> Any:
         """The entry of one particle; the whole if it does not depend on the particle."""
-        if not isinstance(item, Tensor) or item.dim() < self.nesting or item.shape[0] == 1:
+        if not isinstance(item, Tensor) or item.dim() - event_ndim < self.nesting or item.shape[0] == 1:
             return item
         return item.index_select(0, index)[0]
 
