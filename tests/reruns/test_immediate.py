@@ -278,9 +278,7 @@ def test_immediate_model_costs_need_the_plates_of_the_node() -> None:
         {"log q(z)": ["z"], "-log p(z)": ["z"], "-log p(x)": ["z"], "-log p(total)": ["z"]},
         {"z": [rows], "log q(z)": [rows], "-log p(z)": [rows], "-log p(x)": [rows]},
     )
-    recorded: Any = SimpleNamespace(can_cut=lambda cost, site: True)
-    run: Any = None
-    structure = Structure(run, graph, StructureFacts(recorded=recorded))
+    structure = Structure(None, graph, StructureFacts(recorded=SimpleNamespace(can_cut=lambda cost, site: True)))
     assert structure.readable == {"z": ("-log p(x)",)}
 
 
@@ -290,7 +288,6 @@ def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
     assert three is not None and two is not None
     graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"]}, {"fa": ["a"], "fb": ["b"], "fc": ["b", "c"]})
     components = {"a": three, "b": two, "c": three}
-    sites = {name: FlippedSite(own, own.size, {f"f{name}": ()}, ()) for name, own in components.items()}
-    plan = Flips.of(graph, sites)
+    plan = Flips.of(graph, {n: FlippedSite(own, own.size, {f"f{n}": ()}, ()) for n, own in components.items()})
     # a and b share rows 1..4 (b needs four of them, a two); c, whose cost reads b, has rows 5 and 6.
     assert plan.start == {"a": 1, "b": 1, "c": 5} and plan.rows == 7
