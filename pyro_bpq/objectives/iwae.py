@@ -20,7 +20,7 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, programs_of
-from pyro_bpq.plan.written import unread_options
+from pyro_bpq.plan.plan import unread_options
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import changed_options, short
 from pyro_bpq.step.estimate import may_learn

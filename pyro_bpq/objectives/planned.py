@@ -174,7 +174,8 @@ class PlannedObjective(Objective):
 
     @planner.setter
     def planner(self, planner: Planner) -> None:
-        self.runner.plans.use(planner)
+        self.runner.plans.planner = planner
+        self.runner.plans.forget()
 
     @property
     def plan(self) -> Plan | Pending:

@@ -19,9 +19,9 @@ from pyro_bpq.objectives.staging import staged
 from pyro_bpq.objectives.summing import summed
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.planner import PlanCache, Planner, check_gradients
+from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
-from pyro_bpq.plan.structure import StructureFacts
+from pyro_bpq.plan.structure import StructureFacts, check_gradients
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
@@ -88,7 +88,7 @@ class StepRunner(Runner):
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
-        self.plans.forget_last()
+        self.plans.last = None
 
     def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
         """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
@@ -199,11 +199,14 @@ class StepRunner(Runner):
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
-        recordings, everything = self.recordings, range(len(runs))
+        recordings, everything, last = self.recordings, range(len(runs)), self.plans.last
         graph = recordings.graph(runs[0], particles.in_call, False)
-        with self.plans.keeping_last():
+        try:
             is_dynamic = recordings.is_dynamic(runs[0])
             return staged(self, runs, programs, everything, graph, is_dynamic, particles, mode)
+        finally:
+            # What is planned here is no step's.
+            self.plans.last = last
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool

@@ -11,7 +11,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.at_values import Reruns, charged
-from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
@@ -55,7 +55,7 @@ def staged(
     rollout = Rollout(tuple(t.run for t in traced), number, first.plate_sizes, ndim, has_plate)
     plan = plans.plan(first, graph, facts)
     found = (runner.recordings.recorded(run, particles.in_call) for run in traced)
-    needs_alone = one is not None and has_plate and plan.held is not None and plan.held.all_drawn
+    needs_alone = one is not None and has_plate and plan.held.all_drawn
     values = Values(
         tuple(each for each in found if each is not None),
         runner.alone(one, particles, first) if one is not None and needs_alone else None,
@@ -63,14 +63,13 @@ def staged(
         runner.recordings.call,
         int(particles.nesting) if has_plate else 0,
     )
-    tables, shifts = ({}, {}) if plan.flips is None else flipped_costs(plan, values, rollout)
+    tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
     rerun = None
     if one is not None and plan.needs_program and not is_dynamic:
         rerun = Reruns(values, plan, runner.noise())
-        if plan.sloped and ("slopes", first.key) not in plans.found:
-            plans.know("slopes", first.key, _have_slopes(rerun, plan, rollout))
-            plan = plans.plan(first, graph, facts)
-            rerun = rerun.with_plan(plan)
+        if plan.sloped and first.key not in plans.found:
+            plans.know(first.key, _have_slopes(rerun, plan, rollout))
+            rerun.plan = plan = plans.plan(first, graph, facts)
     if plan.patterns:
         charges = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
         rollout = replace(rollout, runs=charges)

@@ -1,4 +1,4 @@
-r"""What a step does on a structure."""
+r"""What a step does on a structure, and what the options that a user has written turn off, in words."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.critics.nets import Critic
+from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.extra_run import FlipPlan
-from pyro_bpq.plan.held import HeldPlan
+from pyro_bpq.plan.flips import Flips
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.record.components import Pattern
-from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import listed, short
+from pyro_bpq.tracing.traced_run import TracedRun
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"
@@ -27,17 +28,14 @@ class Plan:
 
     graph: StochasticComputationGraph  # the graph
     layout: Layout  # the batching of sites and costs
-    flips: FlipPlan | None  # the extra run of the model, or ``None``
-    components: dict[str, Components]  # finite components of the sites that it flips
+    flips: Flips  # the extra run of the model
+    held: Flips  # what is evaluated at other values of sites while all other sites keep theirs
     # What components of sites read, by site and cost, where costs are charged to components.
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     # Noisy sites, without a chosen estimator, whose baseline other particles give: in rows of data, or few.
     compared: frozenset[str] = frozenset()
     rules: Mapping[str, str] = field(default_factory=dict)  # for each site the rule by which it got its estimator
     num_particles: int = 1  # number of particles
-    # The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
-    held: HeldPlan | None = None
-    refused: str = ""  # why there is no extra run of the model, where its price speaks against it; else empty
     is_dynamic: bool = False  # whether sampled values may steer the program, so that another run may have another plan
     noisy: frozenset[str] = frozenset()  # sites of the default's choice whose gradients are noisy
     # Sites that crossed costs serve where there are enough particles, and whether hindsight does
@@ -54,7 +52,7 @@ class Plan:
         if self.sums and self.summed is not None:
             lines = [f"nothing is drawn: the loss is summed over all values, from {self.summed.rows} rows of one run"]
         lines += ["the last run: sampled values steer this program, so others have other sites"] * self.is_dynamic
-        lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
+        lines += [f"no extra run of the model: {self.flips.refused}"] if self.flips.refused else []
         alike: dict[str, list[str]] = {}
         for name in self.layout.specs:
             alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
@@ -104,15 +102,13 @@ class Plan:
 
     def _known(self, name: str) -> str:
         costs = self.layout.tabled.get(name, ())
-        rows = (
-            "" if self.flips is None or name not in self.flips.start else f", by {self.flips.rows} rows of an extra run"
-        )
+        rows = f", by {self.flips.rows} rows of an extra run" if name in self.flips.sites else ""
         return ", ".join(costs) + rows if costs else "nothing"
 
     def _held(self, name: str) -> str:
-        if self.held is None or name not in self.held.sites:
+        if name not in self.held.sites:
             return "nothing: a child's law is unknown at other values, so the site gets leave-one-out"
-        return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.rows} rows of an extra run"
+        return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.others} rows of an extra run"
 
     @cached_property
     def needs_program(self) -> bool:
@@ -123,8 +119,7 @@ class Plan:
     def sloped(self) -> tuple[str, ...]:
         """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        held = frozenset() if self.held is None else self.held.sloped
-        return tuple(name for name, kind in kinds.items() if "slope" in kind.needs or name in held)
+        return tuple(name for name, kind in kinds.items() if "slope" in kind.needs or name in self.held.sloped)
 
 
 def _number(name: str) -> str:
@@ -142,3 +137,42 @@ def _unnamed(name: str, text: str) -> str:
 
 def _named(text: str, name: str, number: str) -> str:
     return text.replace(_OWN, name).replace(_NUMBER, number)
+
+
+def written_options(traced: TracedRun, estimator: Estimator | None, asks: tuple[str, ...]) -> list[str]:
+    """The options for which a loss is not summed over all values."""
+    sites = [name for name, options in traced.options.items() if not options.is_open]
+    chosen = [] if estimator is None else [f"estimator={short(estimator)}"]
+    return [*chosen, *asks, *([f'infer={{"bpq": ...}} at {listed(sites)}'] if sites else [])]
+
+
+def why_one(traced: TracedRun, estimator: Estimator | None) -> str:
+    """Why one particle runs, where values do not steer the program."""
+    chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
+    if traced.user_costs:
+        return "the program has cost statements, which may be dear"
+    if estimator is not None:
+        return f"you wrote estimator={short(estimator)}"
+    return f"you wrote an estimator or a baseline at {listed(chosen)}" if chosen else "no gradient is noisy"
+
+
+NO_CRITICS = (
+    "these sites have no critic, as print(elbo.plan) says. Leave them out, or choose critic=MLPCritic() there, and an "
+    "estimator that uses it, such as AllAction()."
+)
+
+
+def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None], why: str = NO_CRITICS) -> str:
+    """Tells options of sites that are about critics, at sites that have none; empty if there are none.
+
+    ``critics`` has those too that have nothing left to learn.
+    """
+    found: dict[str, list[str]] = {}
+    for name, options in traced.options.items():
+        given = {"critic": options.critic, "context": options.context is not None, "share": options.share}
+        for option in (option for option, value in given.items() if value and critics.get(name) is None):
+            found.setdefault(option, []).append(name)
+    if not found:
+        return ""
+    texts = "; ".join(f"{option} at {listed(names)}" for option, names in found.items())
+    return f"Nothing reads the options {texts}: {why}"

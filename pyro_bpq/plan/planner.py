@@ -1,69 +1,66 @@
 r"""Decides per site what is done: its estimator, its critic, and which of its costs are known exactly.
 
-The estimator and the critic follow from the rules of :mod:`pyro_bpq.plan.rules`, exact costs from
-:mod:`pyro_bpq.plan.extra_run`. Plans are kept by structure.
+One pass: what options say of each site, what other values of sites tell (:mod:`pyro_bpq.plan.flips`), which sites other
+particles serve, and then, by the rules of :mod:`pyro_bpq.plan.rules`, estimators and critics. Plans are kept by
+structure.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pyro_bpq.batching.classes import Known, SiteSpec
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.estimators.score_function import ScoreFunction, SecondRun
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
-from pyro_bpq.plan.held import held_plan
-from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, revise, untold
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.plan.flips import Flips, held_plan, plan_extra_run
+from pyro_bpq.plan.plan import Plan, unread_options, why_one, written_options
 from pyro_bpq.plan.rules import (
-    BY_OPTIONS,
-    SUMMED,
-    Choice,
+    FEW_PARTICLES,
+    MANY_COMPONENTS,
+    MANY_SITES,
+    SITES,
     SiteFacts,
-    checked_critic,
-    decide,
-    default_critic,
-    has_many_components,
-    with_baseline,
+    site_critic,
 )
-from pyro_bpq.plan.structure import Structure, StructureFacts
-from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
-from pyro_bpq.plan.written import unread_options, why_one, written_options
+from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
+from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
-# What a plan may ask for: gradients of costs to the values of sites.
-Asked = Literal["slopes"]
-
+# Rows of a plate from which on they are taken for data.
+MANY_ROWS = 10
 # Largest numbers of plans and of findings that are kept.
 _PLANS, _FINDINGS = 64, 768
 
 
-def check_gradients(traced: TracedRun) -> None:
-    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only."""
-    for cost in traced.user_costs:
-        if traced.reads is None or traced.run.costs[cost].requires_grad:
-            continue
-        for name in sorted(traced.reads[cost]):
-            if traced.run.sites[name].value.requires_grad:
-                raise UnsupportedSiteError(
-                    f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
-                    f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
-                    "estimator=ScoreFunction()), LAXQ() in its place for a learned Q of the value, or make the cost "
-                    "differentiable."
-                )
+class Noise(NamedTuple):
+    """The noisy sites for which no estimator is chosen, and what other particles do for them.
+
+    Args:
+        sites: Those whose gradients are noisy. A program without noise draws one site, each of whose costs reads one
+            component and is known at all of its values.
+        compared: Those of them that other particles serve, if there are any.
+        served: The sites that get leave-one-out over the particles that run now.
+        has_rows: Whether there are sites in rows of data.
+        is_asked: Whether critics that the user asks for take their place.
+        flips: The extra run of the model, which serves others.
+    """
+
+    flips: Flips
+    sites: frozenset[str] = frozenset()
+    compared: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
+    has_rows: bool = False
+    is_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,21 +89,13 @@ class Planner:
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it."""
-        return self.choice(SiteFacts(site, options, self.estimator, self.max_support)).estimator
+        return self.choice(self._facts(site, options))[0]
 
-    def choice(self, facts: SiteFacts) -> Choice:
-        """The same with the rule that gave it.
-
-        Where that is the score function, Pyro's baseline options of the site take the place of a baseline that
-        the site does not choose itself.
-        """
-        found, site, options = decide(BY_OPTIONS, facts), facts.info, facts.options
-        assert found is not None
-        chosen = found.estimator
-        if options.baseline is not None and isinstance(chosen, ScoreFunction):
-            if options.estimator is None or chosen.baseline is None:
-                return Choice(with_baseline(options.baseline), "Pyro's baseline options of the site")
-        reason = chosen.unsupported(site)
+    def choice(self, facts: SiteFacts) -> tuple[Estimator, str]:
+        """The estimator of a site by the first rule that holds, as far as facts are known, and the rule."""
+        rule, site = next(rule for rule in SITES if rule.holds(facts)), facts.info
+        estimator = rule.gives(facts)
+        reason = estimator.unsupported(site)
         if reason is not None:
             plates = ", ".join(site.plates) or "none"
             raise UnsupportedSiteError(
@@ -114,7 +103,7 @@ class Planner:
                 f'infer={{"bpq": {{"estimator": ...}}}} at the site, config_bpq(guide, estimator=...), or the '
                 "ELBO's argument estimator=..."
             )
-        return found
+        return estimator, rule.says
 
     @property
     def serves_order(self) -> bool:
@@ -124,13 +113,14 @@ class Planner:
     def order_estimators(self, traced: TracedRun | PlainRun, num_particles: int) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
         if isinstance(traced, PlainRun):
-            sites = {n: site_info(site, (), num_particles) for n, site in traced.sites.items()}
-            facts = {n: SiteFacts(i, SiteOptions(), self.estimator, self.max_support) for n, i in sites.items()}
+            infos = {name: site_info(site, (), num_particles) for name, site in traced.sites.items()}
+            facts = {name: self._facts(info, SiteOptions()) for name, info in infos.items()}
         elif any(options.critic for options in traced.options.values()):
             return None
         else:
-            facts = {n: self._facts(traced, n) for n, r in traced.run.sites.items() if r.score is not None}
-        chosen = {name: self.choice(site).estimator for name, site in facts.items()}
+            scored = [name for name, record in traced.run.sites.items() if record.score is not None]
+            facts = {name: self._facts(traced.infos[name], traced.options[name]) for name in scored}
+        chosen = {name: self.choice(site)[0] for name, site in facts.items()}
         found = {n: facts[n].score_function if own.is_pathwise else own for n, own in chosen.items()}
         return found if all(own.needs_costs_alone for own in found.values()) else None
 
@@ -163,181 +153,174 @@ class Planner:
         ``has_slopes`` is false once it was seen that costs have no gradients to the values of sites.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
-        summed, written = None, written_options(traced, self.estimator, self.asks)
-        if self.is_elbo and facts.cuts_plates and not facts.is_dynamic:
-            summed = sum_plan(structure, self.max_support)
-        drawn = f"It is not summed over all values, because you wrote {', '.join(written)}."
-        notes = [drawn] if written and summed is not None else []
-        summed = None if written else summed
-        if facts.sums and summed is not None:
-            return self._sum(structure, summed)
-        sites = {
-            name: replace(
-                self._facts(traced, name),
-                has_slopes=has_slopes,
-                can_hold=facts.recorded is not None,
-                is_ordered=facts.is_ordered,
-            )
-            for name in traced.run.sites
-        }
+        may_sum, notes = self.is_elbo and facts.cuts_plates and not facts.is_dynamic, list[str]()
+        summed = sum_plan(structure, self.max_support) if may_sum else None
+        written = written_options(traced, self.estimator, self.asks)
+        if written and summed is not None:
+            notes, summed = [f"It is not summed over all values, because you wrote {', '.join(written)}."], None
+        sums = facts.sums and summed is not None
+        if sums:
+            # No cost is estimated, or charged to components.
+            structure = replace(structure, facts=replace(facts, patterns=frozenset()), is_exact=False)
+        infos, options = traced.infos, traced.options
+        asked = {n: self._facts(infos[n], options[n], sums and not infos[n].has_rsample) for n in traced.run.sites}
+        wanted = {name: self.choice(site)[0] for name, site in asked.items()}
+        noise = self._noise(structure, wanted)
+        if noise.is_asked:
+            asks = f"because you wrote {', '.join(self.asks)}"
+            notes.append(f"Critics take the place of other particles as baselines, {asks}.")
+        sites = self._told(structure, asked, wanted, noise, has_slopes)
         choices = {name: self.choice(site) for name, site in sites.items()}
-        for name, record in traced.run.sites.items():
-            is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
-            revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
-        can_flip = structure.is_exact and not facts.is_dynamic
-        extra = self._extra_run(structure, choices) if can_flip else ExtraRun()
-        # Costs of a user's own may be dear: critics save calls.
-        is_chosen = self.estimator is not None or bool(traced.user_costs)
-        compared = Compared()
-        if not (is_chosen or facts.is_dynamic):
-            compared = compare(structure, extra)
-            served = frozenset(name for name in compared.served if traced.options[name].is_open)
-            if self.asks and served:
-                served, asks = frozenset(), f"because you wrote {', '.join(self.asks)}"
-                notes.append(f"Critics take the place of other particles as baselines, {asks}.")
-            compared = replace(compared, served=served)
-        for name in compared.served:
-            revise(choices, replace(sites[name], is_of_few=compared.is_few, is_by_row=not compared.is_few))
-        if compared.served and can_flip:
-            extra = self._extra_run(structure, choices)
-        critics = self._critics(structure, choices, extra)
-        kinds = {name: set[Known]() for name in choices}
-        if structure.is_exact:
-            kinds = {name: known_costs(structure, name, choice.estimator) for name, choice in choices.items()}
-        for name in extra.components:
-            kinds[name].add(Known.MODEL)
-        layers = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
-        estimators = {name: choice.estimator for name, choice in choices.items()}
-        layout = self._layout(structure, estimators, critics, kinds, extra)
-        held = held_plan(structure, estimators, self.estimator is not None)
+        estimators = {name: estimator for name, (estimator, _) in choices.items()}
+        fns = {name: record.fn for name, record in traced.run.sites.items()}
+        given = {n: None if sums else site_critic(self.critic, sites[n], fns[n], e) for n, e in estimators.items()}
+        critics = {n: None if self._is_told(structure, n, noise.flips) else critic for n, critic in given.items()}
+        layout = self._layout(structure, estimators, critics, noise.flips)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
-        unread = unread_options(traced, self._given_critics(traced, estimators))
+        unread = unread_options(traced, given)
         if self.estimator is not None and unread:
             # Estimators are compared on programs whose sites have options: print tells, and no warning.
-            notes.append(unread)
-            unread = ""
+            notes, unread = [*notes, unread], ""
         return Plan(
             graph,
             layout,
-            extra.flips,
-            extra.components,
+            noise.flips,
+            held_plan(structure, estimators, self.estimator is not None),
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
-            compared.sites,
-            rules={name: choice.rule for name, choice in choices.items()},
+            noise.compared,
+            rules={name: rule for name, (_, rule) in choices.items()},
             num_particles=facts.num_particles,
-            held=held,
-            refused=extra.refused,
             is_dynamic=facts.is_dynamic,
-            noisy=compared.noisy,
-            layers=layers,
+            noisy=noise.sites,
+            layers={name: site.may_hold for name, site in sites.items() if site.can_cross},
             summed=summed,
+            sums=sums,
             notes=tuple(notes),
             alone=why_one(traced, self.estimator),
             unread=unread,
         )
 
-    def _facts(self, traced: TracedRun, name: str) -> SiteFacts:
+    def _facts(self, info: SiteInfo, options: SiteOptions, is_summed: bool = False) -> SiteFacts:
         """What rules look at, as far as a site and its options tell."""
-        return SiteFacts(traced.infos[name], traced.options[name], self.estimator, self.max_support)
+        return SiteFacts(info, options, self.estimator, self.max_support, is_summed)
 
-    def _sum(self, structure: Structure, summed: SumPlan) -> Plan:
-        """The plan of a loss that is summed over all values: no costs are estimated, and no critic learns."""
-        traced, graph = structure.traced, structure.graph
-        choices = {name: Choice(AllAction(), SUMMED) for name in summed.components}
-        for name in summed.shared:
-            choices[name] = self.choice(SiteFacts(traced.infos[name], traced.options[name]))
-        estimators = {name: choices[name].estimator for name in traced.infos}
-        # Nothing is charged to components either.
-        plain = replace(structure, facts=replace(structure.facts, patterns=frozenset()), is_exact=False)
-        kinds = {name: set[Known]() for name in estimators}
-        layout = self._layout(plain, estimators, dict.fromkeys(estimators), kinds, ExtraRun())
-        rules = {name: choice.rule for name, choice in choices.items()}
-        unread = unread_options(traced, {})
-        return Plan(graph, layout, None, {}, rules=rules, summed=summed, sums=True, unread=unread)
+    def _noise(self, structure: Structure, wanted: Mapping[str, Estimator]) -> Noise:
+        """The sites that other particles serve better than sums over values, and the extra run for all others.
 
-    def _extra_run(self, structure: Structure, choices: Mapping[str, Choice]) -> ExtraRun:
-        estimators = {name: choice.estimator for name, choice in choices.items()}
-        return plan_extra_run(structure, estimators, self.max_elements)
+        In few sites, sums over values take the time of many particles and leave the noise of all other sites. Critics
+        of many sites know more than the mean of other particles. Of data they only know what ``context`` shows them.
+        """
+        traced, facts = structure.traced, structure.facts
+        flips = plan_extra_run(structure, wanted, self.max_elements)
+        # Costs of a user's own may be dear: critics save calls.
+        if self.estimator is not None or traced.user_costs or facts.is_dynamic or facts.sums:
+            return Noise(flips)
+        options, size = traced.options, structure.size
+        sites = frozenset(n for n, own in options.items() if own.leaves_estimator and not traced.infos[n].has_rsample)
+        rows = frozenset(name for name in sites if structure.num_rows(name) >= MANY_ROWS)
+        told = {name for name in sites if structure.is_complete(name, flips.told(name))}
+        untold = rows - told
+        # The extra run goes on only where it tells most sites everything.
+        others = untold if 2 * len(untold) < len(rows) else rows
+        served = {name for name in others if facts.num_particles > 1 and size(name) == 1}
+        served = served if served & untold else set()
+        compared = sites
+        # A net that predicts a baseline serves one particle.
+        is_predicted = any(own.baseline is not None and own.baseline.is_predicted for own in options.values())
+        is_only = len(traced.infos) == 1
+        if is_predicted or (is_only and any(structure.is_separate(name) for name in told)):
+            sites = compared = frozenset()
+        elif len(sites) >= MANY_SITES:
+            compared = untold
+        elif facts.num_particles >= FEW_PARTICLES:
+            # Sums over the values of the many components of the only site take off most of the noise.
+            summed = told - rows if is_only else set()
+            served = {n for n in sites if size(n) and not (n in summed and size(n) >= MANY_COMPONENTS)}
+        served = {name for name in served if options[name].is_open}
+        if self.asks:
+            # Who asks for critics has them, in as many particles.
+            return Noise(flips, sites, compared, has_rows=bool(rows), is_asked=bool(served))
+        if served:
+            flips = plan_extra_run(structure, wanted, self.max_elements, served)
+        return Noise(flips, sites, compared, frozenset(served), bool(rows))
 
-    def _critics(
-        self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun
-    ) -> dict[str, Critic | None]:
-        """The critics of all sites; one that nobody chose is left out if an extra run gives what it would learn."""
-        traced, graph = structure.traced, structure.graph
-        critics = self._given_critics(traced, {name: choice.estimator for name, choice in choices.items()})
-        for name in extra.components:
-            # A critic would learn costs that read more than the site and its ancestors.
-            seen = {name, *graph.ancestors(name)}
-            learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
-            asks = self.asks or traced.options[name].critic is not None
-            if learns and not asks and is_complete(structure, name, extra.costs(name)):
-                critics[name] = None
-        return critics
-
-    def _revise_vectors(
+    def _told(
         self,
         structure: Structure,
-        sites: Mapping[str, SiteFacts],
-        choices: dict[str, Choice],
-        critics: Mapping[str, Critic | None],
-        kinds: dict[str, set[Known]],
-        extra: ExtraRun,
-    ) -> dict[str, bool]:
-        """Revises the choices of sites of many components that have neither an extra run nor a critic.
+        asked: Mapping[str, SiteFacts],
+        wanted: Mapping[str, Estimator],
+        noise: Noise,
+        has_slopes: bool,
+    ) -> dict[str, SiteFacts]:
+        """All that rules look at."""
+        traced, graph, facts = structure.traced, structure.graph, structure.facts
+        told, found = noise.flips.sites, {}
+        # Sites of many components. Of their costs only their own log-probabilities would be known at other values.
+        open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
+        many = [name for name in open_ if structure.size(name) > 1]
+        for name, site in asked.items():
+            is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
+            if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
+                keeps_rows = facts.cuts_plates or not graph.node(name).plates
+                is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
+                is_plain = site.options.baseline is None and name not in traced.untraced and not traced.user_costs
+                more = {
+                    "is_untold": True,
+                    "can_compare": is_plain and not facts.is_dynamic,
+                    "can_hold": facts.recorded is not None,
+                    "has_slopes": has_slopes,
+                    "is_alone": len(many) == 1 and keeps_rows and is_last and not structure.charged(name),
+                    "layers": len(many) if keeps_rows and is_plain else 0,
+                    "reads": num_reads(traced, name),
+                }
+            more["is_partly_scored"] = wanted[name].is_pathwise and traced.run.sites[name].score is not None
+            more |= {"is_ordered": facts.is_ordered, "is_served": is_served, "has_rows": noise.has_rows}
+            found[name] = replace(site, **more)
+        return found
 
-        Returns:
-            Those of them that crossed costs may serve, and whether hindsight may.
-        """
-        many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
-        layers = {}
-        for name in many:
-            if critics[name] is None:
-                kinds[name] = set()
-                is_alone = len(many) == 1 and not charged_costs(structure, name, SecondRun(), ())
-                found = untold(sites[name], structure, is_alone, len(many))
-                revise(choices, found)
-                if found.can_cross:
-                    layers[name] = found.may_hold
-        return layers
+    def _is_told(self, structure: Structure, name: str, flips: Flips) -> bool:
+        """Whether an extra run gives what a critic that nobody asked for would learn."""
+        graph = structure.graph
+        if name not in flips.sites or self.asks or structure.traced.options[name].critic is not None:
+            return False
+        # A critic would learn costs that read more than the site and its ancestors.
+        seen = {name, *graph.ancestors(name)}
+        learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
+        return learns and structure.is_complete(name, flips.told(name))
 
     def _layout(
         self,
         structure: Structure,
         estimators: Mapping[str, Estimator],
         critics: Mapping[str, Critic | None],
-        kinds: Mapping[str, set[Known]],
-        extra: ExtraRun,
+        flips: Flips,
     ) -> Layout:
         """The batching of the sites."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
         charged: dict[str, frozenset[str]] = {}
         specs, tabled, known = {}, {}, set[str]()
         for name, critic in critics.items():
-            info = traced.infos[name]
-            costs = {
-                Known.LOG_Q: (cost_of_guide(name),),
-                Known.LOG_P: (cost_of_model(name),),
-                Known.MODEL: extra.costs(name),
-            }
-            tabled[name] = tuple(cost for kind in sorted(kinds[name]) for cost in costs[kind])
+            info, estimator = traced.infos[name], estimators[name]
+            flipped = flips.told(name)
+            own = structure.own_costs(name) if structure.is_exact and estimator.uses_critic else {}
+            kinds = {*own, Known.MODEL} if flipped else {*own}
+            tabled[name] = (*flipped, *(own[kind] for kind in sorted(own)))
             known.update(tabled[name])
             # Many components at once: only an extra run knows their immediate costs.
-            if critic is None or (
-                info.components is not None and info.components.size > 1 and name in extra.components
-            ):
+            if critic is None or (structure.size(name) > 1 and flipped):
                 known.update(structure.immediate[name])
-            if critic is None:
-                charged[name] = charged_costs(structure, name, estimators[name], extra.costs(name))
+            if critic is None and estimator.by_component:
+                charged[name] = structure.charged(name, flipped)
             plates, options = traced.plates[name], traced.options[name]
             context = 0 if options.context is None else options.context.shape[-1]
             specs[name] = SiteSpec(
                 plates,
-                None if estimators[name].is_pathwise else info.components,
+                None if estimator.is_pathwise else info.components,
                 tuple(traced.run.sites[name].fn.event_shape),
-                estimators[name],
+                estimator,
                 critic,
-                frozenset(kinds[name]),
+                frozenset(kinds),
                 # The parameters move with the value: a critic that reads the value could not tell the two apart.
                 has_params=(facts.is_dynamic or bool(plates)) and not (reads_value(critic) and context > 0),
                 context=context,
@@ -345,14 +328,13 @@ class Planner:
                 has_moments=isinstance(critic, JointCritic),
                 by_component=bool(charged.get(name)),
             )
-        network = None
-        if any(spec.critic is not None for spec in specs.values()):
-            if facts.is_dynamic:
-                network = sequence_network(graph, tabled)
-            else:
-                network = BackpropQNetwork.build(
-                    graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
-                )
+        network, learns = None, any(critic is not None for critic in critics.values())
+        if learns and facts.is_dynamic:
+            network = sequence_network(graph, tabled)
+        elif learns:
+            network = BackpropQNetwork.build(
+                graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
+            )
         crosses = not facts.is_dynamic and any("crossed" in estimator.needs for estimator in estimators.values())
         return Layout(
             graph,
@@ -363,27 +345,11 @@ class Planner:
             cuts_plates=facts.cuts_plates,
             is_steered=facts.is_dynamic,
             charged=charged,
-            crossings=crossings(graph, crossable(structure)) if crosses else None,
+            crossings=crossings(graph, structure.crossable()) if crosses else None,
         )
 
-    def _given_critics(self, traced: TracedRun, estimators: Mapping[str, Estimator]) -> dict[str, Critic | None]:
-        """The critics of all sites, those included that have nothing left to learn."""
-        return {name: self._critic(traced, name, estimator) for name, estimator in estimators.items()}
 
-    def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
-        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
-        chosen, components, fn = traced.options[name].critic, traced.infos[name].components, traced.run.sites[name].fn
-        if chosen is False or not (estimator.uses_critic or estimator.is_pathwise):
-            return None
-        if chosen is not None:
-            return checked_critic(chosen, name, fn, components, estimator)
-        if self.critic is None or estimator.is_pathwise:
-            return None
-        return default_critic(self.critic, fn, components, estimator)
-
-
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A plan and what it was made for."""
 
     key: Any  # key of the runs
@@ -398,15 +364,15 @@ class PlanCache:
     Attributes:
         last: The plan of the last step; ``None`` before the first one.
         plans: All plans, by what they were made for.
-        found: Whether something that a plan may ask for works, by what it is and the key of the structure. It has an
-            entry only where that was looked at.
+        found: Whether costs have gradients to the values of sites, by the key of the structure. It has an entry only
+            where that was looked at.
     """
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
-        self.found: dict[tuple[Asked, Any], bool] = {}
+        self.found: dict[Any, bool] = {}
 
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure, a new one where there is none."""
@@ -420,41 +386,19 @@ class PlanCache:
         if key not in self.plans:
             if len(self.plans) >= _PLANS:
                 self.plans.clear()
-            self.plans[key] = self.planner.plan(traced, graph, facts, self.works("slopes", traced.key))
+            self.plans[key] = self.planner.plan(traced, graph, facts, self.found.get(traced.key, True))
         self.last = Planned(traced.key, graph, kept, self.plans[key])
         return self.last.plan
 
-    def works(self, asked: Asked, key: Any) -> bool:
-        """Whether something that a plan may ask for works on a structure, as far as is known."""
-        return self.found.get((asked, key), True)
-
-    def know(self, asked: Asked, key: Any, works: bool) -> None:
-        """Notes whether something that a plan may ask for works; plans are made anew where it does not."""
+    def know(self, key: Any, has_slopes: bool) -> None:
+        """Notes whether costs have gradients to the values of sites; plans are made anew where they have none."""
         if len(self.found) >= _FINDINGS:
             self.found.clear()
-        self.found[asked, key] = works
-        if not works:
+        self.found[key] = has_slopes
+        if not has_slopes:
             self.forget()
 
-    def use(self, planner: Planner) -> None:
-        """Plans with other options from now on."""
-        self.planner = planner
-        self.forget()
-
-    @contextlib.contextmanager
-    def keeping_last(self) -> Iterator[None]:
-        """The plan of the last step stays the same, whatever is planned within."""
-        last = self.last
-        try:
-            yield
-        finally:
-            self.last = last
-
     def forget(self) -> None:
-        """Forgets all plans."""
+        """Forgets all plans: the next step is planned anew."""
         self.plans.clear()
-        self.forget_last()
-
-    def forget_last(self) -> None:
-        """Forgets the last step: the next one is planned anew."""
         self.last = None

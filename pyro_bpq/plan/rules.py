@@ -1,15 +1,15 @@
 r"""The rules by which sites get estimators and critics, and programs particles.
 
-Tables are read from top to bottom; the first line that holds counts. The first table follows from the options and from
-the site's distribution alone. The second overrules it where the structure of the program tells more. The third says how
-many particles a program is good for. Critics follow at the end.
+Tables are read from top to bottom; the first line that holds counts. The first one gives each site its estimator. While
+a program runs, it is read by the site's options and its distribution alone: what the structure tells is not known yet.
+The second says how many particles a program is good for. Critics follow at the end.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
-from pyro_bpq.rollout.features import Components, has_moments
+from pyro_bpq.rollout.features import has_moments
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
@@ -53,8 +53,6 @@ FEW_LAYERS = 3
 MOST_SUMMED = 1 << 19
 # Steps that draw before such a sum, where the model learns nothing and where it learns.
 DRAWN_STEPS = (1, 10)
-# Why the loss is summed over all values.
-SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 
 
 @functools.cache
@@ -71,42 +69,44 @@ def with_baseline(options: BaselineOptions) -> Estimator:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """What rules look at.
+    """What rules look at: the site and its options, and what the structure of the program tells, as far as it is known.
 
     Args:
         info: The site.
         options: What is chosen at it.
         chosen: The estimator that is chosen for all sites, or ``None``.
         max_support: Largest number of values of a component that are summed over.
+        is_summed: Whether the loss is summed over its values.
         is_partly_scored: Whether it is reparameterised in part only, by rejection sampling.
-        is_by_row: Whether its costs differ from row to row of data, and other particles serve it better than sums.
-        is_of_few: Whether it is one of few sites, and other particles serve it better than sums.
+        is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
+        is_served: Whether other particles serve it better than sums over its values.
+        has_rows: Whether there are sites in rows of data.
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
             gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
+        can_hold: Whether costs are known at its other values while all other sites keep theirs.
+        has_slopes: Whether costs may have gradients to its values.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         layers: Number of such sites; 0 if rows of plates do not stay apart.
         reads: The values of its components times the observed elements of a row.
-        has_slopes: Whether costs may have gradients to its values.
-        can_hold: Whether costs are known at its other values while all other sites keep theirs.
-        is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
 
     info: SiteInfo
     options: SiteOptions
     chosen: Estimator | None = None
     max_support: int = 64
+    is_summed: bool = False
     is_partly_scored: bool = False
-    is_by_row: bool = False
-    is_of_few: bool = False
+    is_ordered: bool = False
+    is_served: bool = False
+    has_rows: bool = False
     is_untold: bool = False
     can_compare: bool = False
+    can_hold: bool = False
+    has_slopes: bool = False
     is_alone: bool = False
     layers: int = 0
     reads: float = math.inf
-    has_slopes: bool = True
-    can_hold: bool = True
-    is_ordered: bool = False
 
     @property
     def score_function(self) -> Estimator:
@@ -117,6 +117,27 @@ class SiteFacts:
     def plain_score(self) -> Estimator:
         """The same without the site's own baseline."""
         return plain_score(self.info.num_particles)
+
+    @property
+    def has_few_values(self) -> bool:
+        """Whether a sum over the values of a component is short."""
+        return self.info.components is not None and self.info.components.cardinality <= self.max_support
+
+    @property
+    def is_baselined(self) -> bool:
+        """Whether it gets the score function, and its options for Pyro's baselines say with which baseline."""
+        own = self.options.estimator
+        if self.options.baseline is None or (own is None and self.info.has_rsample):
+            return False
+        if own is None and self.chosen is None:
+            return not (self.has_few_values or self.is_untold)
+        chosen = own or self.chosen
+        return isinstance(chosen, ScoreFunction) and (own is None or chosen.baseline is None)
+
+    @property
+    def has_many_particles(self) -> bool:
+        """Whether there are enough particles for costs of a site of many components."""
+        return self.info.num_particles >= FEW_PARTICLES
 
     @property
     def is_sloped(self) -> bool:
@@ -135,28 +156,10 @@ class SiteFacts:
         return self.is_untold and (self.is_large or self.layers >= FEW_LAYERS)
 
     @property
-    def may_cross(self) -> bool:
-        """The same with enough particles."""
-        return self.can_cross and self.info.num_particles >= FEW_PARTICLES
-
-    @property
     def may_hold(self) -> bool:
         """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
         predicts = self.info.components is not None and self.info.components.has_slopes and self.has_slopes
         return self.is_large and self.can_compare and self.can_hold and predicts
-
-    @property
-    def has_few_values(self) -> bool:
-        """Whether a sum over the values of a component is short."""
-        return self.info.components is not None and self.info.components.cardinality <= self.max_support
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An estimator, and the rule that gave it."""
-
-    estimator: Estimator
-    rule: str
 
 
 @dataclass(frozen=True)
@@ -174,25 +177,26 @@ class Rule:
     gives: Callable[[Any], Any]
 
 
-BY_OPTIONS = (
-    Rule("chosen at the site", lambda s: s.options.estimator is not None, lambda s: s.options.estimator),
-    Rule("reparameterised", lambda s: s.info.has_rsample, lambda s: Pathwise()),
-    Rule("chosen for all sites", lambda s: s.chosen is not None, lambda s: s.chosen),
-    Rule("few values: a sum over all of them", lambda s: s.has_few_values, lambda s: AllAction()),
-    Rule("many or infinitely many values", lambda s: True, lambda s: s.plain_score),
-)
-
-BY_STRUCTURE = (
+SITES = (
+    Rule(
+        "every law and every cost reads at most one other site: summed over all values, exactly",
+        lambda s: s.is_summed,
+        lambda s: AllAction(),
+    ),
     Rule(
         "partly reparameterised: score function for the rest", lambda s: s.is_partly_scored, lambda s: s.score_function
     ),
+    # The user's choice.
+    Rule("Pyro's baseline options of the site", lambda s: s.is_baselined, lambda s: s.score_function),
+    Rule("chosen at the site", lambda s: s.options.estimator is not None, lambda s: s.options.estimator),
+    Rule("reparameterised", lambda s: s.info.has_rsample, lambda s: Pathwise()),
+    Rule("chosen for all sites", lambda s: s.chosen is not None, lambda s: s.chosen),
     Rule(
         "sampled values steer the program: every cost counts, and nothing is tracked",
-        lambda s: s.is_ordered and s.options.is_open and not s.info.has_rsample,
+        lambda s: s.is_ordered and s.options.is_open,
         lambda s: s.plain_score,
     ),
-    Rule("rows of data: the row's other particles are the baseline", lambda s: s.is_by_row, lambda s: s.score_function),
-    Rule("few sites: other particles are the baseline", lambda s: s.is_of_few, lambda s: s.score_function),
+    # Many components, whose costs are not known at other values.
     Rule(
         "many components, in a program that is not run again at other values",
         lambda s: s.is_untold and not s.can_compare,
@@ -200,7 +204,7 @@ BY_STRUCTURE = (
     ),
     Rule(
         "the only site of many components: slopes of the costs, corrected by a true difference",
-        lambda s: s.is_sloped and (s.reads >= MANY_READS or s.info.num_particles < FEW_PARTICLES),
+        lambda s: s.is_sloped and (s.reads >= MANY_READS or not s.has_many_particles),
         lambda s: DebiasedStraightThrough(),
     ),
     Rule(
@@ -215,15 +219,24 @@ BY_STRUCTURE = (
     ),
     Rule(
         "several large layers: the law of each value given the sites that were drawn after it",
-        lambda s: s.may_cross and s.may_hold,
+        lambda s: s.can_cross and s.has_many_particles and s.may_hold,
         lambda s: Hindsight(draws=1, crossed=True),
     ),
     Rule(
         "several layers of many components: costs of other particles' values given this particle's past",
-        lambda s: s.may_cross,
+        lambda s: s.can_cross and s.has_many_particles,
         lambda s: CrossedLeaveOneOut(),
     ),
     Rule("many components: other particles are the baseline", lambda s: s.is_untold, lambda s: s.score_function),
+    # Few components, or costs that are known at other values.
+    Rule(
+        "rows of data: the row's other particles are the baseline",
+        lambda s: s.is_served and s.has_rows,
+        lambda s: s.score_function,
+    ),
+    Rule("few sites: other particles are the baseline", lambda s: s.is_served, lambda s: s.score_function),
+    Rule("few values: a sum over all of them", lambda s: s.has_few_values, lambda s: AllAction()),
+    Rule("many or infinitely many values", lambda s: True, lambda s: s.plain_score),
 )
 
 
@@ -287,56 +300,32 @@ PARTICLES = (
 )
 
 
-def decide(rules: Sequence[Rule], facts: SiteFacts) -> Choice | None:
-    """The first rule that holds for a site, or ``None``."""
-    for rule in rules:
-        if rule.holds(facts):
-            estimator = rule.gives(facts)
-            assert estimator is not None
-            return Choice(estimator, rule.says)
-    return None
-
-
-def has_many_components(facts: SiteFacts) -> bool:
-    """Whether a site that nobody chose an estimator for has many components.
-
-    Of its costs then only its own log-probabilities would be known at other values: too little to gain by.
-    """
-    components, chosen = facts.info.components, facts.options.estimator or facts.chosen
-    return chosen is None and components is not None and components.size > 1
-
-
-def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
-    """The critic of a site for which only the ELBO's is given.
+def site_critic(given: Critic | None, site: SiteFacts, fn: Any, estimator: Estimator) -> Critic | None:
+    """The site's own choice of a critic; else what follows from the ELBO's, which is given, for a site of its kind.
 
     A site of many components has none where that is a perceptron or a table: critics that read such a value as a whole
     lower the variance, but as measured not the time to a given ELBO.
     """
-    is_joint = isinstance(critic, JointCritic)
-    if components is None:
+    chosen, components, is_pathwise = site.options.critic, site.info.components, estimator.is_pathwise
+    if chosen is False or not (estimator.uses_critic or is_pathwise):
+        return None
+    critic: Any = given if chosen is None else chosen
+    is_joint, where = isinstance(critic, JointCritic), f"Site {site.info.name!r} ({type(fn).__name__})"
+    if chosen is None and components is None and critic is not None and not is_pathwise:
         fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()
         return (critic if is_joint else fitting) if has_moments(fn) else None
-    is_plain = components.size > 1 and isinstance(critic, MLPCritic | TabularCritic)
-    return None if is_joint or is_plain else critic
-
-
-def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
-    """Returns the critic if the site has what it reads."""
-    kind = type(fn).__name__
-    if not isinstance(critic, JointCritic):
-        if estimator.is_pathwise:
-            raise OptionError(
-                f"Site {name!r} ({kind}) is reparameterised: a critic corrects the sites before it, and "
-                f"{critic} knows no expectation there. Write critic=MomentCritic() or critic=False."
-            )
-        return critic
-    if components is not None and not estimator.is_pathwise:
+    if chosen is None:
+        is_plain = components is not None and components.size > 1 and isinstance(critic, MLPCritic | TabularCritic)
+        return None if is_pathwise or is_joint or is_plain else critic
+    if is_pathwise and not is_joint:
         raise OptionError(
-            f"Site {name!r} ({kind}) has finite components: write critic=MLPCritic() instead of {critic}."
+            f"{where} is reparameterised: a critic corrects the sites before it, and {critic} knows no expectation "
+            "there. Write critic=MomentCritic() or critic=False."
         )
-    if not has_moments(fn):
+    if is_joint and components is not None and not is_pathwise:
+        raise OptionError(f"{where} has finite components: write critic=MLPCritic() instead of {critic}.")
+    if is_joint and not has_moments(fn):
         raise OptionError(
-            f"Site {name!r}: {kind} tells no finite mean and variance, which {critic} is centred by. "
-            "Write critic=False."
+            f"{where} tells no finite mean and variance, which {critic} is centred by. Write critic=False."
         )
     return critic

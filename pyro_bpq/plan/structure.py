@@ -1,15 +1,21 @@
-r"""What a plan is made for: a run, its graph, and what else is known of its structure."""
+r"""What a plan is made for, a run, its graph, and what else is known of its structure; and what this tells of sites."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.batching.classes import Known
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Pattern, Patterns
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import samples
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,116 @@ class Structure:
         """What components of sites read, by site and cost, in an order that is the same in every process."""
         return dict(sorted(self.facts.patterns, key=lambda pair: pair[0]))
 
+    @cached_property
+    def readable(self) -> dict[str, tuple[str, ...]]:
+        """For each site the immediate costs of other sites of the model that are known at its other values."""
 
-def has_like_prior(traced: TracedRun, name: str) -> bool:
-    """Whether the model's distribution of a site has the values and the batch shape of the guide's."""
-    fn, prior = traced.run.sites[name].fn, traced.run.sites[name].prior
-    return prior is not None and have_same_values(prior, fn) and prior.batch_shape == fn.batch_shape
+        def is_readable(name: str, cost: str) -> bool:
+            is_other = cost not in (cost_of_guide(name), cost_of_model(name)) and not self.graph.cost(cost).is_of_guide
+            return is_other and self.knows(name, cost)
+
+        return {n: tuple(c for c in costs if is_readable(n, c)) for n, costs in self.graph.last_costs.items()}
+
+    def knows(self, name: str, cost: str) -> bool:
+        """Whether a cost is known, row by row, where a site has another value in all rows of its plates at once."""
+        recorded = self.facts.recorded
+        can_cut = recorded is not None and recorded.can_cut(cost, name)
+        return can_cut and self.keeps_rows(name, self.graph.cost(cost).plates)
+
+    def keeps_rows(self, name: str, plates: Sequence[Plate]) -> bool:
+        """Whether what has these plates tells one row of a site from the others."""
+        own = {plate.name for plate in self.graph.node(name).plates}
+        return not own or (self.facts.cuts_plates and own <= {plate.name for plate in plates})
+
+    def own_costs(self, name: str) -> dict[Known, str]:
+        """The own costs of a finite site that follow from its distributions alone."""
+        traced, cost, found = self.traced, cost_of_model(name), dict[Known, str]()
+        if traced.infos[name].components is None:
+            return found
+        fn, prior = traced.run.sites[name].fn, traced.run.sites[name].prior
+        has_like_prior = prior is not None and have_same_values(prior, fn) and prior.batch_shape == fn.batch_shape
+        if has_like_prior and cost in self.immediate[name]:
+            if self.graph.cost(cost).plates == self.graph.node(name).plates:
+                found[Known.LOG_P] = cost
+        if not (name in traced.untraced or traced.only_costs):
+            found[Known.LOG_Q] = cost_of_guide(name)
+        return found
+
+    def is_complete(self, name: str, evaluated: Collection[str]) -> bool:
+        """Whether nothing of a site's cost-to-go is unknown at its other values once some costs are evaluated there."""
+        return {*evaluated, *self.own_costs(name).values()}.issuperset(self.graph.downstream_costs(name))
+
+    def charged(self, name: str, evaluated: Collection[str] = ()) -> frozenset[str]:
+        """The costs that are charged to single components of a site, if there are any but its own log-probabilities."""
+        costs = self.graph.downstream_costs(name)
+        found = frozenset(cost for cost in costs if (name, cost) in self.patterns and cost not in evaluated)
+        return found if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
+
+    def is_separate(self, name: str) -> bool:
+        """Whether every cost of a site reads one of its components."""
+        others = {*self.graph.downstream_costs(name)} - {cost_of_guide(name), cost_of_model(name)}
+        return self.size(name) == 1 or all((name, cost) in self.patterns for cost in others)
+
+    def size(self, name: str) -> int:
+        """Number of components of finitely many values."""
+        components = self.traced.infos[name].components
+        return 0 if components is None else components.size
+
+    def num_rows(self, name: str) -> int:
+        """Number of rows of the plates of a site."""
+        return math.prod(self.traced.plate_sizes[plate] for plate in self.graph.node(name).plates)
+
+    def crossable(self) -> dict[str, bool]:
+        """The log-probabilities that may be costed beside another particle's past, and whether they are the guide's.
+
+        All values of their sites occur under any law: the support is finite. A model's law that reads values of the
+        guide itself may read the value that it scores.
+        """
+        traced, graph = self.traced, self.graph
+        found: dict[str, bool] = {}
+        for name, site in traced.run.sites.items() if not traced.enumerated else ():
+            cost = cost_of_model(name)
+            if not self.size(name) or name in traced.untraced or not is_plated(traced.guide_trace.nodes[name]):
+                continue
+            found[cost_of_guide(name)] = True
+            if site.prior is not None and have_same_values(site.prior, site.fn):
+                if graph.cost(cost).plates == graph.node(name).plates and is_plated(traced.model_trace.nodes[name]):
+                    found[cost] = False
+        return {cost: of_guide for cost, of_guide in found.items() if cost not in self.facts.self_read}
+
+
+def check_gradients(traced: TracedRun) -> None:
+    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only."""
+    for cost in traced.user_costs:
+        if traced.reads is None or traced.run.costs[cost].requires_grad:
+            continue
+        for name in sorted(traced.reads[cost]):
+            if traced.run.sites[name].value.requires_grad:
+                raise UnsupportedSiteError(
+                    f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
+                    f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
+                    "estimator=ScoreFunction()), LAXQ() in its place for a learned Q of the value, or make the cost "
+                    "differentiable."
+                )
+
+
+def num_reads(traced: TracedRun, name: str) -> int:
+    """The values of all components of a site times the observed elements of a row.
+
+    Leave-one-out compares the costs of whole values. Its noise grows with the number of components, and with the data
+    that they explain. Slopes compare the costs of single components, so their noise hardly grows.
+    """
+    components = traced.infos[name].components
+    own = {frame.name for frame in traced.guide_trace.nodes[name]["cond_indep_stack"]}
+    observed = 0
+    for site in samples(traced.model_trace).values():
+        if site["is_observed"]:
+            others = [frame.size for frame in site["cond_indep_stack"] if frame.name not in own]
+            observed += site["fn"].event_shape.numel() * math.prod(others)
+    return 0 if components is None else components.size * components.cardinality * observed
+
+
+def is_plated(site: Any) -> bool:
+    """Whether all batch dimensions of a traced site are plates, or that of the particles."""
+    dims = {frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+    return all(size == 1 or -1 - i in dims for i, size in enumerate(reversed(site["fn"].batch_shape)))

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pyro_bpq.graph.scg import CostNode, StochasticNode, cost_of_guide, cost_of_model
-from pyro_bpq.plan.structure import Structure
+from pyro_bpq.plan.structure import Structure, is_plated
 from pyro_bpq.rollout.features import Components, have_same_values
-from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import carried
 
 
@@ -59,7 +58,7 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
         split, record = traced.infos[name].components, traced.run.sites[name]
         if split is None or split.size != 1 or not 2 <= split.cardinality <= max_support:
             return None
-        if not _has_plates(traced, name) or reads[cost_of_guide(name)] not in (None, reads[name]):
+        if not is_plated(traced.guide_trace.nodes[name]) or reads[cost_of_guide(name)] not in (None, reads[name]):
             return None
         if cost_of_model(name) in reads and not (record.prior and have_same_values(record.prior, record.fn)):
             return None
@@ -67,10 +66,3 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     priors = {name: reads[cost_of_model(name)] for name in names if cost_of_model(name) in reads}
     others = {cost.name: reads[cost.name] for cost in graph.costs if cost.name not in own}
     return SumPlan(components, {name: reads[name] for name in names}, priors, others, shared) if names else None
-
-
-def _has_plates(traced: TracedRun, name: str) -> bool:
-    """Whether every batch dimension of a site is that of a plate."""
-    dims = {plate.dim for plate in traced.plates[name]}
-    shape = traced.run.sites[name].fn.batch_shape[-traced.plate_ndim :] if traced.plate_ndim else ()
-    return all(size == 1 or i - len(shape) in dims for i, size in enumerate(shape))

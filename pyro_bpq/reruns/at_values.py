@@ -2,8 +2,7 @@ r"""Costs with one site at another value, from the recording, for estimators tha
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,18 +11,17 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.hindsight import Changes
+from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.reruns.held_costs import held_costs, sums_of_costs
-from pyro_bpq.reruns.predicted_costs import predicted_costs
+from pyro_bpq.reruns.hindsight import HeldRuns
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Rollout, Run
+from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.site_program import slope_of
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
@@ -37,19 +35,8 @@ class Reruns:
     """
 
     def __init__(self, values: Values, plan: Plan, generator: torch.Generator) -> None:
-        self.values, self.traced = values, values.traced
+        self.values, self.traced, self.is_outdated = values, values.traced, values.is_outdated
         self.plan, self.generator = plan, generator
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether costs come from an earlier run than the step's own."""
-        return self.values.is_outdated
-
-    def with_plan(self, plan: Plan) -> Reruns:
-        """The same runs, by another plan of the same graph."""
-        other = copy.copy(self)
-        other.plan = plan
-        return other
 
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
@@ -62,50 +49,37 @@ class Reruns:
             held: Runs that give the sites downstream their values. ``None`` draws these sites afresh.
             means: Whether sites downstream that are not held take their means instead, where they have one.
         """
-        below = self.plan.graph.descendants(name)
+        graph, runs = self.plan.graph, list[Run]()
+        below, costs = frozenset(graph.descendants(name)), tuple(graph.downstream_costs(name))
         # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
         with torch.set_grad_enabled(value.requires_grad):
             values = value.split(1) if len(self.traced) > 1 else (value,)
-            each = zip(values, held or [None] * len(values), self.traced, self.values.bound, strict=True)
-            return tuple(self._at(name, below, means, *one) for one in each)
-
-    def _at(
-        self,
-        name: str,
-        below: Collection[str],
-        means: bool,
-        value: Tensor,
-        held: Run | None,
-        traced: TracedRun,
-        bound: Bound,
-    ) -> Run:
-        """One of these runs; gradients are enabled where the value requires one."""
-        run, record = traced.run, traced.run.sites[name]
-        value = value.reshape(record.value.shape)
-        value = value if value.requires_grad else value.to(record.value.dtype)
-        given = {name: value}
-        if held is not None:
-            given |= {site: held.sites[site].value.detach() for site in below}
-        redrawn = frozenset() if held is not None else frozenset(below)
-        costs = self.plan.graph.downstream_costs(name)
-        found = self._evaluated(name, traced, bound, given, redrawn, means, costs)
-        sites = {n: replace(run.sites[n], value=v) for n, v in found.items() if n in run.sites}
-        sites[name] = replace(record, value=value)
-        return replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
+            for own, other, bound, traced in zip(
+                values, held or [None] * len(values), self.values.bound, self.traced, strict=True
+            ):
+                run, record = traced.run, traced.run.sites[name]
+                own = own.reshape(record.value.shape)
+                given = {name: own if own.requires_grad else own.to(record.value.dtype)}
+                given |= {} if other is None else {site: other.sites[site].value.detach() for site in below}
+                found = self._evaluated(name, bound, given, below.difference(given), means, costs)
+                sites = {n: replace(run.sites[n], value=v) for n, v in (found | given).items() if n in run.sites}
+                runs.append(
+                    replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
+                )
+        return tuple(runs)
 
     def _evaluated(
         self,
         name: str,
-        traced: TracedRun,
         bound: Bound,
         given: Mapping[str, Tensor],
         redrawn: frozenset[str],
         means: bool,
-        costs: Sequence[str],
+        costs: tuple[str, ...],
     ) -> dict[str, Tensor]:
         """Values of sites and costs, and elements of costs, by name."""
         try:
-            return bound.recorded.again(tuple(costs), bound, given, redrawn, means, self._seed())
+            return bound.recorded.again(costs, bound, given, redrawn, means, self._seed())
         except Uncut as error:
             raise UnsupportedProgramError(
                 f"Site {name!r}: its estimator compares costs at other values, and {error} is on the way. Use "
@@ -121,15 +95,12 @@ class Reruns:
         others = [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
         return bool((slope_of(self(name, leaf), others, leaf) != 0).any())
 
+    @cached_property
     def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
         """The gradient of all costs of each run to the values of sites that no other site reads, by name.
 
         These are the sites whose estimator asks for slopes.
         """
-        return self._slopes
-
-    @cached_property
-    def _slopes(self) -> tuple[Mapping[str, Tensor], ...]:
         graph = self.plan.graph
         classes = [cls for cls in self.plan.layout.classes if "slope" in cls.spec.estimator.needs]
         last = tuple(name for cls in classes for name in cls.names if not graph.descendants(name))
@@ -142,12 +113,9 @@ class Reruns:
             slopes.append({n: sum((t for t in pair if t is not None), none[n]) for n, pair in pairs.items()})
         return tuple(slopes)
 
-    def fresh(self) -> tuple[Run, ...]:
-        """The costs with all sites drawn afresh, for each run of the step; later calls return the same."""
-        return self._fresh
-
     @cached_property
-    def _fresh(self) -> tuple[Run, ...]:
+    def fresh(self) -> tuple[Run, ...]:
+        """The costs with all sites drawn afresh, for each run of the step; the same runs whenever it is asked for."""
         with torch.no_grad():
             return tuple(self._fresh_run(*pair) for pair in zip(self.traced, self.values.bound, strict=True))
 
@@ -155,7 +123,7 @@ class Reruns:
         run, sites = traced.run, frozenset(traced.run.sites)
         charged = dict.fromkeys(cost for _, cost in self.plan.patterns)
         names = *run.costs, *(f"elements of {cost}" for cost in charged)
-        found = self._evaluated(next(iter(sites)), traced, bound, {}, sites, False, names)
+        found = self._evaluated(next(iter(sites)), bound, {}, sites, False, names)
         again = replace(run, costs={cost: found[cost] for cost in run.costs})
         if charged:
             own = {cost: cost == cost_of_guide(bound.recorded.scored[cost].site) for cost in charged}
@@ -163,31 +131,12 @@ class Reruns:
             again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
         return again
 
-    @property
-    def held(self) -> HeldPlan | None:
-        """Which sites take other values while all other sites keep their values."""
-        return self.plan.held
-
-    @property
-    def runs_apart(self) -> bool:
-        """Whether one particle of several can be evaluated at other values."""
-        return not self.values.nesting or self.values.alone is not None
-
-    def hindsight(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
-    ) -> tuple[dict[str, Changes], dict[str, tuple[Tensor, ...]], dict[str, Changes]]:
-        """What other values of sites change: exactly, how outdated that is, and as predicted.
-
-        See :func:`~pyro_bpq.reruns.held_costs.held_costs` and
-        :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`.
-        """
-        assert self.plan.held is not None
-        given = self.plan.held, self.plan.graph, self.values, rollout
-        return *held_costs(*given, drawn, particle, group), predicted_costs(*given, self.generator)
-
-    def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
-        """The sum ``(M, plates)``, in nats, of costs that read a site."""
-        return sums_of_costs(self.plan.graph, self.traced, rollout, name, costs)
+    def hindsight(self, signals: Signals, c: int) -> HeldCosts:
+        """What other values of the sites of a class change while all other sites keep theirs."""
+        if "hindsight" not in signals.shared:
+            # The same for all classes.
+            signals.shared["hindsight"] = HeldRuns(self, signals)
+        return signals.shared["hindsight"].of_class(c)
 
     def _seed(self) -> int:
         return int(torch.randint(1 << 62, (), generator=self._seeds, device="cpu"))

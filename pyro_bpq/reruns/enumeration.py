@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
@@ -33,7 +34,6 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.reruns.held_costs import unmasked
 from pyro_bpq.reruns.tables import Laws, Table
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site, entropy_term
@@ -126,7 +126,9 @@ class _Term:
 
     def weight(self) -> Packed:
         """The weight in a mean, neither scaled nor masked: a masked site still takes its values."""
-        fn, log_prob = unmasked(self.site["fn"]), self.site["unscaled_log_prob"]
+        fn, log_prob = self.site["fn"], self.site["unscaled_log_prob"]
+        while isinstance(fn, MaskedDistribution):
+            fn = fn.base_dist
         log_prob = log_prob if fn is self.site["fn"] else fn.log_prob(self.site["value"])
         return self.packed(log_prob.exp())
 

@@ -21,7 +21,6 @@ from pyro_bpq.record.components import Drawn
 from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recorded import Bound
-from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.values import Value
 
 
@@ -101,105 +100,100 @@ def linear_reads(function: Function, sites: Set[Value]) -> list[LinearRead]:
 
 
 class Slopes:
-    """The derivatives of groups of costs in the values of sites.
+    """The derivatives of the sum of each group of costs in the values of sites, by group and site.
 
     Args:
-        recording: The recording.
-        groups: The costs of each group, and whether they count as they are.
-        sites: The sites.
+        bound: The tensors of a run.
+        groups: Costs and laws.
+        names: The sites.
         blocks: For each site the size of blocks within which second derivatives mix, 1 for none; ``None`` for no
             second derivatives.
         nesting: Second derivatives are averaged over the leftmost of so many batch dimensions.
 
-    Attributes:
-        probed: Sizes and types of the signs that second derivatives take.
+    Raises:
+        Uncut: If something on the way cannot be computed again.
     """
 
     def __init__(
         self,
-        recording: Recording,
-        groups: Sequence[Sequence[tuple[Value, bool]]],
-        sites: Mapping[str, Drawn],
-        blocks: Mapping[str, int] | None = None,
-        nesting: int = 0,
+        bound: Bound,
+        groups: tuple[tuple[str, ...], ...],
+        names: tuple[str, ...],
+        blocks: tuple[int, ...] | None,
+        nesting: int,
     ) -> None:
-        self.groups, self.sites, self.blocks, self.nesting = groups, sites, blocks or {}, nesting
-        costs = dict.fromkeys(cost for group in groups for cost, _ in group)
-        read, scored = {site.value for site in sites.values()}, {site.scored for site in sites.values()}
-        function = recording.cut(costs, read | scored)
+        recorded, recording = bound.recorded, bound.recorded.recording
+        self.names, self.nesting = tuple(name for group in groups for name in group), nesting
+        self.groups = [[(recorded.named[name], bound.is_plain(name)) for name in group] for group in groups]
+        self.sites = {name: recorded.drawn[name] for name in names}
+        self.blocks = dict(zip(names, blocks or (1,) * len(names), strict=True))
+        # What is differentiated to, each by the site and the kind of the derivative.
+        ends = [((site.scored, (n, "own")), (site.value, (n, "slope"))) for n, site in self.sites.items()]
+        self.ends = dict(end for pair in ends for end in pair)
+        costs = dict.fromkeys(cost for group in self.groups for cost, _ in group)
+        read = {site.value for site in self.sites.values()}
+        function = recording.cut(costs, self.ends.keys())
         self.reads = linear_reads(function, read) if blocks is not None else []
         wanted = [value for one in self.reads for value in (one.source, one.weight, one.output)]
-        self.function = recording.cut([*costs, *wanted], read | scored)
-        self.probed = [(recording.shapes[one.output][-1], recording.dtypes[one.output]) for one in self.reads]
+        self.function = recording.cut([*costs, *wanted], self.ends.keys())
         # What of each group reads the sites otherwise than by scoring them: equal groups have equal derivatives.
         moved = {value for node in function.reading(read) for value in results_of(node)}
-        parts = [frozenset(term for term in group if term[0] in moved) for group in groups]
+        parts = [frozenset(term for term in group if term[0] in moved) for group in self.groups]
         self._like = [parts.index(part) if all(is_plain for _, is_plain in part) else i for i, part in enumerate(parts)]
         self._run: Any = None
-        self._names: list[tuple[int, str, str]] = []
+        self._found: list[tuple[int, str, str]] = []
         self._constants: list[Tensor] = []
 
     def __call__(
-        self, tensors: Mapping[Value, Tensor], weights: Sequence[Tensor], signs: Sequence[Tensor]
+        self, bound: Bound, signs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     ) -> list[dict[str, Expansion]]:
-        """The derivatives in each site, by group.
-
-        Args:
-            tensors: The leaves of the recording, and the values of sites.
-            weights: What each of the costs counts, group by group.
-            signs: Random signs for each linear map.
-        """
-        tensors = {**tensors, **{site.scored: tensors[site.value] for site in self.sites.values()}}
-        taken = [tensors[value].detach() for value in self.function.given]
+        """The derivatives at the values of a run; ``signs`` gives random signs for tensors."""
+        shapes, dtypes = bound.recorded.recording.shapes, bound.recorded.recording.dtypes
+        tensors = {**bound.tensors, **{site.scored: bound.tensors[site.value] for site in self.sites.values()}}
+        taken, like = [tensors[value].detach() for value in self.function.given], tensors[next(iter(self.ends))]
         taken = [tensor.clone() for tensor in taken] if self.function.writes else taken
+        costs = zip(self.names, (cost for group in self.groups for cost, _ in group), strict=True)
+        ones = {name: like.new_ones(shapes[cost], dtype=dtypes[cost]) for name, cost in costs}
+        taken += [bound.weighted(name, ones[name]).expand_as(ones[name]) for name in self.names]
+        probed = [like.new_empty(shapes[one.output][-1], dtype=dtypes[one.output]) for one in self.reads]
+        taken += signs(probed) if probed else []
         if self._run is None:
             try:
-                self._run, self._constants = flat(self._derived, [*taken, *weights, *signs])
+                self._run, self._constants = flat(self._derived, taken)
             except NotImplementedError:
                 self._run = self._derived
-        parts = self._run(*taken, *weights, *signs, *self._constants)
         found: list[dict[str, Expansion]] = [{name: Expansion() for name in self.sites} for _ in self.groups]
-        for (group, name, kind), part in zip(self._names, parts, strict=True):
-            found[group][name] = found[group][name]._replace(**{kind: part.detach()})
+        for (i, name, kind), part in zip(self._found, self._run(*taken, *self._constants), strict=True):
+            found[i][name] = found[i][name]._replace(**{kind: part.detach()})
         return [found[like] for like in self._like]
 
     @torch.enable_grad()
     def _derived(self, *tensors: Tensor) -> list[Tensor]:
-        """The same as a list, for which ``_names`` are noted."""
+        """The same as a list, for which ``_found`` says what each is."""
         number = len(self.function.given)
-        moved = {own: (name, kind) for name, site in self.sites.items() for own, kind in self._ends(site)}
         given = dict(zip(self.function.given, tensors[:number], strict=True))
-        points = {value: given[value].detach().requires_grad_() for value in moved if value in given}
+        points = {value: given[value].detach().requires_grad_() for value in self.ends if value in given}
         # A program may change a value in place, which autograd forbids for a leaf.
         own = {value: point.clone() if self.function.writes else point for value, point in points.items()}
         values = dict(zip(self.function.wanted, self.function(*(given | own).values()), strict=True))
         weights, signs = iter(tensors[number:]), tensors[len(tensors) - len(self.reads) :]
+        ends = [*points.values(), *(values[one.output] for one in self.reads)]
         found: dict[tuple[int, str, str], Tensor] = {}
         for i, group in enumerate(self.groups):
             terms = [(values[cost], next(weights)) for cost, _ in group]
-            terms = [term for term in terms if term[0].requires_grad]
-            if not terms or self._like[i] != i:
+            costs, counts = [[term[k] for term in terms if term[0].requires_grad] for k in (0, 1)]
+            if not costs or self._like[i] != i:
                 continue
-            ends = [*points.values(), *(values[one.output] for one in self.reads)]
             first = torch.autograd.grad(
-                [cost for cost, _ in terms],
-                ends,
-                [weight for _, weight in terms],
-                create_graph=bool(self.reads),
-                allow_unused=True,
-                retain_graph=True,
+                costs, ends, counts, create_graph=bool(self.reads), allow_unused=True, retain_graph=True
             )
-            for value, slope in zip(points, first, strict=False):
-                if slope is not None:
-                    found[(i, *moved[value])] = slope
-            for name, part in self._curvatures(values, points, first[len(points) :], signs).items():
-                found[i, name, "curvature"] = part
-        self._names = [*found]
+            found.update(
+                {(i, *self.ends[v]): slope for v, slope in zip(points, first, strict=False) if slope is not None}
+            )
+            curved = self._curvatures(values, points, first[len(points) :], signs)
+            found.update({(i, name, "curvature"): part for name, part in curved.items()})
+        self._found = [*found]
         return [*found.values()]
-
-    @staticmethod
-    def _ends(site: Drawn) -> list[tuple[Value, str]]:
-        return [(site.scored, "own"), (site.value, "slope")]
 
     def _curvatures(
         self,
@@ -259,33 +253,8 @@ def expansions(
     blocks: tuple[int, ...] | None = None,
     nesting: int = 0,
 ) -> list[dict[str, Expansion]]:
-    """The derivatives of the sum of each group of costs in the values of sites, by group and site.
-
-    Args:
-        bound: The tensors of the run.
-        groups: Costs and laws.
-        sites: Sites.
-        signs: Gives random signs for slopes.
-        blocks: For second derivatives, see :class:`Slopes`.
-        nesting: See there.
-
-    Raises:
-        Uncut: If something on the way cannot be computed again.
-    """
-    recorded, recording = bound.recorded, bound.recorded.recording
-    terms = [[(recorded.named[name], bound.is_plain(name)) for name in group] for group in groups]
-
-    def made() -> Slopes:
-        drawn = {name: recorded.drawn[name] for name in sites}
-        sizes = None if blocks is None else dict(zip(sites, blocks, strict=True))
-        return Slopes(recording, terms, drawn, sizes, nesting)
-
-    plain = tuple(is_plain for group in terms for _, is_plain in group)
-    slopes: Slopes = recorded.kept(("slopes", groups, plain, sites, blocks, nesting), made)
-    like, weights = bound.tensors[recorded.drawn[sites[0]].value], list[Tensor]()
-    for name in (name for group in groups for name in group):
-        value = recorded.named[name]
-        one = like.new_ones(recording.shapes[value], dtype=recording.dtypes[value])
-        weights.append(bound.weighted(name, one).expand_as(one))
-    probed = [like.new_empty(size, dtype=dtype) for size, dtype in slopes.probed]
-    return slopes(bound.tensors, weights, signs(probed) if probed else [])
+    """The derivatives that :class:`Slopes` gives, whose function is made once for each recording."""
+    plain = tuple(bound.is_plain(name) for group in groups for name in group)
+    key = ("slopes", groups, plain, sites, blocks, nesting)
+    slopes: Slopes = bound.recorded.kept(key, lambda: Slopes(bound, groups, sites, blocks, nesting))
+    return slopes(bound, signs)

@@ -2,6 +2,7 @@ r"""The recording in force of a step, with the tensors of its runs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,25 +43,30 @@ class Values:
         """Whether costs come from an earlier run than the step's own."""
         return any(run.recorded is None for run in self.traced)
 
+    def of_runs(self, particle: Tensor | None) -> list[tuple[TracedRun, Bound, Mapping[str, Tensor]]]:
+        """Each run of the step, its tensors and its costs; those of one particle, whose number ``(1,)`` is given."""
+        runs = [(run, own, run.run.costs) for run, own in zip(self.traced, self.bound, strict=True)]
+        if particle is None:
+            return runs
+        if not self.nesting:
+            return [runs[int(particle)]]
+        costs = {name: self.particle_of(cost, particle) for name, cost in runs[0][2].items()}
+        return [(self.traced[0], self.of_particle(particle), costs)]
+
     def of_particle(self, index: Tensor) -> Bound:
         """The tensors of one of the particles that ran in one call, by its number ``(1,)``."""
         assert self.alone is not None
         (run,), alone = self.traced, self.alone
-        values = {name: self._alone(run, name, record.value, index) for name, record in run.run.sites.items()}
+        values = {}
+        for name, record in run.run.sites.items():
+            own = self.particle_of(record.value, index, len(record.fn.event_shape))
+            values[name] = own.reshape(alone.recording.shapes[alone.drawn[name].value])
         weights = {name: tuple(self.particle_of(part, index) for part in pair) for name, pair in run.weights.items()}
         return alone.bound(values, run.subsamples, self.call, weights)
 
-    def _alone(self, run: TracedRun, name: str, value: Tensor, index: Tensor) -> Tensor:
-        """The value of a site in one particle, in the shape of a run of that particle alone."""
-        own = self.alone.recording.shapes[self.alone.drawn[name].value]  # type: ignore[union-attr]
-        event_ndim = len(run.run.sites[name].fn.event_shape)
-        if value.dim() - event_ndim >= self.nesting and value.shape[0] > 1:
-            value = value.index_select(0, index)
-        return value.reshape(own)
-
-    def particle_of(self, item: Any, index: Tensor) -> Any:
+    def particle_of(self, item: Any, index: Tensor, event_ndim: int = 0) -> Any:
         """The entry of one particle; the whole if it does not depend on the particle."""
-        if not isinstance(item, Tensor) or item.dim() < self.nesting or item.shape[0] == 1:
+        if not isinstance(item, Tensor) or item.dim() - event_ndim < self.nesting or item.shape[0] == 1:
             return item
         return item.index_select(0, index)[0]
 

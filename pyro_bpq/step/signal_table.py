@@ -20,7 +20,7 @@ from pyro_bpq.estimators.lambda_return import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import reparameterise
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
-from pyro_bpq.step import hindsight_signal, site_program
+from pyro_bpq.step import site_program
 from pyro_bpq.step.returns import by_name
 from pyro_bpq.targets.advantages import advantages
 
@@ -124,7 +124,7 @@ SIGNALS: Mapping[str, Callable[[Signals, int], Any]] = MappingProxyType(
     {
         "program": site_program.of_class,
         "crossed": crossed,
-        "hindsight": hindsight_signal.of_class,
+        "hindsight": lambda signals, c: site_program.of_class(signals, c).rerun.hindsight(signals, c),
         # The user's own predictions of the cost-to-go, with their gradient.
         "baseline": lambda signals, c: signals.batches[c].baseline,
         "q_value": q_value,

@@ -14,6 +14,7 @@ from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.rollout.runs import Run
 
 if TYPE_CHECKING:
@@ -28,14 +29,11 @@ class Rerun(Protocol):
 
     Attributes:
         generator: Generator for the noise that estimators draw themselves; on the CPU.
+        is_outdated: Whether costs come from an earlier run than the step's own.
     """
 
     generator: torch.Generator
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether costs come from an earlier run than the step's own."""
-        ...
+    is_outdated: bool
 
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
@@ -43,12 +41,18 @@ class Rerun(Protocol):
         """The runs."""
         ...
 
+    @property
     def fresh(self) -> tuple[Run, ...]:
-        """Runs that draw every site afresh; every call returns the same runs."""
+        """Runs that draw every site afresh, always the same."""
         ...
 
+    @property
     def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
         """The gradient of all costs of each run to the values of sites that no other site reads, by name."""
+        ...
+
+    def hindsight(self, signals: Signals, c: int) -> HeldCosts:
+        """What other values of the sites of a class change while all other sites keep theirs."""
         ...
 
 
@@ -118,7 +122,7 @@ class SiteProgramRuns:
 
     def independent(self) -> Tensor:
         """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""
-        runs = self.rerun.fresh()
+        runs = self.rerun.fresh
         total = self._cost_to_go(runs)
         if not self.layout.classes[self.c].spec.by_component:
             return total
@@ -141,7 +145,7 @@ class SiteProgramRuns:
         try:
             if any(self.layout.graph.descendants(name) for name in self.names):
                 return self.gradient(self.value)[1]
-            slopes = {id(run): own for run, own in zip(rollout.runs, self.rerun.slopes(), strict=True)}
+            slopes = {id(run): own for run, own in zip(rollout.runs, self.rerun.slopes, strict=True)}
             ndim = len(spec.event_shape)
             return rollout.stack(lambda run, name: slopes[id(run)][name], self.names, spec.plates, ndim)
         except BPQError:

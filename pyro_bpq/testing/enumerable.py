@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.estimators import Estimator, debiased_straight_through, disarm
 from pyro_bpq.plan import rules
-from pyro_bpq.reruns import predicted_costs
-from pyro_bpq.step import hindsight_signal
+from pyro_bpq.reruns import hindsight
 from pyro_bpq.testing.choices import ChoiceNoise
 from pyro_bpq.tracing.watch import site_info
 
@@ -59,8 +58,8 @@ def enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
         return [torch.ones_like(slope) for slope in slopes]
 
     places = (
-        (hindsight_signal, "_draw", component),
-        (predicted_costs, "_signs", signs),
+        (hindsight, "_draw", component),
+        (hindsight, "_signs", signs),
         (debiased_straight_through, "_draw", entry),
         (disarm, "uniform_given", partner),
         (rules, "MOST_PARTICLES", rules.FEW_PARTICLES),

@@ -28,7 +28,7 @@ from pyro_bpq.diagnostics.comparison import recommend
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import DisARM
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
-from pyro_bpq.plan import revisions
+from pyro_bpq.plan import planner
 from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.testing import exact_gradient, expected_moments
 
@@ -160,7 +160,7 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, m
     case.params()
     if not is_few:
         # As a program of many sites, which keep critics.
-        monkeypatch.setattr(revisions, "MANY_SITES", 1)
+        monkeypatch.setattr(planner, "MANY_SITES", 1)
     before = list(pyro.get_param_store().keys())
     found = compare_estimators(case.model, case.guide, *case.args, **{**QUICK, "num_samples": 60})
     assert list(pyro.get_param_store().keys()) == before

@@ -24,9 +24,8 @@ from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, score_function
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan import held as plans
-from pyro_bpq.reruns import predicted_costs
-from pyro_bpq.step import hindsight_signal as module
+from pyro_bpq.plan import flips as plans
+from pyro_bpq.reruns import hindsight as module
 from pyro_bpq.testing import ChoiceNoise, assert_unbiased, exact_gradient, expected_gradient, expected_moments
 
 Program = tuple[Callable[[], None], Callable[[], None]]
@@ -212,7 +211,7 @@ def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
         return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
 
     monkeypatch.setattr(module, "_draw", draw)
-    monkeypatch.setattr(predicted_costs, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
+    monkeypatch.setattr(module, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
     return noise
 
 

@@ -13,7 +13,7 @@ import torch
 from steps import repeat, trained
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
-from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, MANY_COMPONENTS
+from pyro_bpq.plan.rules import MANY_COMPONENTS, SITES
 from pyro_bpq.short import short
 
 ROWS = 12
@@ -112,7 +112,7 @@ def test_sites_with_observations_of_their_own_are_told_together() -> None:
 
 
 def test_rules_have_names_of_their_own() -> None:
-    says = [rule.says for rule in (*BY_OPTIONS, *BY_STRUCTURE)]
+    says = [rule.says for rule in SITES]
     assert len(set(says)) == len(says)
     assert {rule for rule, _, _ in CASES.values()} <= set(says)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.plan.extra_run import flip_plan, immediate_model_costs
-from pyro_bpq.reruns import flipped_costs as module
+from pyro_bpq.plan.flips import FlippedSite, Flips
+from pyro_bpq.plan.structure import Structure, StructureFacts
+from pyro_bpq.reruns import flips as module
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
@@ -62,7 +64,7 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
 def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tensor:
     """The table of a site: each component of each plate row set alone to each of its values."""
     plan, values, rollout = args
-    graph, one, split = plan.graph, values.traced[run], plan.components[name]
+    graph, one, split = plan.graph, values.traced[run], plan.flips.sites[name].components
     values = {
         n: s["value"].detach()
         for n, s in one.model_trace.nodes.items()
@@ -276,7 +278,8 @@ def test_immediate_model_costs_need_the_plates_of_the_node() -> None:
         {"log q(z)": ["z"], "-log p(z)": ["z"], "-log p(x)": ["z"], "-log p(total)": ["z"]},
         {"z": [rows], "log q(z)": [rows], "-log p(z)": [rows], "-log p(x)": [rows]},
     )
-    assert immediate_model_costs(graph) == {"z": ("-log p(x)",)}
+    structure = Structure(None, graph, StructureFacts(recorded=SimpleNamespace(can_cut=lambda cost, site: True)))
+    assert structure.readable == {"z": ("-log p(x)",)}
 
 
 def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
@@ -285,6 +288,6 @@ def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
     assert three is not None and two is not None
     graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"]}, {"fa": ["a"], "fb": ["b"], "fc": ["b", "c"]})
     components = {"a": three, "b": two, "c": three}
-    plan = flip_plan(graph, components, {"a": ("fa",), "b": ("fb",), "c": ("fc",)})
+    plan = Flips.of(graph, {n: FlippedSite(own, own.size, {f"f{n}": ()}, ()) for n, own in components.items()})
     # a and b share rows 1..4 (b needs four of them, a two); c, whose cost reads b, has rows 5 and 6.
     assert plan.start == {"a": 1, "b": 1, "c": 5} and plan.rows == 7

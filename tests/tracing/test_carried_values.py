@@ -14,7 +14,7 @@ from torch import Tensor, tensor
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Hindsight
-from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.tracing.watch import carried, detached
 
 

@@ -1,0 +1,296 @@
+r"""What other values of sites change while all other sites, their children too, keep their values.
+
+Costs and laws of a site are evaluated at all values, or at those of a few drawn components. The changes of all other
+components are then predicted. With ``g`` and ``H`` the first and second derivatives of the costs that read a site, a
+step of component ``d`` from its value to ``v`` changes them by about
+
+    g · δ + ½ δ · H δ,   δ = e_v - e_{x_d}.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.estimators.hindsight import Changes, HeldCosts
+from pyro_bpq.estimators.noise import signs, uniform
+from pyro_bpq.plan.flips import Terms
+from pyro_bpq.record.recorded import Bound
+from pyro_bpq.reruns.flips import Rows, excess, summed, table
+from pyro_bpq.reruns.slopes import expansions
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.traced_run import TracedRun
+
+if TYPE_CHECKING:
+    from pyro_bpq.reruns.at_values import Reruns
+
+# Share of uniform chances in those with which components are drawn; the rest is proportional to their uncertainty.
+_EVEN = 0.5
+# Slopes and curvatures that add up; ``None`` where there are none.
+Derivatives = list[tuple[Tensor | None, Tensor | None]]
+
+
+class HeldRuns:
+    """The changes in a step, for all classes of sites: as evaluated, and as predicted.
+
+    Args:
+        rerun: The recording, the runs of the step, the plan, and a generator.
+        signals: The tensors of the runs.
+
+    Attributes:
+        particle: Index ``(1,)`` of the only particle that is evaluated; ``None`` for all. The first dimension of
+            ``drawn`` and ``exact`` is then 1.
+        group: Number, a scalar, of the only group of sites that takes other values (:attr:`Flips.group_of`). The
+            changes of other sites are then zero. ``None`` for all sites.
+        drawn: The evaluated components ``(G, M, plates, n)`` of classes of sites of which not all are, and the inverse
+            of the number of times that each is drawn on average.
+        exact: The changes by site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``.
+        excess: How much more the later and the immediate costs of a site were in the runs than in the recording,
+            ``(M, plates)`` each; empty if the runs were recorded.
+        predicted: The changes of all components of sites of which some are drawn, ``(M, plates, D, K)``, of bits
+            ``(M, plates, D)``; zero where nothing is known.
+    """
+
+    def __init__(self, rerun: Reruns, signals: Signals) -> None:
+        self.plan, self.graph, self.values = rerun.plan.held, rerun.plan.graph, rerun.values
+        self.signals, self.rollout, self.generator = signals, signals.rollout, rerun.generator
+        self.particle: Tensor | None = None
+        self.group: Tensor | None = None
+        self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
+        self.exact: dict[str, Changes] = {}
+        self.excess: dict[str, tuple[Tensor, Tensor]] = {}
+        self.predicted: dict[str, Changes] = {}
+        if self.plan.sites:
+            self._draw()
+            self._evaluate()
+            self._predict()
+
+    def _draw(self) -> None:
+        """Draws what is evaluated: a particle and a group of sites if that serves all, and components."""
+        plan, number, generator = self.plan, self.rollout.num_particles, self.generator
+        groups, values = 1 + max(plan.group_of.values()), self.values
+        if plan.all_drawn:
+            # The first sites may be reparameterised, and have no score.
+            like = self.rollout.runs[0].loss.detach()
+            if number > 1 and (not values.nesting or values.alone is not None):
+                self.particle = _draw(like.new_full((number,), 1.0 / number), 1, generator)
+            if groups > 1:
+                self.group = _draw(like.new_full((groups,), 1.0 / groups), 1, generator)
+        for c, cls in enumerate(self.signals.layout.classes):
+            # Sites of a class are alike.
+            site = next((plan.sites[name] for name in cls.names if name in plan.sites), None)
+            if site is not None and site.is_drawn:
+                index, share = _drawn(_openness(self.signals.batches[c], self.particle), site.number, generator)
+                share = share if self.particle is None else number * share
+                if self.group is not None:
+                    own = [plan.group_of.get(name, -1) for name in cls.names]
+                    share = share * groups * _of_group(self.group, own, share)
+                self.drawn[c] = index, share
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Changes of costs and laws in rows of values."""
+        plan, values, parts = self.plan, self.values, defaultdict[str, list[list[Tensor]]](list)
+        runs, place = values.of_runs(self.particle), self.signals.layout.place
+        by_site = {n: self.drawn[c][0][g] for n, (c, g) in place.items() if n in plan.sites and c in self.drawn}
+        for i, (traced, bound, costs) in enumerate(runs):
+            drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
+            rows = Rows.of(plan, traced, bound, drawn, self.group)
+            for name, site in plan.sites.items():
+                plates, sides = self.graph.node(name).plates, site.changes
+                shape = self.rollout.run_shape(plates)
+                shape = shape if self.particle is None else (1, *shape[1:])
+                found = [self._table(name, terms, rows, drawn.get(name), shape) for terms in sides.values()]
+                if values.is_outdated:
+                    found += [excess(costs, rows.costs, sides[side], plates, shape) for side in ("later", "immediate")]
+                parts[name].append(found)
+        for name, own in parts.items():
+            law, later, immediate, *more = map(torch.cat, zip(*own, strict=True))
+            self.exact[name] = Changes(law, later, immediate)
+            if more:
+                self.excess[name] = more[0], more[1]
+
+    def _table(self, name: str, terms: Terms, rows: Rows, drawn: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """The change of some costs at other values of a site, relative to the sampled one."""
+        site, like, costs = self.plan.sites[name], rows.traced.run.loss.detach(), rows.costs
+        start, split = 1 if self.group is not None else self.plan.start[name], site.components
+        kept = ((costs[term][start : start + site.rows] - costs[term][:1], own) for term, own in terms.items())
+        found = summed(kept, self.graph.node(name).plates, shape, like).to(like).expand(site.rows, *shape)
+        if drawn is not None and split.kind == "bernoulli":
+            return found.movedim(0, -1)
+        index = rows.sampled(name, split, shape)
+        index = index if drawn is None else index.gather(-1, drawn)
+        return table(torch.zeros_like(found[:1]), found, index, split.cardinality)
+
+    @torch.no_grad()
+    def _predict(self) -> None:
+        """Changes that slopes and curvatures predict."""
+        rollout, found = self.rollout, defaultdict[str, list[list[Tensor]]](list)
+        nesting = rollout.plate_ndim + 1 if rollout.is_vectorized and rollout.num_particles > 1 else 0
+        drawn = {name: site.components for name, site in self.plan.sites.items() if site.is_drawn}
+        for traced, bound in zip(self.values.traced, self.values.bound, strict=True) if drawn else ():
+            derivatives = self._derivatives(bound, nesting)
+            for name, split in drawn.items():
+                record, plates = traced.run.sites[name], self.graph.node(name).plates
+                sides = (derivatives[name, side] for side in Changes._fields)
+                tables = (_predicted(split, record.value.detach(), record.fn, own) for own in sides)
+                shape = (*rollout.run_shape(plates), *split.table_shape)
+                found[name].append([own.nan_to_num_(0.0, 0.0, 0.0).expand(shape) for own in tables])
+        self.predicted = {name: Changes(*map(torch.cat, zip(*own, strict=True))) for name, own in found.items()}
+
+    def _derivatives(self, bound: Bound, nesting: int) -> dict[tuple[str, str], Derivatives]:
+        """The derivatives by site and by the changes that they predict."""
+        plan, recorded, terms = self.plan, bound.recorded, defaultdict[tuple[str, str], Derivatives](list)
+        sites = {name: site for name, site in plan.sites.items() if site.is_sloped}
+        values = {name: bound.tensors[recorded.drawn[name].value] for name in sites}
+        names = tuple(name for name, value in values.items() if value.is_floating_point())
+        if not names:
+            return terms
+        splits = [sites[name].components for name in names]
+        blocks = tuple(split.cardinality if split.kind == "one_hot" else 1 for split in splits)
+        is_curved = any(site.curvature for site in sites.values())
+        groups = (*(group.costs for group in plan.groups), plan.laws)
+        try:
+            *of_costs, of_laws = expansions(
+                bound, groups, names, lambda own: _signs(own, self.generator), blocks if is_curved else None, nesting
+            )
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(
+                f"Sites {', '.join(map(repr, names))}: costs have no gradient in their values. Changes of costs that "
+                f"it would predict are taken for zero: {error} Estimates stay unbiased, with more variance. Write "
+                "z.detach() where a value is changed in place, or use CrossedLeaveOneOut() there.",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return terms
+        for name in names:
+            terms[name, "law"].append(of_laws[name][1:])
+            for group, own in zip(plan.groups, of_costs, strict=True):
+                terms[name, "immediate" if name in group.immediate else "later"].append(own[name][1:])
+                terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
+        return terms
+
+    def of_class(self, c: int) -> HeldCosts:
+        """What the estimator of a class of sites gets."""
+        names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
+        index, share = self.drawn.get(c, (None, None))
+        has_bits = index is not None and batch.components.kind == "bernoulli"
+        log_q = batch.log_odds if has_bits else batch.log_probs
+        value = batch.flat(batch.value).to(log_q.dtype) if has_bits else batch.index
+        own = log_q.detach(), value, [None] * len(names) if index is None else index
+        pairs = [self._changes(*each) for each in zip(names, *own, strict=True)]
+        changes, exact = (Changes(*map(torch.stack, zip(*each, strict=True))) for each in zip(*pairs, strict=True))
+        sites, excess = [self.plan.sites.get(name) for name in names], None
+        settled = self._sum(names, [() if site is None else site.changes["immediate"] for site in sites])
+        rest = self._sum(names, [() if site is None else site.rest for site in sites])
+        if found := [self.excess[name] for name in names if name in self.excess]:
+            none = (torch.zeros_like(found[0][0]),) * 2
+            later, immediate = map(torch.stack, zip(*(self.excess.get(name, none) for name in names), strict=True))
+            excess = later, immediate
+            if index is None:
+                settled = -immediate if settled is None else settled - immediate
+                rest, excess = later + immediate if rest is None else rest + later + immediate, None
+        sign = 1.0 - 2.0 * value if has_bits else None
+        return HeldCosts(names, log_q, value, changes, sign, settled, rest, self.particle, index, share, exact, excess)
+
+    def _changes(self, name: str, log_q: Tensor, value: Tensor, drawn: Tensor | None) -> tuple[Changes, Changes]:
+        """Changes of one site, and the true changes of what is evaluated."""
+        has_bits, at = log_q.dim() == value.dim(), drawn
+        if drawn is not None and not has_bits:
+            at = drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])
+        if name in self.exact:
+            shape = log_q.shape if at is None else at.shape
+            exact = Changes(*(own.expand(shape) for own in self.exact[name]))
+            return exact if at is None else Changes(*(own.to(log_q) for own in self.predicted[name])), exact
+        # No changes are known. With all weight on the drawn value the estimator is the plain score function.
+        law, none = torch.full_like(log_q, -torch.inf), torch.zeros_like(log_q)
+        plain = Changes(law if has_bits else law.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)
+        if at is None:
+            return plain, plain
+        return plain, Changes(*(own[: len(at)].gather(-1 if has_bits else -2, at) for own in plain))
+
+    def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor | None:
+        """Sums ``(G, M, plates)``, in nats, of costs that read each site; ``None`` if there are none."""
+
+        def of_run(traced: TracedRun, name: str, own: Collection[str]) -> Tensor:
+            plates, run = self.graph.node(name).plates, traced.run
+            known = ((run.costs[cost].detach().unsqueeze(0), self.graph.cost(cost).plates) for cost in own)
+            shape = self.rollout.run_shape(plates)
+            return summed(known, plates, shape, run.loss.detach())[0].expand(shape)
+
+        pairs = zip(names, costs, strict=True) if any(costs) else ()
+        found = [torch.cat([of_run(traced, *pair) for traced in self.values.traced]) for pair in pairs]
+        return torch.stack(found) if found else None
+
+
+def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
+    """1 for the sites of the group that is evaluated, 0 for others; the first axis is that of the sites."""
+    own = torch.tensor(groups, device=like.device) == group
+    return own.to(like.dtype).reshape(-1, *(1,) * (like.dim() - 1))
+
+
+def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
+    """The uncertainty of each component: the chance that two draws of it differ, ``(G, M or 1, plates, D)``."""
+    has_bits = batch.components.kind == "bernoulli"
+    log_q = (batch.log_odds if has_bits else batch.log_probs).detach()
+    log_q = log_q if particle is None else log_q.index_select(1, particle)
+    if has_bits:
+        return 2.0 * log_q.sigmoid() * (-log_q).sigmoid()
+    return 1.0 - log_q.exp().square().sum(-1)
+
+
+def _drawn(open_: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws ``number`` components of each row, uncertain ones more often; ``open_`` are their uncertainties.
+
+    Returns:
+        Their indices, and for each the inverse of the number of times that it is drawn on average.
+    """
+    chance = (1.0 - _EVEN) * open_ / open_.sum(-1, keepdim=True).clamp(min=1e-30) + _EVEN / open_.shape[-1]
+    chance = chance / chance.sum(-1, keepdim=True)
+    index = _draw(chance, number, generator)
+    return index, 1.0 / (number * chance.gather(-1, index))
+
+
+def _draw(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Draws ``number`` components of each row, evenly spaced on the cumulative chance."""
+    bounds = chance.cumsum(-1)
+    at = (torch.arange(number, device=chance.device) + uniform(bounds[..., :1], generator)) / number
+    return torch.searchsorted(bounds, at * bounds[..., -1:], right=True).clamp(max=chance.shape[-1] - 1)
+
+
+def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Random signs for each slope."""
+    parts = signs(torch.cat([torch.zeros_like(one) for one in slopes]), generator).split([len(one) for one in slopes])
+    return [part.to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
+
+
+def _predicted(split: Components, value: Tensor, fn: Any, terms: Derivatives) -> Tensor:
+    """Changes ``(M, plates, D, K)``, of bits ``(M, plates, D)``, from derivatives at the drawn values."""
+    slopes = [slope for slope, _ in terms if slope is not None]
+    if not slopes:
+        return value.new_zeros((), dtype=torch.get_default_dtype())
+    slope, bent = sum(slopes[1:], slopes[0]), [curved for _, curved in terms if curved is not None]
+    batch = value.shape[: value.dim() - split.value_ndim]
+    if split.kind == "bernoulli":
+        # The step of each bit to its other value.
+        change = slope * (1.0 - 2.0 * value)
+        return (change + 0.5 * sum(bent[1:], bent[0]) if bent else change).reshape(*batch, split.size)
+    index, table = split.index(value, fn).unsqueeze(-1), slope.reshape(*batch, split.size, split.cardinality)
+    table = table - table.gather(-1, index)
+    if not bent:
+        return table
+    mixed = sum(bent[1:], bent[0]).expand(*value.shape, split.cardinality)
+    mixed = mixed.reshape(*batch, split.size, split.cardinality, split.cardinality)
+    own = mixed.diagonal(dim1=-2, dim2=-1)
+    across = mixed.gather(-1, index.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
+    return table + 0.5 * (own + own.gather(-1, index) - 2.0 * across)
