@@ -271,7 +271,7 @@ BUDGETS = {
     "tracing/": 1823,
     "tests": 23165,
     "benchmarks": 2990,
-    "words of docs": 15961,
+    "words of docs": 15979,
 }
 
 
