@@ -22,6 +22,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
+from pyro_bpq.plan.work import work_of_run
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
@@ -31,6 +32,7 @@ from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.further import gradients_agree
 from pyro_bpq.tracing.graphs import merged_graph
+from pyro_bpq.tracing.jumping import is_undecided
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
@@ -104,7 +106,7 @@ class StepRunner(Runner):
         """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
         plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
         if plan is not None:
-            return num_particles_for(plan, traced, particles, recorded.work if recorded else None), plan.alone
+            return num_particles_for(plan, traced, particles, work_of_run(recorded) if recorded else None), plan.alone
         return 1, 'you wrote structure="dynamic"' if self.recordings.mode == "dynamic" else STEERED
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
@@ -176,7 +178,12 @@ class StepRunner(Runner):
         sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
         if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        if mode.learning and mode.may_order and planner.orders and not any(map(recordings.is_undecided, runs)):
+        if (
+            mode.learning
+            and mode.may_order
+            and planner.orders
+            and not any(is_undecided(run, recordings.now.looks) for run in runs)
+        ):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         groups = stacked(runs, is_dynamic)
         if len(groups) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
@@ -281,7 +288,7 @@ class StepRunner(Runner):
         """What is known of the structure of runs besides their graph."""
         recordings, first = self.recordings, runs[0]
         recorded = recordings.recorded(first, particles.in_call)
-        known = None if is_dynamic else recordings.of(first)
+        known = None if is_dynamic else recordings.known.get(first.key)
         reader = known or recorded
         return StructureFacts(
             is_dynamic=is_dynamic,

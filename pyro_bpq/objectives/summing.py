@@ -75,7 +75,7 @@ def _sum(runner: StepRunner, traced: TracedRun, particles: Particles, mode: Mode
 
 def _plan(runner: StepRunner, traced: TracedRun, particles: Particles, mode: Mode) -> SumPlan:
     recordings = runner.recordings
-    if traced.escaped or recordings.is_dynamic(traced):
+    if traced.escaped_sites or recordings.is_dynamic(traced):
         # Where one value runs at a time, values may well stay in torch.
         _refuse(runner, "sampled values steer it")
     if traced.mixes is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +24,6 @@ from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Value
-from pyro_bpq.record.work import Work, work_of
 
 # Largest number of cost elements in rows that run at once.
 MOST_ELEMENTS = 1 << 21
@@ -111,7 +110,7 @@ class Recorded:
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
-        known = ("_made", "met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
+        known = ("_made", "met", "patterns", "cuts", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
@@ -132,12 +131,6 @@ class Recorded:
     def patterns(self) -> dict[tuple[str, str], Pattern]:
         """What components of sites costs read, by site and cost."""
         return patterns_of(self.recording, self.drawn, self.scored, self.met)
-
-    @cached_property
-    def work(self) -> Work:
-        """The cost of the run."""
-        recording = self.recording
-        return work_of(recording.nodes, recording.shapes, recording.dtypes)
 
     def read_parameters(self) -> frozenset[str]:
         """The parameters of the guide that its operators read; views read no numbers."""
@@ -226,13 +219,6 @@ class Recorded:
         known = self.scored.get(cost)
         values = [self.named[cost], *(() if known is None else (known.elements,))]
         return max(math.prod(self.recording.shapes[value]) for value in values)
-
-    def work_at(self, costs: Iterable[str], sites: Iterable[str]) -> Work:
-        """The cost of a row of :meth:`at_rows`."""
-        recording = self.recording
-        function = recording.cut([self.named[name] for name in costs], sees_all=True)
-        moved = {self.drawn[name].value for name in sites}
-        return work_of(function.reading(moved), recording.shapes, recording.dtypes)
 
     def again(
         self,

@@ -76,12 +76,8 @@ def costs_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
         found = recorded.evaluated(tuple(traced.run.costs), traced.bound(recorded, call))
     except (Uncut, KeyError, RuntimeError):
         return False
-    return all(_equal(own, found[name]) for name, own in traced.run.costs.items())
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    rounding = 64.0 * torch.finfo(first.dtype).eps * (first.abs() + second.abs() + 1.0)
-    return bool(((first == second) | ((first - second).abs() <= rounding)).all())
+    costs = [(own, found[name], 100.0 * torch.finfo(own.dtype).eps) for name, own in traced.run.costs.items()]
+    return all(torch.allclose(own, its, rounding, rounding) for own, its, rounding in costs)
 
 
 def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:

@@ -103,7 +103,7 @@ def trace_run(
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
     traced = _only_costs(traced) if options.only_costs else traced
-    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
+    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped_sites):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
             "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
@@ -126,17 +126,10 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
 def _record(
     watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
 ) -> TracedRun:
-    number, flags = watch.options.num_particles, flags_of(args, kwargs)
-    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, flags)
-
-
-def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """The truth values and missing values among the arguments of a program.
-
-    They often switch parts of a program on and off, so that other values may mean other dependencies.
-    """
-    places = (*enumerate(args), *kwargs.items())
-    return tuple((place, value) for place, value in places if value is None or value is True or value is False)
+    # Truth values and missing ones often switch parts of a program on and off.
+    given = (*enumerate(args), *kwargs.items())
+    flags = tuple((place, value) for place, value in given if any(value is flag for flag in (None, True, False)))
+    return record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
 
 
 def _explained_traces(
