@@ -15,7 +15,6 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 
 from pyro_bpq.compiled.subject import (
     OptimizerUpdate,
@@ -84,11 +83,6 @@ class Recording:
         shown = (value.base for _, _, value in self.info if isinstance(value, Cut))
         graph.output([*self.results, *dict.fromkeys(shown)])
         graph.eliminate_dead_code()
-        with FakeTensorMode():
-            for node in graph.nodes:
-                if "kind" in node.meta:
-                    shape, stride, dtype, device, _ = node.meta["kind"]
-                    node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fx.GraphModule(self.watch.numbers, graph)
 
     @torch.no_grad()

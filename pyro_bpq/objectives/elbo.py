@@ -180,10 +180,13 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         number, plan = self.num_particles, self.plan
         if plan and plan.sums:
             return "none, as the loss is summed over all values"
-        if not self.particles.is_open:
-            return f"{number}, because of {self._fixed_by or 'what was set later'}"
+        fixed_by = "" if self.particles.is_open else self._fixed_by or "what was set later"
+        drawn_by = fixed_by or ("analytic_kl=True" if self.analytic_kl else "")
+        drawn = f"; the loss is not summed over all values, because of {drawn_by}" if drawn_by and plan.summed else ""
+        if fixed_by:
+            return f"{number}, because of {fixed_by}{drawn}"
         noisy = [name for name in plan.layout.specs if name in plan.noisy | plan.compared] if number > 1 else []
-        return f"{number}, left open" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")
+        return f"{number}, left open{drawn}" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")
 
 
 def paper_settings(

@@ -201,4 +201,4 @@ def together(sites: Iterable[tuple[str, str]]) -> str:
     found: dict[str, list[str]] = {}
     for name, text in sites:
         found.setdefault(text, []).append(name)
-    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())
+    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items()) or "none, as no site is drawn"

@@ -97,8 +97,8 @@ class TraceBackpropQ_IWAE(Objective):
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         self.runner = BoundRunner(plate)
 
-    def _chosen(self) -> list[tuple[str, str, str]]:
-        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()]
+    def _chosen(self) -> list[tuple[str, str, str]] | None:
+        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()] or None
 
     def _why_so_many(self) -> str:
         return f"{self.num_inner} for each bound, because of num_particles; num_outer={self.num_outer} bounds"
@@ -175,7 +175,11 @@ class BoundRunner(Runner):
         """The runs of a step."""
         recordings, number = self.recordings, particles.in_call
         record = not mode.is_recorded and recordings.wants(particles)
-        runs = self._runs(programs_of(program, particles), particles, record)
+        programs, draws = programs_of(program, particles), recordings.mark()
+        runs = self._runs(programs, particles, record)
+        if particles.is_hidden and not (record or mode.is_recorded) and recordings.news(runs, particles):
+            draws.again()
+            record, runs = True, self._runs(programs, particles, True)
         if record:
             recordings.graph(runs[0], number, mode.learning)
             # Rows and particles that meet are told once.

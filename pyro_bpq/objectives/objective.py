@@ -76,7 +76,7 @@ class Objective(CountedELBO, nn.Module):
         """What runs, how many particles and why, and what was chosen because of which option."""
         found = self._chosen()
         head = f"{self.made_by or type(self).__name__}, after {self.num_steps} steps"
-        if not found:
+        if found is None:
             return f"{head}\n{Pending('plan')}"
         compiled = "" if self.compiled is None else f" Compiled: {len(self.compiled.entries)} recordings."
         now, said = self.particles.now, self.particles.said
@@ -93,8 +93,8 @@ class Objective(CountedELBO, nn.Module):
     # What subclasses are made of.
 
     @abstractmethod
-    def _chosen(self) -> Sequence[tuple[str, str, str]]:
-        """The sites, the estimator of each and why, and its critic; empty before the first step."""
+    def _chosen(self) -> Sequence[tuple[str, str, str]] | None:
+        """The sites, the estimator of each and why, and its critic; ``None`` before the first step."""
 
     @abstractmethod
     def _why_so_many(self) -> str:

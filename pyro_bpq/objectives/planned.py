@@ -228,9 +228,9 @@ class PlannedObjective(Objective):
         programs = programs_of(self._prepared(program), particles)
         return [self.runner.trace(each, particles, step=self.num_steps, track=True) for each in programs]
 
-    def _chosen(self) -> list[tuple[str, str, str]]:
+    def _chosen(self) -> list[tuple[str, str, str]] | None:
         plan = self.plan
-        return [(name, plan.estimator(name), plan.critic(name)) for name in (plan.layout.specs if plan else ())]
+        return [(name, plan.estimator(name), plan.critic(name)) for name in plan.layout.specs] if plan else None
 
     def _runs(self) -> str:
         plan, said = self.plan, self.runner.recordings.said

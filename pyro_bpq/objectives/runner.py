@@ -168,7 +168,10 @@ class StepRunner(Runner):
         if is_ordered and (ordered := _in_order(planner, runs)) is not None:
             return Observation((), (), ordered)
         recordings.now.steps += mode.counts(runs[0])
-        graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
+        # Further particles in a hidden dimension have the recording of the first one.
+        shown = runs[:1] if particles.is_hidden else runs
+        graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in shown]
+        graphs *= len(runs) // len(shown)
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
         if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
@@ -206,7 +209,7 @@ class StepRunner(Runner):
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool
     ) -> tuple[list[Program], list[TracedRun]]:
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
-        recordings, number = self.recordings, particles.in_call
+        recordings = self.recordings
         programs, draws = programs_of(program, particles), recordings.mark()
         take = functools.partial(self._runs, programs, particles, step=mode.num_steps, warns=mode.learning)
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
@@ -216,8 +219,9 @@ class StepRunner(Runner):
             recordings.give_up(error)
             draws.again()
             return programs, take(track=False)
-        if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
-            recordings.is_new()
+        new = "" if record or mode.is_recorded else recordings.news(runs, particles)
+        if new:
+            recordings.is_new(new)
             draws.again()
             runs = take(track=True)
         chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
@@ -288,7 +292,7 @@ class StepRunner(Runner):
             and self.plans.planner.orders
             and not recordings.needs_graphs,
             recorded=recorded,
-            cuts=() if recorded is None else recorded.cuts,
+            cuts=() if recorded is None or is_dynamic else recorded.cuts,
         )
 
 

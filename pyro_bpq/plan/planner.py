@@ -191,9 +191,11 @@ class Planner:
         compared = Compared()
         if not (is_chosen or facts.is_dynamic):
             compared = compare(structure, extra)
-            # Who asks for critics has them, in as many particles.
-            served = frozenset() if self.asks else {n for n in compared.served if traced.options[n].is_open}
-            compared = replace(compared, served=frozenset(served))
+            served = frozenset(name for name in compared.served if traced.options[name].is_open)
+            if self.asks and served:
+                served, asks = frozenset(), f"because you wrote {', '.join(self.asks)}"
+                notes.append(f"Critics take the place of other particles as baselines, {asks}.")
+            compared = replace(compared, served=served)
         for name in compared.served:
             revise(choices, replace(sites[name], is_of_few=compared.is_few, is_by_row=not compared.is_few))
         if compared.served and can_flip:

@@ -102,7 +102,7 @@ class Recorded:
 
     def is_like(self, other: Recorded) -> bool:
         """Whether another run did the same: the same operators on the same values, with the same numbers."""
-        return self.named == other.named and self._core == other._core
+        return self._made is other._made or (self.named == other.named and self._core == other._core)
 
     @cached_property
     def _core(self) -> tuple[Any, ...]:
@@ -111,8 +111,7 @@ class Recorded:
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
-        self._made.update(other._made)
-        known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
+        known = ("_made", "met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
@@ -293,7 +292,7 @@ class Recorded:
         Raises:
             Uncut: If something on the way cannot be computed again.
         """
-        function = self.recording.cut([self.named[cost] for cost in costs])
+        function = self.kept(("at", *costs), lambda: self.recording.cut([self.named[cost] for cost in costs]))
         tensors = [bound.tensors[value] for value in function.given]
         if in_double:
             function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
@@ -330,15 +329,11 @@ class Recorded:
         function = recording.cut(wanted, (), sites)
         if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
-        given, constants = function.given, list[Tensor]()
+        given = function.given
         tensors = [bound.tensors[value] for value in given]
         # The draws of this are for nobody.
         with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
-            if function.writes:
-                function, constants = flat(
-                    torch.func.functionalize(_called(function.with_draws(lambda draw: draw.noted))),
-                    [tensor.detach().clone() for tensor in tensors],
-                )
+            function, constants = function.without_writes(tensors)
             dims = (0, *(None for _ in (*given, *constants)))
 
             def rows(index: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
@@ -370,12 +365,10 @@ class Recorded:
         self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
         """A function of all rows, the values that it takes, and constants; some values have rows."""
-        given, constants = function.given, list[Tensor]()
+        given = function.given
         with torch.random.fork_rng():
-            if function.writes:
-                plain = [tensors[value].detach()[0] if value in moved else tensors[value].detach() for value in given]
-                plain = [tensor.clone() for tensor in plain]
-                function, constants = flat(torch.func.functionalize(_called(function)), plain)
+            row = [tensors[value][0] if value in moved else tensors[value] for value in given]
+            function, constants = function.without_writes(row)
             dims = (*(0 if value in moved else None for value in given), *(None for _ in constants))
             if all(dim is None for dim in dims):
                 return function, given, constants

@@ -69,6 +69,21 @@ def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
     return copied
 
 
+@torch.no_grad()
+def costs_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
+    """Whether the operators of an earlier run give the costs of a run, up to rounding."""
+    try:
+        found = recorded.evaluated(tuple(traced.run.costs), traced.bound(recorded, call))
+    except (Uncut, KeyError, RuntimeError):
+        return False
+    return all(_equal(own, found[name]) for name, own in traced.run.costs.items())
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    rounding = 64.0 * torch.finfo(first.dtype).eps * (first.abs() + second.abs() + 1.0)
+    return bool(((first == second) | ((first - second).abs() <= rounding)).all())
+
+
 def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
     """Whether the operators of a run have the gradient of the run itself: hooks and ``no_grad`` are not among them."""
     wanted, loss = recorded.differentiable, traced.run.differentiable

@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.tracing.further import costs_agree
 from pyro_bpq.tracing.graphs import build_graph, dense_graph
 from pyro_bpq.tracing.jumping import is_undecided, jumps_of, told
 from pyro_bpq.tracing.sandbox import Draws
@@ -187,9 +188,9 @@ class Recordings:
         """A mark to which a step of the call can go back, in its draws and in the buffers of its modules."""
         return Draws(self.call.modules)
 
-    def is_new(self) -> None:
-        """Notes that a run has a structure that no run of such calls had: from now on they are recorded."""
-        self.now.always = self.now.always or "it has another structure from step to step"
+    def is_new(self, what: str) -> None:
+        """Notes that a run has something that no run of such calls had: from now on they are recorded."""
+        self.now.always = self.now.always or f"it has {what} from step to step"
 
     def look_again(self) -> None:
         """Records the next run: what is known may no longer be so."""
@@ -202,9 +203,7 @@ class Recordings:
         if self.is_ordered:
             # In a plate of particles one run has to show that they keep apart.
             return not (knows or self.failed or number == 1)
-        # What further particles cost is no control variate: it must not be outdated.
-        is_due = self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
-        return is_due or particles.is_hidden or not knows
+        return not knows or self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
 
     @property
     def always(self) -> bool:
@@ -248,6 +247,22 @@ class Recordings:
     def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
         """The recording in force for a run of so many particles."""
         return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
+
+    def news(self, runs: Sequence[TracedRun], particles: Particles) -> str:
+        """What runs that were not recorded have that no recording of such calls has; empty if there is nothing."""
+        if not all(self.knows(run, particles.in_call) for run in runs):
+            return "another structure"
+        # What further particles cost is no control variate: it must not be outdated.
+        recorded = self.recorded(runs[0], 1) if particles.is_hidden else None
+        return "" if recorded is None or costs_agree(recorded, runs[0], self.call) else "other costs"
+
+    def recognises(self, traced: TracedRun, number: int) -> bool:
+        """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""
+        before, new = self.now.recorded.get((self.call.modes, traced.key, number)), traced.recorded
+        if before is None or new is None or not before.is_like(new):
+            return False
+        new.take_over(before)
+        return True
 
     def knows(self, traced: TracedRun, number: int) -> bool:
         """Whether the structure of a run is known."""
@@ -329,8 +344,7 @@ class Recordings:
         """What is known of a structure after a recorded run of it."""
         key = self.call.modes, traced.key, number
         old, before = self.known.get(traced.key), self.now.recorded.get(key)
-        if before is not None and before.is_like(new):
-            new.take_over(before)
+        if self.recognises(traced, number):
             self.now.recorded[key] = new
         else:
             check = check_of(new)

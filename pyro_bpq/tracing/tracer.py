@@ -242,7 +242,7 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
 def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
     follows = not (traced.only_costs or traced.enumerated or tape.escaped)
-    scored, drawn, values = {}, {}, {}
+    scored, drawn, values = dict[str, Any](), dict[str, Any](), {}
     for cost, site in _scored(guide_sites, model_sites, True):
         elements, ndim = (site["log_prob"], 0) if cost_options(site) or not follows else elements_of(site)
         scored[cost] = Scored(site["name"], tape.value_of(elements), ndim, _plates(site))
@@ -283,7 +283,9 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     # From such runs those of further particles are computed.
     is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
-        recording=Recording.of(tape, values | made),
+        recording=Recording.of(
+            tape, values | made, [own.elements for part in (scored, drawn) for own in part.values()]
+        ),
         reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,
