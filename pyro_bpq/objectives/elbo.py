@@ -1,4 +1,4 @@
-r"""``TraceBackpropQ_ELBO``."""
+r"""``TraceBackpropQ_ELBO``, and the arguments with which it is the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 from pyro.infer import ELBO
 
 from pyro_bpq.compiled.options import Backend, Compile
-from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.critics.nets import Critic, MLPCritic
+from pyro_bpq.critics.learner import BackwardSweep, CriticLearner
+from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError, check_choice, is_real, is_whole
-from pyro_bpq.estimators import Estimator
+from pyro_bpq.estimators import Estimator, QScoreFunction
 from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
 from pyro_bpq.objectives.planned import PlannedObjective
@@ -187,6 +187,55 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             return f"{number}, because of {fixed_by}{drawn}"
         noisy = [name for name in plan.layout.specs if name in plan.noisy | plan.compared] if number > 1 else []
         return f"{number}, left open{drawn}" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")
+
+
+def paper_settings(
+    reduction: Reduction = "merged",
+    lam: float | Callable[[int], float] = 0.0,
+    gamma: float | Callable[[int], float] = 1.0,
+    *,
+    estimator: Estimator = QScoreFunction(),
+    critic: Critic = TabularCritic(dueling=False),
+    rate: float | Callable[[int], float] = 0.1,
+) -> dict[str, Any]:
+    r"""The arguments with which ``TraceBackpropQ_ELBO`` and ``ExpectedCost`` run the paper's Algorithm 1 as written.
+
+    Each step takes a rollout, then a step of every critic in a backward sweep, then the gradient with the critics in
+    the place of the costs:
+
+        w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log q(x | Pa_X)
+
+    Every Q-function is learned, immediate costs too, from the sampled values of its children. It sees the scope of the
+    site and its ancestors. The gradient is **biased** by the critics' errors, so this is for comparison and for study;
+    ``TraceBackpropQ_ELBO()`` is not this algorithm, and is unbiased. Reparameterised sites keep their pathwise
+    gradient.
+
+    Args:
+        reduction: Reduction of the Backprop-Q network.
+        lam: Weight of the lambda-return against the critic in targets; 0 is the one-step target of Algorithm 1.
+        gamma: Discount of targets per edge of the longest way.
+        estimator: How the Q-function becomes a gradient: any estimator that uses critics.
+            :class:`~pyro_bpq.estimators.QScoreFunction`, for any site, and other estimators with ``replaces_costs`` put
+            it in place of the costs. :class:`~pyro_bpq.AllAction` and
+            :class:`~pyro_bpq.estimators.QControlVariate`, for finite values, use it as a control variate.
+        critic: The approximators. Tables serve small finite scopes; else ``MLPCritic()`` with a small ``rate``.
+        rate: Step size ``α`` of the critics, or a function of the step.
+
+    Returns:
+        Keyword arguments.
+
+    Raises:
+        OptionError: If the rate is not positive.
+
+    Example:
+        >>> from pyro_bpq import TraceBackpropQ_ELBO
+        >>> elbo = TraceBackpropQ_ELBO(**paper_settings("per_cost", lam=0.5))
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Algorithm 1
+    """
+    given = {"estimator": estimator, "critic": critic, "reduction": reduction, "lam": lam, "gamma": gamma}
+    return {**given, "learner": CriticLearner(sweep=BackwardSweep(rate)), "immediate": "learned", "form": "ancestor"}
 
 
 def _check_counts(num_particles: Any, window: Any) -> None:

@@ -143,13 +143,13 @@ class Runner(ABC):
         """Traces the programs of a step, recorded with ``track``."""
         first, *others = programs
         run = self.trace(first, particles, track=track, **options)
-        if particles.is_hidden:
-            self.recordings.recognises(run, 1)
-            recorded = self.recordings.recorded(run, 1)
-            if recorded is None and not track:
-                return [run]
-            return [run, *further_particles(recorded, run, self.recordings.call, particles.number - 1)]
-        return [run, *(self.trace(each, particles, track=track, has_told=True, **options) for each in others)]
+        if not particles.is_hidden:
+            return [run, *(self.trace(each, particles, track=track, has_told=True, **options) for each in others)]
+        self.recordings.recognises(run, 1)
+        recorded = self.recordings.recorded(run, 1)
+        if recorded is None and not track:
+            return [run]
+        return [run, *further_particles(recorded, run, self.recordings.call, particles.number - 1)]
 
     @abstractmethod
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
