@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
-from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.structure import StructureFacts
-from pyro_bpq.reruns.at_values import Reruns, charged
+from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
@@ -36,18 +34,20 @@ class Staging:
 
     def staged(self, one: Program | None = None) -> Staged:
         """The signals of the sites; without ``one``, the program for one particle, estimators compare no values."""
-        rollout, critics, mode, plan = self._rollout(), self.runner.critics, self.mode, self._plan()
-        values = self._values(plan, one)
+        runner, rollout, mode, values = self.runner, self._rollout(), self.mode, self._values()
+        plan = runner.plans.plan(
+            self.traced[0], self.graph, self.facts, lambda name: has_slope(values, self.graph, name)
+        )
+        if one is not None and self.particles.has_plate and plan.held.all_drawn:
+            values = replace(values, alone=runner.alone(one, self.particles, self.traced[0]))
         tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
         rerun = None
         if one is not None and plan.needs_program and not self.facts.is_dynamic:
-            rerun = Reruns(values, plan, self.runner.noise())
-            if plan.sloped and not self._has_slopes(rerun, plan, rollout):
-                rerun.plan = plan = self._plan()
+            rerun = Reruns(values, plan, runner.noise())
         if plan.patterns:
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in self.traced)
             rollout = replace(rollout, runs=runs)
-        signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, mode.by_value, shifts)
+        signals = Signals(plan.layout, rollout, tables, runner.critics, mode.learning, rerun, mode.by_value, shifts)
         return Staged(self.traced, self.programs, self.particles, signals)
 
     def _rollout(self) -> Rollout:
@@ -57,32 +57,10 @@ class Staging:
         ndim = int(self.particles.nesting) - 1 if has_plate else self.plate_ndim
         return Rollout(tuple(t.run for t in self.traced), number, first.plate_sizes, ndim, has_plate)
 
-    def _plan(self) -> Plan:
-        return self.runner.plans.plan(self.traced[0], self.graph, self.facts)
-
-    def _values(self, plan: Plan, one: Program | None) -> Values:
+    def _values(self) -> Values:
         """What costs at other values are computed from."""
         runner, particles = self.runner, self.particles
         found = [runner.recordings.recorded(traced, particles.in_call) for traced in self.traced]
         recorded = tuple(own for own in found if own is not None)
-        alone = None
-        if one is not None and particles.has_plate and plan.held.all_drawn:
-            alone = runner.alone(one, particles, self.traced[0])
         nesting = int(particles.nesting) if particles.has_plate else 0
-        return Values(recorded, alone, self.traced, runner.recordings.call, nesting)
-
-    def _has_slopes(self, rerun: Reruns, plan: Plan, rollout: Rollout) -> bool:
-        """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
-        plans, key = self.runner.plans, self.traced[0].key
-        if key in plans.found:
-            return True
-        plates = {name: plan.graph.node(name).plates for name in plan.sloped}
-        try:
-            found = all(rerun.has_slope(name, rollout, own) for name, own in plates.items())
-        except BPQError:
-            raise
-        except RuntimeError:
-            # Torch refuses something that the program does with values that carry gradients.
-            found = False
-        plans.know(key, found)
-        return found
+        return Values(recorded, None, self.traced, runner.recordings.call, nesting)
