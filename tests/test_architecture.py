@@ -250,8 +250,8 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16972,
-    "modules": 171,
+    "pyro_bpq": 16718,
+    "modules": 166,
     "top": 104,
     "batching/": 528,
     "compiled/": 1367,
@@ -260,16 +260,16 @@ BUDGETS = {
     "estimators/": 1450,
     "graph/": 765,
     "objectives/": 2168,
-    "plan/": 1034,
+    "plan/": 919,
     "record/": 2073,
-    "reruns/": 1112,
+    "reruns/": 1093,
     "rollout/": 454,
-    "step/": 1263,
+    "step/": 1157,
     "svi/": 310,
     "targets/": 172,
     "testing/": 886,
     "tracing/": 1823,
-    "tests": 23165,
+    "tests": 23163,
     "benchmarks": 3131,
     "words of docs": 17521,
 }
