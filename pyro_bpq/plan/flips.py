@@ -345,10 +345,8 @@ def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) 
 
 def _is_masked_within(fn: Any) -> bool:
     """Whether a mask inside of ``to_event`` hides a part of the law that values are drawn from."""
-    is_joined = False
+    kinds = [type(fn).__name__]
     while hasattr(fn, "base_dist"):
-        if is_joined and type(fn).__name__ == "MaskedDistribution":
-            return True
-        is_joined = is_joined or type(fn).__name__ == "Independent"
         fn = fn.base_dist
-    return False
+        kinds.append(type(fn).__name__)
+    return "Independent" in kinds and "MaskedDistribution" in kinds[kinds.index("Independent") :]

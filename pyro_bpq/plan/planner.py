@@ -37,6 +37,8 @@ from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
+# Looks whether costs have gradients to the values of a site.
+HasSlope = Callable[[str], bool]
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
 # Largest number of plans that are kept.
@@ -140,7 +142,7 @@ class Planner:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slope: Callable[[str], bool] = lambda name: True,
+        has_slope: HasSlope = lambda name: True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -245,7 +247,7 @@ class Planner:
         asked: Mapping[str, SiteFacts],
         wanted: Mapping[str, Estimator],
         noise: Noise,
-        has_slope: Callable[[str], bool],
+        has_slope: HasSlope,
     ) -> dict[str, SiteFacts]:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
@@ -264,7 +266,6 @@ class Planner:
                 more = {
                     "is_untold": True,
                     "can_compare": is_plain and not facts.is_dynamic,
-                    "can_hold": facts.recorded is not None,
                     "has_slopes": has_slopes,
                     "is_alone": len(many) == 1 and keeps_rows and is_last and not structure.charged(name),
                     "layers": len(many) if keeps_rows and is_plain else 0,
@@ -372,7 +373,7 @@ class PlanCache:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slope: Callable[[str], bool] = lambda name: True,
+        has_slope: HasSlope = lambda name: True,
     ) -> Plan:
         """The plan of a structure, a new one where there is none; see :meth:`Planner.plan`."""
         last = self.last

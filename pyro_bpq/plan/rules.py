@@ -84,7 +84,6 @@ class SiteFacts:
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
             gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
-        can_hold: Whether costs are known at its other values while all other sites keep theirs.
         has_slopes: Looks whether costs have gradients to its values, and to those of other layers.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         layers: Number of such sites; 0 if rows of plates do not stay apart.
@@ -102,7 +101,6 @@ class SiteFacts:
     has_rows: bool = False
     is_untold: bool = False
     can_compare: bool = False
-    can_hold: bool = False
     has_slopes: Callable[[], bool] = lambda: False
     is_alone: bool = False
     layers: int = 0
@@ -159,7 +157,7 @@ class SiteFacts:
     def may_hold(self) -> bool:
         """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
         predicts = self.info.components is not None and self.info.components.has_slopes
-        return self.is_large and self.can_compare and self.can_hold and predicts and self.has_slopes()
+        return self.is_large and self.can_compare and predicts and self.has_slopes()
 
 
 @dataclass(frozen=True)
