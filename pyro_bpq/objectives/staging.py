@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
-from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.at_values import Reruns, charged
+from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
@@ -46,43 +44,25 @@ def staged(
         one: The program for one particle; without it nothing runs again.
     """
     traced, own = tuple(runs[i] for i in group), tuple(programs[i] for i in group)
-    facts, first, plans = runner.facts(traced, is_dynamic, particles, mode), traced[0], runner.plans
+    facts, first = runner.facts(traced, is_dynamic, particles, mode), traced[0]
     # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not; else a site's
     # tensors have as many plate dimensions as any run, whichever later plates its value opens.
     has_plate = particles.has_plate
     ndim = int(particles.nesting) - 1 if has_plate else max(run.plate_ndim for run in runs)
     number = particles.number if has_plate else len(traced)
     rollout = Rollout(tuple(t.run for t in traced), number, first.plate_sizes, ndim, has_plate)
-    plan = plans.plan(first, graph, facts)
     found = (runner.recordings.recorded(run, particles.in_call) for run in traced)
-    needs_alone = one is not None and has_plate and plan.held.all_drawn
-    values = Values(
-        tuple(each for each in found if each is not None),
-        runner.alone(one, particles, first) if one is not None and needs_alone else None,
-        traced,
-        runner.recordings.call,
-        int(particles.nesting) if has_plate else 0,
-    )
+    recorded, nesting = tuple(each for each in found if each is not None), int(particles.nesting) if has_plate else 0
+    values = Values(recorded, None, traced, runner.recordings.call, nesting)
+    plan = runner.plans.plan(first, graph, facts, lambda name: has_slope(values, graph, name))
+    alone = runner.alone(one, particles, first) if one is not None and has_plate and plan.held.all_drawn else None
+    values = replace(values, alone=alone)
     tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
     rerun = None
     if one is not None and plan.needs_program and not is_dynamic:
         rerun = Reruns(values, plan, runner.noise())
-        if plan.sloped and first.key not in plans.found:
-            plans.know(first.key, _have_slopes(rerun, plan, rollout))
-            rerun.plan = plan = plans.plan(first, graph, facts)
     if plan.patterns:
         charges = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
         rollout = replace(rollout, runs=charges)
     signals = Signals(plan.layout, rollout, tables, runner.critics, mode.learning, rerun, mode.by_value, shifts)
     return Staged(traced, own, particles, signals)
-
-
-def _have_slopes(rerun: Reruns, plan: Plan, rollout: Rollout) -> bool:
-    """Whether costs have gradients to the values of the sites that need some."""
-    try:
-        return all(rerun.has_slope(name, rollout, plan.graph.node(name).plates) for name in plan.sloped)
-    except BPQError:
-        raise
-    except RuntimeError:
-        # Torch refuses something that the program does with values that carry gradients.
-        return False

@@ -117,21 +117,16 @@ class Flips:
         graph: StochasticComputationGraph, sites: Mapping[str, FlippedSite], more: Mapping[str, int] | None = None
     ) -> Flips:
         """Assigns rows to sites by greedy colouring; ``more`` are bits of further sites that matter to a site."""
-        colours: list[list[str]] = []
-        # The members of each colour, and what their costs read, as bits.
-        taken: list[tuple[int, int]] = []
+        # The members of each colour; as bits, too, with what their costs read.
+        colours: list[tuple[list[str], int, int]] = []
         for name, site in sites.items():
             own, reads = 1 << graph.index[name], graph.cost_set_bits(site.costs) | (more or {}).get(name, 0)
-            for k, (inside, read) in enumerate(taken):
-                if not inside & reads and not own & read:
-                    colours[k].append(name)
-                    taken[k] = inside | own, read | reads
-                    break
-            else:
-                colours.append([name])
-                taken.append((own, reads))
+            fitting = (k for k, (_, inside, read) in enumerate(colours) if not (inside & reads or own & read))
+            k = next(fitting, len(colours))
+            members, inside, read = colours[k] if k < len(colours) else ([], 0, 0)
+            colours[k : k + 1] = [([*members, name], inside | own, read | reads)]
         start, rows = {}, 1
-        for members in colours:
+        for members, *_ in colours:
             start.update(dict.fromkeys(members, rows))
             rows += max(sites[member].rows for member in members)
         return Flips(sites, start, rows)
@@ -166,11 +161,6 @@ class Flips:
     def others(self) -> int:
         """The number of rows of an evaluation, beside the sample."""
         return max(site.rows for site in self.sites.values()) if self.all_drawn else self.rows - 1
-
-    @property
-    def sloped(self) -> frozenset[str]:
-        """Sites whose changes are predicted from slopes."""
-        return frozenset(name for name, site in self.sites.items() if site.is_sloped)
 
     def moved(
         self, name: str, value: Tensor, fn: Any, drawn: Tensor | None = None, group: Tensor | None = None
@@ -356,10 +346,8 @@ def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) 
 
 def _is_masked_within(fn: Any) -> bool:
     """Whether a mask inside of ``to_event`` hides a part of the law that values are drawn from."""
-    is_joined = False
+    kinds = [type(fn).__name__]
     while hasattr(fn, "base_dist"):
-        if is_joined and type(fn).__name__ == "MaskedDistribution":
-            return True
-        is_joined = is_joined or type(fn).__name__ == "Independent"
         fn = fn.base_dist
-    return False
+        kinds.append(type(fn).__name__)
+    return "Independent" in kinds and "MaskedDistribution" in kinds[kinds.index("Independent") :]

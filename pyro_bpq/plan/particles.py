@@ -31,10 +31,11 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: W
     than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
     held = frozenset(name for name, may_hold in plan.layers.items() if may_hold)
+    sloped = [name for name, spec in plan.layout.specs.items() if "slope" in spec.estimator.needs]
     facts = ProgramFacts(
         compared=plan.compared,
         noisy=len(plan.noisy),
-        sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - held,
+        sloped=frozenset(name for name in sloped if num_reads(traced, name) >= MANY_READS),
         held=held,
         crossed=frozenset(plan.layers) - held,
         is_plain=not (traced.user_costs or traced.untraced or traced.enumerated),

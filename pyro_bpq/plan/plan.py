@@ -115,12 +115,6 @@ class Plan:
         """Whether an estimator compares the costs of other values."""
         return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
 
-    @cached_property
-    def sloped(self) -> tuple[str, ...]:
-        """Sites whose estimator is poor where costs have no gradient to their values."""
-        kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        return tuple(name for name, kind in kinds.items() if "slope" in kind.needs or name in self.held.sloped)
-
 
 def _number(name: str) -> str:
     """The number at the end of a site's name; empty if there is none."""

@@ -7,8 +7,9 @@ structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pyro_bpq.batching.classes import Known, SiteSpec
@@ -36,10 +37,12 @@ from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
+# Looks whether costs have gradients to the values of a site.
+HasSlope = Callable[[str], bool]
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
-# Largest numbers of plans and of findings that are kept.
-_PLANS, _FINDINGS = 64, 768
+# Largest number of plans that are kept.
+_PLANS = 64
 
 
 class Noise(NamedTuple):
@@ -141,7 +144,7 @@ class Planner:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slopes: bool = True,
+        has_slope: HasSlope = lambda name: True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -150,7 +153,7 @@ class Planner:
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
 
-        ``has_slopes`` is false once it was seen that costs have no gradients to the values of sites.
+        ``has_slope`` looks whether costs have gradients to the values of a site; it is asked where a rule needs it.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         may_sum, notes = self.is_elbo and facts.cuts_plates and not facts.is_dynamic, list[str]()
@@ -169,7 +172,7 @@ class Planner:
         if noise.is_asked:
             asks = f"because you wrote {', '.join(self.asks)}"
             notes.append(f"Critics take the place of other particles as baselines, {asks}.")
-        sites = self._told(structure, asked, wanted, noise, has_slopes)
+        sites = self._told(structure, asked, wanted, noise, has_slope)
         choices = {name: self.choice(site) for name, site in sites.items()}
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
@@ -251,7 +254,7 @@ class Planner:
         asked: Mapping[str, SiteFacts],
         wanted: Mapping[str, Estimator],
         noise: Noise,
-        has_slopes: bool,
+        has_slope: HasSlope,
     ) -> dict[str, SiteFacts]:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
@@ -259,6 +262,8 @@ class Planner:
         # Sites of many components. Of their costs only their own log-probabilities would be known at other values.
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
+        splits = {name: traced.infos[name].components for name in many}
+        has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
             is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
             if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
@@ -268,7 +273,6 @@ class Planner:
                 more = {
                     "is_untold": True,
                     "can_compare": is_plain and not facts.is_dynamic,
-                    "can_hold": facts.recorded is not None,
                     "has_slopes": has_slopes,
                     "is_alone": len(many) == 1 and keeps_rows and is_last and not structure.charged(name),
                     "layers": len(many) if keeps_rows and is_plain else 0,
@@ -359,23 +363,26 @@ class Planned(NamedTuple):
 
 
 class PlanCache:
-    """Plans by structure, and what was found out of the structures.
+    """Plans by structure.
 
     Attributes:
         last: The plan of the last step; ``None`` before the first one.
         plans: All plans, by what they were made for.
-        found: Whether costs have gradients to the values of sites, by the key of the structure. It has an entry only
-            where that was looked at.
     """
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
-        self.found: dict[Any, bool] = {}
 
-    def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
-        """The plan of a structure, a new one where there is none."""
+    def plan(
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        facts: StructureFacts,
+        has_slope: HasSlope = lambda name: True,
+    ) -> Plan:
+        """The plan of a structure, a new one where there is none; see :meth:`Planner.plan`."""
         last = self.last
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if last is not None and last.graph is graph and last.facts == facts and last.key == traced.key:
@@ -386,17 +393,9 @@ class PlanCache:
         if key not in self.plans:
             if len(self.plans) >= _PLANS:
                 self.plans.clear()
-            self.plans[key] = self.planner.plan(traced, graph, facts, self.found.get(traced.key, True))
+            self.plans[key] = self.planner.plan(traced, graph, facts, has_slope)
         self.last = Planned(traced.key, graph, kept, self.plans[key])
         return self.last.plan
-
-    def know(self, key: Any, has_slopes: bool) -> None:
-        """Notes whether costs have gradients to the values of sites; plans are made anew where they have none."""
-        if len(self.found) >= _FINDINGS:
-            self.found.clear()
-        self.found[key] = has_slopes
-        if not has_slopes:
-            self.forget()
 
     def forget(self) -> None:
         """Forgets all plans: the next step is planned anew."""

@@ -84,8 +84,7 @@ class SiteFacts:
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
             gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
-        can_hold: Whether costs are known at its other values while all other sites keep theirs.
-        has_slopes: Whether costs may have gradients to its values.
+        has_slopes: Looks whether costs have gradients to its values, and to those of other layers.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         layers: Number of such sites; 0 if rows of plates do not stay apart.
         reads: The values of its components times the observed elements of a row.
@@ -102,8 +101,7 @@ class SiteFacts:
     has_rows: bool = False
     is_untold: bool = False
     can_compare: bool = False
-    can_hold: bool = False
-    has_slopes: bool = False
+    has_slopes: Callable[[], bool] = lambda: False
     is_alone: bool = False
     layers: int = 0
     reads: float = math.inf
@@ -142,8 +140,8 @@ class SiteFacts:
     @property
     def is_sloped(self) -> bool:
         """Whether slopes of the costs, corrected exactly, may serve it."""
-        may = self.is_untold and self.is_alone and self.has_slopes
-        return may and DebiasedStraightThrough().unsupported(self.info) is None
+        may = self.is_untold and self.is_alone and DebiasedStraightThrough().unsupported(self.info) is None
+        return may and self.has_slopes()
 
     @property
     def is_large(self) -> bool:
@@ -158,8 +156,8 @@ class SiteFacts:
     @property
     def may_hold(self) -> bool:
         """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
-        predicts = self.info.components is not None and self.info.components.has_slopes and self.has_slopes
-        return self.is_large and self.can_compare and self.can_hold and predicts
+        predicts = self.info.components is not None and self.info.components.has_slopes
+        return self.is_large and self.can_compare and predicts and self.has_slopes()
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ SITES = (
     ),
     Rule(
         "the only site of many components: slopes of the costs, corrected by a true difference",
-        lambda s: s.is_sloped and (s.reads >= MANY_READS or not s.has_many_particles),
+        lambda s: (s.reads >= MANY_READS or not s.has_many_particles) and s.is_sloped,
         lambda s: DebiasedStraightThrough(),
     ),
     Rule(

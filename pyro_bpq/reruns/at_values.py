@@ -2,7 +2,7 @@ r"""Costs with one site at another value, from the recording, for estimators tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.errors import BPQError, UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import HeldCosts
-from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
 from pyro_bpq.record.recorded import Bound
@@ -20,7 +20,7 @@ from pyro_bpq.record.recording import Uncut
 from pyro_bpq.reruns.hindsight import HeldRuns
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
-from pyro_bpq.rollout.runs import Rollout, Run
+from pyro_bpq.rollout.runs import Run
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.site_program import slope_of
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
@@ -86,15 +86,6 @@ class Reruns:
                 "AllAction() or ScoreFunction(RunningBaseline()) at this site."
             ) from error
 
-    def has_slope(self, name: str, rollout: Rollout, plates: Sequence[Plate]) -> bool:
-        """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site."""
-        ndim = len(self.traced[0].run.sites[name].fn.event_shape)
-        value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
-        leaf = value.clone().requires_grad_()
-        own = (cost_of_guide(name), cost_of_model(name))
-        others = [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
-        return bool((slope_of(self(name, leaf), others, leaf) != 0).any())
-
     @cached_property
     def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
         """The gradient of all costs of each run to the values of sites that no other site reads, by name.
@@ -145,6 +136,25 @@ class Reruns:
     def _seeds(self) -> torch.Generator:
         """Seeds of further draws: some are for checks, after which estimators are to draw what they would draw else."""
         return torch.Generator().manual_seed(0xBF58476D1CE4E5B9 * (self.generator.initial_seed() + 1) % (1 << 63))
+
+
+def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> bool:
+    """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site."""
+    own, below = (cost_of_guide(name), cost_of_model(name)), frozenset(graph.descendants(name))
+    costs = tuple(cost for cost in graph.downstream_costs(name) if cost not in own)
+    try:
+        for traced, bound in zip(values.traced, values.bound, strict=True):
+            leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
+            with torch.enable_grad():
+                found = bound.recorded.again(costs, bound, {name: leaf}, below, False, 0)
+            if bool((slope_of((replace(traced.run, costs=found),), costs, leaf) != 0).any()):
+                return True
+    except BPQError:
+        raise
+    except (RuntimeError, Uncut):
+        # Torch refuses something that the program does with values that carry gradients.
+        pass
+    return False
 
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:

@@ -28,15 +28,9 @@ class Rows(NamedTuple):
     costs: Mapping[str, Tensor]
 
     @staticmethod
-    def of(
-        flips: Flips,
-        traced: TracedRun,
-        bound: Bound,
-        drawn: Mapping[str, Tensor] | None = None,
-        group: Tensor | None = None,
-    ) -> Rows:
+    def of(flips: Flips, traced: TracedRun, bound: Bound, drawn: Mapping[str, Tensor], group: Tensor | None) -> Rows:
         """Evaluates them; see :meth:`Flips.moved`."""
-        recorded, sites, drawn = bound.recorded, traced.run.sites, drawn or {}
+        recorded, sites = bound.recorded, traced.run.sites
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
         moved = {n: flips.moved(n, value, sites[n].fn, drawn.get(n), group) for n, value in values.items()}
         return Rows(traced, bound, recorded.at_rows(flips.wanted, bound, moved))
@@ -63,7 +57,7 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
     flips = plan.flips
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in flips.sites}
     for traced, bound in zip(values.traced, values.bound, strict=True):
-        rows = Rows.of(flips, traced, bound)
+        rows = Rows.of(flips, traced, bound, {}, None)
         for name, site in flips.sites.items():
             plates, split, start = plan.graph.node(name).plates, site.components, flips.start[name]
             shape, own = rollout.run_shape(plates), slice(start, start + site.rows)

@@ -69,11 +69,11 @@ class HeldRuns:
         self.excess: dict[str, tuple[Tensor, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
         if self.plan.sites:
-            self._draw()
+            self._choose()
             self._evaluate()
             self._predict()
 
-    def _draw(self) -> None:
+    def _choose(self) -> None:
         """Draws what is evaluated: a particle and a group of sites if that serves all, and components."""
         plan, number, generator = self.plan, self.rollout.num_particles, self.generator
         groups, values = 1 + max(plan.group_of.values()), self.values

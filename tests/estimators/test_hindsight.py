@@ -317,7 +317,6 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
         pyro.sample("bit", dist.Bernoulli(logits=small.sum(-1) - 1.0))
 
     plan = trained((guide, guide), 2, steps=1).plan
-    assert plan is not None and plan.held is not None
     found = {name: site.is_drawn for name, site in plan.held.sites.items()}
     assert found == {"large": True, "small": True, "bit": False}
 
@@ -369,7 +368,6 @@ def test_components_are_drawn_as_often_as_their_shares_say() -> None:
 
 def test_immediate_costs_read_no_site_downstream() -> None:
     plan = trained(LAYERS["bits"], 1, steps=1).plan
-    assert plan is not None and plan.held is not None
     found = {name: set(site.immediate) for name, site in plan.held.sites.items()}
     low, top = ({cost_of_guide(name), cost_of_model(name)} for name in ("low", "top"))
     assert found["low"] == {cost_of_guide("low"), cost_of_model("low only")}
@@ -378,7 +376,6 @@ def test_immediate_costs_read_no_site_downstream() -> None:
 
 def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
     plan = trained(LAYERS["bits"], 1, steps=1, estimator=Hindsight(draws=1)).plan
-    assert plan is not None and plan.held is not None
     guide, model, factor = (group for group in plan.held.groups)
     # Of the site below, the data's cost reads a site downstream, and the factor does not.
     assert set(guide.costs) == {cost_of_guide("low"), cost_of_guide("top")}
