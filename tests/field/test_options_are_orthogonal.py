@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from pyro_bpq import (
     config_bpq,
 )
 from pyro_bpq.diagnostics import gradient_moments
+from pyro_bpq.short import short
 from pyro_bpq.testing import assert_unbiased
 
 Programs = tuple[Callable[[], None], Callable[[], None]]
@@ -194,6 +196,61 @@ def test_a_steered_program_says_that() -> None:
 
     elbo = trained((model, lambda: coin("z", {})))
     assert "One particle runs, because sampled values steer the program." in str(elbo)
+
+
+# All pairs.
+
+OPTIONS: dict[str, Any] = {
+    **{"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 2, "retain_graph": True, "seed": 3},
+    **{"estimator": ScoreFunction(), "critic": None, "reduction": "merged", "lam": 0.5, "gamma": 0.9, "window": 2},
+    **{"learner": CriticLearner(lr=0.02), "structure": "dynamic", "analytic_kl": True, "enumeration": "exact"},
+    **{"immediate": "learned", "form": "history"},
+}
+# What each option names.
+NAMED = {
+    **{"num_particles": {"number", "way"}, "vectorize_particles": {"way"}, "estimator": {"estimators"}},
+    **{"critic": {"critics", "network"}, "immediate": {"critics", "network"}},
+    **{name: {"network"} for name in ("reduction", "form", "window")},
+}
+# What shows that an option holds.
+HOLDS: dict[str, Callable[[TraceBackpropQ_ELBO], bool]] = {
+    "num_particles": lambda elbo: elbo.num_particles == 3,
+    "estimator": lambda elbo: {spec.estimator for spec in elbo.plan.layout.specs.values()} == {ScoreFunction()},
+    "critic": lambda elbo: critics_of(elbo) <= {None},
+    "structure": lambda elbo: "Every run is recorded" in str(elbo),
+}
+
+
+def chosen(elbo: TraceBackpropQ_ELBO) -> dict[str, Any]:
+    """What options may change."""
+    specs = elbo.plan.layout.specs
+    return {
+        "number": elbo.num_particles,
+        "way": elbo.num_particles > 1 and elbo.particles.now.way,
+        "summed": elbo.plan.sums,
+        "estimators": {name: spec.estimator for name, spec in specs.items()},
+        "critics": {name: elbo.plan.critic(name) for name in specs},
+        "network": str(elbo.network),
+    }
+
+
+PAIRS = [*((name,) for name in OPTIONS), *itertools.combinations(OPTIONS, 2)]
+SINGLE = len(OPTIONS)
+
+
+@pytest.mark.filterwarnings("ignore::pyro_bpq.errors.BPQWarning")
+@pytest.mark.parametrize("make", [few, markov])
+@pytest.mark.parametrize(
+    "names", [*PAIRS[:SINGLE], *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS[SINGLE:])], ids=" ".join
+)
+def test_options_change_what_they_name_or_are_told(make: Any, names: tuple[str, ...]) -> None:
+    usual, elbo = chosen(trained(make(), 3)), trained(make(), 3, **{name: OPTIONS[name] for name in names})
+    # Without the call that made it.
+    text = str(elbo).split("\n", 1)[1] + str(elbo.plan)
+    is_told = any(f"{name}={short(OPTIONS[name])}".replace("'", '"') in text.replace("'", '"') for name in names)
+    named = {part for name in names for part in NAMED.get(name, ())}
+    assert is_told or {part for part, own in chosen(elbo).items() if own != usual[part]} <= named
+    assert all(holds(elbo) for name, holds in HOLDS.items() if name in names)
 
 
 # The sum over all values.
