@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16718,
+    "pyro_bpq": 16693,
     "modules": 166,
     "top": 104,
     "batching/": 528,
@@ -260,11 +260,11 @@ BUDGETS = {
     "estimators/": 1450,
     "graph/": 765,
     "objectives/": 2168,
-    "plan/": 919,
+    "plan/": 918,
     "record/": 2073,
-    "reruns/": 1093,
+    "reruns/": 1087,
     "rollout/": 454,
-    "step/": 1157,
+    "step/": 1141,
     "svi/": 310,
     "targets/": 172,
     "testing/": 886,
