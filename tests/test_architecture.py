@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16693,
+    "pyro_bpq": 16691,
     "modules": 166,
     "top": 104,
     "batching/": 528,
@@ -260,7 +260,7 @@ BUDGETS = {
     "estimators/": 1450,
     "graph/": 765,
     "objectives/": 2168,
-    "plan/": 918,
+    "plan/": 914,
     "record/": 2073,
     "reruns/": 1087,
     "rollout/": 454,
