@@ -250,14 +250,14 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16691,
+    "pyro_bpq": 16689,
     "modules": 166,
     "top": 104,
     "batching/": 528,
     "compiled/": 1367,
     "critics/": 710,
     "diagnostics/": 753,
-    "estimators/": 1450,
+    "estimators/": 1448,
     "graph/": 765,
     "objectives/": 2168,
     "plan/": 914,
