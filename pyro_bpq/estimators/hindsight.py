@@ -45,10 +45,9 @@ class HeldCosts(NamedTuple):
         log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``.
         value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
         changes: The changes at all values, or predictions of them.
+        settled: Sum ``(G, M, plates)``, in nats, of the immediate costs at the drawn values.
         sign: Of bits the sign of the step to the other value, 1 or -1, ``(G, M, plates, D)``; else ``None``.
-        settled: Sum ``(G, M, plates)``, in nats, of the immediate costs at the drawn values; ``None`` if there
-            are none.
-        rest: The same of the costs that read the site and are not known at other values.
+        rest: Sum of the costs that read the site and are not known at other values; ``None`` if there are none.
         particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
         drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all changes
             are.
@@ -62,8 +61,8 @@ class HeldCosts(NamedTuple):
     log_q: Tensor
     value: Tensor
     changes: Changes
+    settled: Tensor
     sign: Tensor | None = None
-    settled: Tensor | None = None
     rest: Tensor | None = None
     particle: Tensor | None = None
     drawn: Tensor | None = None
@@ -149,9 +148,8 @@ class Hindsight(Estimator):
         """Weights every log-probability by its expected coefficient."""
         held: HeldCosts = context.signals["hindsight"]
         with torch.no_grad():
-            later = context.cost
-            for known in (held.settled, held.rest):
-                later = later if known is None else later - known
+            later = context.cost - held.settled
+            later = later if held.rest is None else later - held.rest
             log_q = held.log_q.detach()
             # Of the other values of bits, relative to the drawn ones.
             log_q = log_q if held.sign is None else log_q * held.sign
@@ -172,9 +170,8 @@ class Hindsight(Estimator):
         """The centred sum ``B + λ A + L`` at the drawn values ``(..., D or 1)``, ``λ``, and new statistics."""
         # Predictions read all particles: in a baseline they would bring in the own value.
         own = [means.later.sum(-1), means.held.sum(-1)] if held.drawn is None else [later.new_zeros(())] * 2
-        settled = torch.zeros_like(later) if held.settled is None else held.settled
         centred, new = _centred(later.unsqueeze(-1) + own[0], context, "baseline")
-        immediate, more = _centred(settled.unsqueeze(-1) + own[1], context, "settled")
+        immediate, more = _centred(held.settled.unsqueeze(-1) + own[1], context, "settled")
         crossed = context.crossed if self.crossed and context.cost.shape[1] > 1 else None
         shape = (-1, *(1,) * later.dim())
         kept, scale = (part.reshape(shape) for part in _scales(context.statistics["moments"]))

@@ -131,14 +131,10 @@ class Flips:
             rows += max(sites[member].rows for member in members)
         return Flips(sites, start, rows)
 
-    @property
+    @cached_property
     def costs(self) -> dict[str, tuple[str, ...]]:
         """The evaluated costs of each site."""
-        return {name: self.told(name) for name in self.sites}
-
-    def told(self, name: str) -> tuple[str, ...]:
-        """The costs of any site that are evaluated at its other values."""
-        return tuple(self.sites[name].costs) if name in self.sites else ()
+        return {name: tuple(site.costs) for name, site in self.sites.items()}
 
     @cached_property
     def wanted(self) -> tuple[str, ...]:

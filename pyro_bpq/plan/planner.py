@@ -222,7 +222,7 @@ class Planner:
         options, size = traced.options, structure.size
         sites = frozenset(n for n, own in options.items() if own.leaves_estimator and not traced.infos[n].has_rsample)
         rows = frozenset(name for name in sites if structure.num_rows(name) >= MANY_ROWS)
-        told = {name for name in sites if structure.is_complete(name, flips.told(name))}
+        told = {name for name in sites if structure.is_complete(name, flips.costs.get(name, ()))}
         untold = rows - told
         # The extra run goes on only where it tells most sites everything.
         others = untold if 2 * len(untold) < len(rows) else rows
@@ -291,7 +291,7 @@ class Planner:
         # A critic would learn costs that read more than the site and its ancestors.
         seen = {name, *graph.ancestors(name)}
         learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
-        return learns and structure.is_complete(name, flips.told(name))
+        return learns and structure.is_complete(name, flips.costs.get(name, ()))
 
     def _layout(
         self,
@@ -306,7 +306,7 @@ class Planner:
         specs, tabled, known = {}, {}, set[str]()
         for name, critic in critics.items():
             info, estimator = traced.infos[name], estimators[name]
-            flipped = flips.told(name)
+            flipped = flips.costs.get(name, ())
             own = structure.own_costs(name) if structure.is_exact and estimator.uses_critic else {}
             kinds = {*own, Known.MODEL} if flipped else {*own}
             tabled[name] = (*flipped, *(own[kind] for kind in sorted(own)))

@@ -192,16 +192,17 @@ class HeldRuns:
         changes, exact = (Changes(*map(torch.stack, zip(*each, strict=True))) for each in zip(*pairs, strict=True))
         sites, excess = [self.plan.sites.get(name) for name in names], None
         settled = self._sum(names, [() if site is None else site.changes["immediate"] for site in sites])
-        rest = self._sum(names, [() if site is None else site.rest for site in sites])
+        has_rest = any(site.rest for site in sites if site is not None)
+        rest = self._sum(names, [() if site is None else site.rest for site in sites]) if has_rest else None
         if found := [self.excess[name] for name in names if name in self.excess]:
             none = (torch.zeros_like(found[0][0]),) * 2
             later, immediate = map(torch.stack, zip(*(self.excess.get(name, none) for name in names), strict=True))
             excess = later, immediate
             if index is None:
-                settled = -immediate if settled is None else settled - immediate
                 rest, excess = later + immediate if rest is None else rest + later + immediate, None
+                settled = settled - immediate
         sign = 1.0 - 2.0 * value if has_bits else None
-        return HeldCosts(names, log_q, value, changes, sign, settled, rest, self.particle, index, share, exact, excess)
+        return HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
 
     def _changes(self, name: str, log_q: Tensor, value: Tensor, drawn: Tensor | None) -> tuple[Changes, Changes]:
         """Changes of one site, and the true changes of what is evaluated."""
@@ -219,8 +220,8 @@ class HeldRuns:
             return plain, plain
         return plain, Changes(*(own[: len(at)].gather(-1 if has_bits else -2, at) for own in plain))
 
-    def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor | None:
-        """Sums ``(G, M, plates)``, in nats, of costs that read each site; ``None`` if there are none."""
+    def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor:
+        """Sums ``(G, M, plates)``, in nats, of costs that read each site."""
 
         def of_run(traced: TracedRun, name: str, own: Collection[str]) -> Tensor:
             plates, run = self.graph.node(name).plates, traced.run
@@ -228,9 +229,8 @@ class HeldRuns:
             shape = self.rollout.run_shape(plates)
             return summed(known, plates, shape, run.loss.detach())[0].expand(shape)
 
-        pairs = zip(names, costs, strict=True) if any(costs) else ()
-        found = [torch.cat([of_run(traced, *pair) for traced in self.values.traced]) for pair in pairs]
-        return torch.stack(found) if found else None
+        pairs = zip(names, costs, strict=True)
+        return torch.stack([torch.cat([of_run(traced, *pair) for traced in self.values.traced]) for pair in pairs])
 
 
 def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:

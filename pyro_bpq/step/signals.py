@@ -20,7 +20,6 @@ from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.step.critic_step import CriticBatch, Learned, evaluate_critics
 from pyro_bpq.step.returns import lambda_returns
-from pyro_bpq.step.site_program import Rerun
 
 
 class Signals:
@@ -32,7 +31,8 @@ class Signals:
         tables: For each site, the model's immediate costs after setting one component, ``(M, plates, D, K)`` in nats.
         bank: Critics and running statistics.
         build: Whether missing critics may be built.
-        rerun: Runs the program at other values; ``None`` if that is not possible.
+        rerun: Runs the program at other values, :class:`~pyro_bpq.reruns.at_values.Reruns`; ``None`` if that is not
+            possible.
         by_value: Whether all gradients go through ``log q`` of every value, or only where an estimator needs it.
         shifts: For each site, how much ``tables`` give for the sample itself beyond what the runs have cost,
             ``(M, plates)``.
@@ -45,15 +45,13 @@ class Signals:
         tables: Mapping[str, Tensor],
         bank: CriticBank,
         build: bool,
-        rerun: Rerun | None = None,
+        rerun: Any = None,
         by_value: bool = True,
         shifts: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
         self._of_tables = shifts
-        # Signals may need more of it than a Rerun offers.
-        self.rerun: Any = rerun
-        self.by_value = by_value
+        self.rerun, self.by_value = rerun, by_value
         # Tensors that a signal computes once for all classes, by name of the signal.
         self.shared: dict[str, Any] = {}
         self._shifts: dict[float, dict[int, Tensor]] = {}

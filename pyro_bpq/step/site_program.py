@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,46 +14,10 @@ from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.rollout.runs import Run
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals
-
-
-class Rerun(Protocol):
-    """Runs the program again with a site at another value ``(M, plates, event)``.
-
-    Sites downstream are drawn afresh, or take their values in the runs ``held``, or with ``means`` their means. All
-    other sites keep their values.
-
-    Attributes:
-        generator: Generator for the noise that estimators draw themselves; on the CPU.
-        is_outdated: Whether costs come from an earlier run than the step's own.
-    """
-
-    generator: torch.Generator
-    is_outdated: bool
-
-    def __call__(
-        self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
-    ) -> tuple[Run, ...]:
-        """The runs."""
-        ...
-
-    @property
-    def fresh(self) -> tuple[Run, ...]:
-        """Runs that draw every site afresh, always the same."""
-        ...
-
-    @property
-    def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
-        """The gradient of all costs of each run to the values of sites that no other site reads, by name."""
-        ...
-
-    def hindsight(self, signals: Signals, c: int) -> HeldCosts:
-        """What other values of the sites of a class change while all other sites keep theirs."""
-        ...
 
 
 def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
@@ -74,7 +38,7 @@ class SiteProgramRuns:
         layout: Classes of sites and costs of the graph.
         c: Position of the class.
         batch: Tensors of its sites.
-        rerun: Runs the program at other values.
+        rerun: Runs the program at other values: :class:`pyro_bpq.reruns.at_values.Reruns`.
         downstream: For each site, the runs in which sites downstream of it keep their values. ``None`` draws these
             sites afresh.
         means: Whether sites downstream that are not held take their means.
@@ -83,7 +47,7 @@ class SiteProgramRuns:
     layout: Layout
     c: int
     batch: SiteBatch
-    rerun: Rerun
+    rerun: Any
     downstream: Sequence[tuple[Run, ...] | None] | None = None
     means: bool = False
 
