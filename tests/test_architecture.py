@@ -250,8 +250,8 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16724,
-    "modules": 167,
+    "pyro_bpq": 16450,
+    "modules": 162,
     "top": 103,
     "batching/": 528,
     "compiled/": 1372,
@@ -259,19 +259,19 @@ BUDGETS = {
     "diagnostics/": 753,
     "estimators/": 1450,
     "graph/": 765,
-    "objectives/": 1898,
-    "plan/": 1037,
-    "record/": 2094,
-    "reruns/": 1108,
+    "objectives/": 1891,
+    "plan/": 977,
+    "record/": 2038,
+    "reruns/": 1083,
     "rollout/": 450,
-    "step/": 1263,
+    "step/": 1157,
     "svi/": 302,
     "targets/": 172,
     "testing/": 886,
-    "tracing/": 1844,
-    "tests": 23298,
-    "benchmarks": 3131,
-    "words of docs": 17521,
+    "tracing/": 1824,
+    "tests": 23287,
+    "benchmarks": 2990,
+    "words of docs": 15984,
 }
 
 
