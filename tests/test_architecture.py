@@ -269,7 +269,7 @@ BUDGETS = {
     "targets/": 172,
     "testing/": 886,
     "tracing/": 1823,
-    "tests": 23163,
+    "tests": 23165,
     "benchmarks": 3131,
     "words of docs": 17521,
 }
