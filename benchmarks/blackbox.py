@@ -18,18 +18,19 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, arguments, median, progress, read_csv, table, write_csv, write_markdown
+from common import Row, arguments, grouped, measured, median, progress, table, write_markdown
 from pyro import poutine
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from pyro_bpq import ContextCritic, CostCounter, CriticLearner, ExpectedCost, Replay, cost
+from pyro_bpq import CostCounter, CriticLearner, ExpectedCost, MLPCritic, Replay, cost
 from pyro_bpq.tracing.cost_statement import SkipCosts
 
 BATCH, HIDDEN, CALL_SECONDS = 32, 48, 0.05
@@ -304,8 +305,7 @@ class Ours(Method):
             optimizer=torch.optim.Adam,
             replay=Replay(capacity=policy.capacity, batch_size=policy.replayed, updates_per_step=0, costs="stored"),
         )
-        critic = ContextCritic(hidden=(64,), advantage=policy.advantage)
-        return ExpectedCost(critic=critic, learner=learner)
+        return ExpectedCost(critic=MLPCritic((64,), context=policy.advantage), learner=learner)
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         self.loss.loss_and_grads(None, self.policy, *batch)
@@ -406,6 +406,11 @@ class Size:
     entropies: tuple[float, ...]
 
 
+TASKS: dict[str, Callable[[int], Policy]] = {
+    "transduction T=10": lambda seed: Transduction(10),
+    "attention": lambda seed: Attention(),
+    "simulator": lambda seed: Scheduling(10, seed),
+}
 CALLS = {"transduction T=10": 16_000, "attention": 24_000, "simulator": 6_400}
 FULL = Size(3, CALLS, (1e-2, 3e-3), (2, 4), (0.0, 0.01, 0.03, 0.1))
 QUICK = Size(1, {name: calls // 8 for name, calls in CALLS.items()}, (1e-2,), (2,), (0.03,))
@@ -415,16 +420,16 @@ EPOCHS = 4
 SHARE = 0.25
 
 
-def methods(size: Size) -> dict[str, list[tuple[str, Callable[[Policy], Method]]]]:
-    """Configurations to tune over, by method."""
-    found: dict[str, list[tuple[str, Callable[[Policy], Method]]]] = {"ours": [], "leave-one-out": [], "PPO": []}
+def methods(size: Size) -> dict[str, dict[str, Callable[[Policy], Method]]]:
+    """Configurations to tune over, by method and in words."""
+    found: dict[str, dict[str, Callable[[Policy], Method]]] = {"ours": {}, "leave-one-out": {}, "PPO": {}}
     for lr in size.rates:
-        found["ours"].append((f"lr={lr}", lambda p, lr=lr: Ours(p, lr)))
+        found["ours"][f"lr={lr}"] = partial(Ours, lr=lr)
         for m in size.samples:
-            found["leave-one-out"].append((f"lr={lr}, M={m}", lambda p, lr=lr, m=m: LeaveOneOut(p, lr, m)))
+            found["leave-one-out"][f"lr={lr}, M={m}"] = partial(LeaveOneOut, lr=lr, samples=m)
         for entropy in size.entropies:
             text = f"lr={lr}, {EPOCHS} epochs, entropy {entropy}"
-            found["PPO"].append((text, lambda p, lr=lr, h=entropy: PPO(p, lr, EPOCHS, h)))
+            found["PPO"][text] = partial(PPO, lr=lr, epochs=EPOCHS, entropy=entropy)
     return found
 
 
@@ -437,22 +442,21 @@ def level(policy: Policy, seed: int) -> float:
     return float(run.cost.mean())
 
 
-def train(
-    make: Callable[[], Policy], build: Callable[[Policy], Method], seed: int, budget: int, text: str
-) -> list[Row]:
+def train(size: Size, task: str, seed: int, method: str, options: str) -> list[Row]:
     """Trains until the budget of calls is spent; the level at forty points."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    policy = make()
-    method = build(policy)
+    policy = TASKS[task](seed)
+    learner = methods(size)[method][options](policy)
     generator, seconds = torch.Generator().manual_seed(seed), 0.0
-    steps = budget // (BATCH * method.samples)
+    budget = int(size.budgets[task] * (SHARE if method == "ours" else 1.0))
+    steps = budget // (BATCH * learner.samples)
     rows: list[Row] = [{"calls": 0, "seconds": 0.0, "level": level(policy, seed)}]
     with CostCounter() as counter:
-        for at in progress(range(1, steps + 1), text):
+        for at in progress(range(1, steps + 1), f"{task}: {method} {options} seed={seed}"):
             batch = policy.batch(generator, BATCH)
             start = time.perf_counter()
-            method.step(batch)
+            learner.step(batch)
             seconds += time.perf_counter() - start
             if at % max(steps // 40, 1) == 0 or at == steps:
                 rows.append({"calls": counter.total, "seconds": seconds, "level": level(policy, seed)})
@@ -470,53 +474,35 @@ def reach(rows: list[Row], goal: float, name: str) -> float:
     return next((row[name] for row, now in zip(rows, smooth(rows), strict=True) if now <= goal), float("inf"))
 
 
-def tasks(seed: int) -> dict[str, Callable[[], Policy]]:
-    """What makes the policy of each task."""
-    return {
-        "transduction T=10": lambda: Transduction(10),
-        "attention": Attention,
-        "simulator": lambda: Scheduling(10, seed),
-    }
-
-
 def main() -> None:
     """Measures, prints, writes ``blackbox.csv`` and ``blackbox.md``."""
-    options = arguments(__doc__, resumes=True)
+    options = arguments(__doc__, "seeds resume only")
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")
     pyro.enable_validation(False)
-    path = options.output / "blackbox.csv"
-    curves: list[Row] = read_csv(path) if options.resume else []
-    for seed in range(options.seeds or size.seeds):
-        for task, make in tasks(seed).items():
-            for method, choices in methods(size).items() if task.startswith(options.only) else ():
-                for text, build in choices:
-                    key: Row = {"task": task, "seed": seed, "method": method, "options": text}
-                    if any(row.items() >= key.items() for row in curves):
-                        continue
-                    allowed = int(size.budgets[task] * (SHARE if method == "ours" else 1.0))
-                    curves += [
-                        key | r for r in train(make, build, seed, allowed, f"{task}: {method} {text} seed={seed}")
-                    ]
-                    write_csv(path, curves)
+    cases = [
+        {"task": task, "seed": seed, "method": method, "options": text}
+        for seed in range(options.seeds or size.seeds)
+        for task in TASKS
+        if task.startswith(options.only)
+        for method, choices in methods(size).items()
+        for text in choices
+    ]
+    curves = measured(options.output / "blackbox.csv", cases, partial(train, size), options.resume)
     results = []
-    for task, seed in dict.fromkeys((row["task"], row["seed"]) for row in curves):
-        best = chosen([row for row in curves if (row["task"], row["seed"]) == (task, seed)])
-        results += compare(task, seed, best, CALL_SECONDS if task == "simulator" else 0.0)
+    for (task, seed), rows in grouped(curves, "task", "seed").items():
+        results += compare(task, seed, chosen(rows), CALL_SECONDS if task == "simulator" else 0.0)
     print(table(results), flush=True)
     report(options.output, results, size)
 
 
 def chosen(curves: list[Row]) -> dict[str, tuple[str, list[Row]]]:
     """The settings with the lowest final level, and their points, by method."""
-    found: dict[str, tuple[str, list[Row]]] = {}
-    for method in dict.fromkeys(row["method"] for row in curves):
-        runs: dict[str, list[Row]] = {}
-        for row in curves:
-            if row["method"] == method:
-                runs.setdefault(row["options"], []).append(row)
-        text = min(runs, key=lambda text: smooth(runs[text])[-1])
-        found[method] = text, runs[text]
+    found = {}
+    for (method,), rows in grouped(curves, "method").items():
+        runs = grouped(rows, "options")
+        (text,) = min(runs, key=lambda key: smooth(runs[key])[-1])
+        found[method] = text, runs[text,]
     return found
 
 
@@ -544,12 +530,12 @@ def compare(task: str, seed: int, best: dict[str, tuple[str, list[Row]]], second
 def report(output: Any, results: list[Row], size: Size) -> None:
     """Gains per task, median over seeds."""
     gains = []
-    for task in dict.fromkeys(row["task"] for row in results):
+    for (task,), own in grouped(results, "task").items():
         entry: Row = {"task": task}
         for name in ("calls", "seconds"):
             ratios: list[float] = []
-            for seed in dict.fromkeys(row["seed"] for row in results if row["task"] == task):
-                mine = {r["method"]: r[f"{name} to goal"] for r in results if (r["task"], r["seed"]) == (task, seed)}
+            for rows in grouped(own, "seed").values():
+                mine = {row["method"]: row[f"{name} to goal"] for row in rows}
                 rivals = [value for method, value in mine.items() if method != "ours"]
                 if rivals and "ours" in mine:  # an interrupted run may lack either
                     ratios.append(min(rivals) / mine["ours"])

@@ -24,27 +24,29 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
 from common import (
+    Error,
+    PlainLeaveOneOut,
     Row,
     arguments,
     flat,
+    grouped,
     interleaved,
+    measured,
     median,
     progress,
     quartiles,
-    read_csv,
     table,
     write_csv,
     write_markdown,
 )
 from pyro.infer import ELBO, TraceGraph_ELBO
-from pyro.infer.enum import get_importance_trace
 from pyro.optim import Adam
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -63,14 +65,6 @@ class DoubleNet(nn.Sequential):
         return super().forward(inputs.double())
 
 
-class ScalarNet(nn.Sequential):
-    """A net whose output has no dimension of its own."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The net's output."""
-        return super().forward(inputs).squeeze(-1)
-
-
 class Chain(nn.Module):
     """A guide with one small net for all steps, its model, and its exact loss by dynamic programming.
 
@@ -86,7 +80,7 @@ class Chain(nn.Module):
         self.steps = steps
         generator = torch.Generator().manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))
-        self.baseline = ScalarNet(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+        self.baseline = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1), nn.Flatten(-2))
         with torch.no_grad():
             for parameter in self.net.parameters():
                 bound = parameter.shape[-1] ** -0.5
@@ -108,6 +102,10 @@ class Chain(nn.Module):
         """The exact gradient, in float64."""
         net = self.double_net()
         return flat(torch.autograd.grad(self.exact_loss(net), list(net.parameters())))
+
+    def error(self, exact: Tensor, call: Callable[[], object], repeats: int) -> Error:
+        """The error of the gradient that a call leaves in the net."""
+        return Error.of(exact, self.net.parameters(), call, repeats)
 
     def double_net(self) -> DoubleNet:
         """A copy of the net in float64, for inputs of any precision."""
@@ -247,11 +245,8 @@ class Count(Chain):
         return total / particles
 
 
-class LeaveOneOutELBO(ELBO):
-    """Score function with the cost-to-go minus its mean over the other particles, and nothing else: a lean rival."""
-
-    def _get_trace(self, model, guide, args, kwargs):
-        return get_importance_trace("flat", self.max_plate_nesting, model, guide, args, kwargs)
+class LeaveOneOutELBO(PlainLeaveOneOut):
+    """The same with the cost-to-go of each site: a lean rival."""
 
     def loss_and_grads(self, model, guide, *args, **kwargs):
         """Adds the gradients; returns the loss."""
@@ -295,43 +290,9 @@ class Size:
     nets: int
 
 
+KINDS: dict[str, type[Chain]] = {"markov": Markov, "count": Count}
 QUICK = Size((5, 50, 100), seeds=1, steps=1000, repeats=16, pyro_every=10, pyro_repeats=4, nets=0)
 FULL = Size((1, 2, 5, 10, 20, 50, 100), seeds=5, steps=1000, repeats=50, pyro_every=5, pyro_repeats=16, nets=40)
-
-
-def gradient_of(chain: Chain, call: Callable[[], object]) -> Tensor:
-    """The gradient that a call leaves in the net."""
-    chain.net.zero_grad(set_to_none=True)
-    call()
-    return flat(parameter.grad for parameter in chain.net.parameters())
-
-
-@dataclass(frozen=True)
-class Error:
-    """Error of one step's gradient at fixed parameters.
-
-    Args:
-        variance: Its total variance.
-        bias: Its squared bias, less what the finite number of repeats adds; may come out negative.
-        z: Squared distance of the mean from the exact gradient in units of its expectation; 1 if unbiased.
-    """
-
-    variance: float
-    bias: float
-    z: float
-
-    @classmethod
-    def of(cls, chain: Chain, exact: Tensor, call: Callable[[], object], repeats: int) -> Error:
-        """Measures a call that leaves gradients."""
-        gradients = torch.stack([gradient_of(chain, call) for _ in range(repeats)])
-        variance = float(gradients.var(0).sum())
-        distance = float((gradients.mean(0) - exact).square().sum())
-        return cls(variance, distance - variance / repeats, distance * repeats / max(variance, 1e-300))
-
-    @property
-    def mse(self) -> float:
-        """Variance plus squared bias."""
-        return self.variance + max(self.bias, 0.0)
 
 
 def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], object]]) -> tuple[int, float, float]:
@@ -361,14 +322,14 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
         return lambda: rival.loss_and_grads(*programs)
 
     def leave_one_out(particles: int) -> Callable[[], object]:
-        return step_of(LeaveOneOutELBO(num_particles=particles, **VECTORIZED))
+        return step_of(LeaveOneOutELBO(particles, 0))
 
     learning = copy.deepcopy(elbo)
     number, own_time, rival_time = fitting(step_of(learning), leave_one_out)
     frozen = copy.deepcopy(elbo).eval()
-    ours = Error.of(chain, exact, step_of(frozen), size.repeats)
-    loo = Error.of(chain, exact, leave_one_out(number), size.repeats)
-    best = Error.of(chain, exact, lambda: chain.ideal(PARTICLES).backward(), size.repeats)
+    ours = chain.error(exact, step_of(frozen), size.repeats)
+    loo = chain.error(exact, leave_one_out(number), size.repeats)
+    best = chain.error(exact, lambda: chain.ideal(PARTICLES).backward(), size.repeats)
     row: Row = {
         "checkpoint": at,
         "loss": float(chain.exact_loss(chain.double_net()).detach()),
@@ -401,7 +362,7 @@ def equal_time(
 ) -> float:
     """Squared error of a rival whose steps are averaged until our step's time is spent."""
     seconds = interleaved({"ours": ours, "rival": rival}, 3, time.process_time)
-    return Error.of(chain, exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
+    return chain.error(exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
 
 
 def tracegraph(
@@ -420,28 +381,19 @@ def tracegraph(
     return found
 
 
-def train(kind: type[Chain], steps: int, seed: int, size: Size) -> list[Row]:
+def train(size: Size, chain: str, T: int, seed: int) -> Iterator[Row]:
     """Trains guide and critics together, with ten checkpoints."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    chain = kind(steps, seed)
+    programs = KINDS[chain](T, seed)
     elbo = TraceBackpropQ_ELBO(num_particles=PARTICLES, **VECTORIZED)
-    optimizer = torch.optim.Adam(chain.net.parameters(), lr=LEARNING_RATE)
-    rows = []
-    for at in checkpoints(chain, elbo, optimizer, size.steps, f"{kind.__name__} T={steps} seed={seed}"):
-        found = checkpoint(chain, elbo, size, at)
-        rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, "steps": size.steps, **found})
-    return rows
-
-
-def checkpoints(programs: Any, elbo: ELBO, optimizer: torch.optim.Optimizer, steps: int, text: str) -> Iterator[int]:
-    """Trains the ``guide`` of ``programs`` for so many steps; gives 1 to 10 after each tenth of them."""
-    for step in progress(range(1, steps + 1), text):
+    optimizer = torch.optim.Adam(programs.net.parameters(), lr=LEARNING_RATE)
+    for step in progress(range(1, size.steps + 1), f"{chain} T={T} seed={seed}"):
         optimizer.zero_grad()
         elbo.loss_and_grads(programs.model, programs.guide)
         optimizer.step()
-        if step % (steps // 10) == 0:
-            yield 10 * step // steps
+        if step % (size.steps // 10) == 0:
+            yield {"steps": size.steps, **checkpoint(programs, elbo, size, 10 * step // size.steps)}
 
 
 # Reporting.
@@ -470,9 +422,8 @@ RIVALS = {
 def summary(rows: list[Row]) -> list[Row]:
     """One row per chain and length; median and quartiles over seeds."""
     found = []
-    for chain, steps in dict.fromkeys((row["chain"], row["T"]) for row in rows):
-        mine = [row for row in rows if (row["chain"], row["T"]) == (chain, steps)]
-        runs = [[row for row in mine if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in mine)]
+    for (chain, steps), mine in grouped(rows, "chain", "T").items():
+        runs = grouped(mine, "seed").values()
         entry: Row = {"chain": chain, "T": steps, "seeds": len(runs), "steps": max(row["steps"] for row in mine)}
         for name, text in RIVALS.items():
             gains = [gain(run, name) for run in runs]
@@ -504,13 +455,6 @@ TEXT = (
 )
 
 
-def write_page(rows: list[Row], folder: Path, *remarks: str) -> None:
-    """Prints the summary and writes ``chains.md``."""
-    page = table(summary(rows))
-    print(page)
-    write_markdown(folder / "chains.md", "Chains", [TEXT, *remarks, page])
-
-
 # Compiled against compiled.
 
 SITES, STEPS, NUMBERS = 50, 1000, (64, 512, 4096)
@@ -537,6 +481,7 @@ def compiled(chain: Chain, elbo: TraceBackpropQ_ELBO, lr: float, steps: int) -> 
     return svi
 
 
+@cache
 def times_of_rivals(kind: type[Chain]) -> dict[int, float]:
     """Milliseconds of compiled leave-one-out, by its number of particles; they do not depend on the weights."""
     found = {}
@@ -549,29 +494,27 @@ def times_of_rivals(kind: type[Chain]) -> dict[int, float]:
     return found
 
 
-def compiled_row(kind: type[Chain], particles: int, seed: int, rivals: dict[int, float]) -> Row:
+def compiled_rows(chain: str, particles: int, seed: int) -> Iterator[Row]:
     """One number of particles of ours."""
+    rivals = times_of_rivals(KINDS[chain])
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    chain = kind(SITES, seed=seed)
+    programs = KINDS[chain](SITES, seed=seed)
     options = VECTORIZED if particles > 1 else {}
     elbo = TraceBackpropQ_ELBO(num_particles=particles, **options)
-    svi = compiled(chain, elbo, LEARNING_RATE, STEPS)
+    svi = compiled(programs, elbo, LEARNING_RATE, STEPS)
     own = milliseconds(svi.step)
-    exact, repeats = chain.gradient(), 400 if particles < 100 else 100
+    exact, repeats = programs.gradient(), 400 if particles < 100 else 100
     frozen = copy.deepcopy(elbo).eval()
-    ours = Error.of(chain, exact, lambda: frozen.loss_and_grads(chain.model, chain.guide), repeats)
-    best = Error.of(chain, exact, lambda: chain.ideal(particles).backward(), repeats)
+    ours = programs.error(exact, lambda: frozen.loss_and_grads(programs.model, programs.guide), repeats)
+    best = programs.error(exact, lambda: programs.ideal(particles).backward(), repeats)
     errors = {}
     for number in rivals:
-        rival = LeaveOneOutELBO(num_particles=number, **VECTORIZED)
-        errors[number] = Error.of(chain, exact, lambda: rival.loss_and_grads(chain.model, chain.guide), 60)  # noqa: B023
+        rival = LeaveOneOutELBO(number, 0)
+        errors[number] = programs.error(exact, lambda: rival.loss_and_grads(programs.model, programs.guide), 60)  # noqa: B023
     number = min(rivals, key=lambda n: errors[n].variance * rivals[n])
     product = errors[number].variance * rivals[number]
-    return {
-        "chain": kind.__name__.lower(),
-        "particles": particles,
-        "seed": seed,
+    yield {
         "ms": own,
         "variance over squared gradient": ours.variance / float(exact @ exact),
         "z of bias": ours.z,
@@ -585,14 +528,14 @@ def compiled_row(kind: type[Chain], particles: int, seed: int, rivals: dict[int,
 def compiled_main(options: Any) -> None:
     """Measures compiled steps, writes ``chains_compiled.csv`` and ``chains_compiled.md``."""
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    for kind in (Markov, Count):
-        if kind.__name__.lower().startswith(options.only):
-            rivals = times_of_rivals(kind)
-            cases = [(p, seed) for p in OWN_NUMBERS for seed in range(options.seeds or 1)]
-            for particles, seed in progress(cases, kind.__name__):
-                rows.append(compiled_row(kind, particles, seed, rivals))
-                write_csv(options.output / "chains_compiled.csv", rows)
+    cases = [
+        {"chain": chain, "particles": particles, "seed": seed}
+        for chain in KINDS
+        if chain.startswith(options.only)
+        for particles in OWN_NUMBERS
+        for seed in range(options.seeds or 1)
+    ]
+    rows = measured(options.output / "chains_compiled.csv", cases, compiled_rows, options.resume)
     page = table(rows)
     write_markdown(options.output / "chains_compiled.md", "Chains, compiled", [page])
     print(page)
@@ -600,24 +543,25 @@ def compiled_main(options: Any) -> None:
 
 def main() -> None:
     """Measures, prints, writes ``chains.csv`` and ``chains.md``."""
-    options = arguments(__doc__, resumes=True)
+    options = arguments(__doc__, "compiled seeds resume only")
     if options.compiled:
         return compiled_main(options)
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")
     pyro.enable_validation(False)
-    rows: list[Row] = read_csv(options.output / "chains.csv") if options.resume else []
-    done = {(row["chain"], row["T"], row["seed"]) for row in rows}
-    for seed in range(options.seeds or size.seeds):
-        for steps in size.lengths:
-            for kind in (Markov, Count):
-                name = kind.__name__.lower()
-                if name.startswith(options.only) and (name, steps, seed) not in done:
-                    rows += train(kind, steps, seed, size)
-                    write_csv(options.output / "chains.csv", rows)
+    cases = [
+        {"chain": chain, "T": steps, "seed": seed}
+        for seed in range(options.seeds or size.seeds)
+        for steps in size.lengths
+        for chain in KINDS
+        if chain.startswith(options.only)
+    ]
+    rows = measured(options.output / "chains.csv", cases, partial(train, size), options.resume)
     rows.sort(key=lambda row: (row["T"], row["chain"] != "markov", row["seed"]))
     write_csv(options.output / "chains.csv", rows)
-    write_page(rows, options.output)
+    page = table(summary(rows))
+    write_markdown(options.output / "chains.md", "Chains", [TEXT, page])
+    print(page)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,17 @@ told apart.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
 from common import (
+    AVERAGE,
+    DEFAULT,
+    DEFAULT_COMPILED,
+    DEFAULT_ONE,
     Data,
     Method,
     Race,
@@ -32,6 +33,7 @@ from common import (
     Size,
     arguments,
     bounds,
+    data_file,
     leave_one_out,
     median,
     ours,
@@ -41,12 +43,11 @@ from common import (
     table,
 )
 from pyro import poutine
-from pyro.infer import TraceEnum_ELBO, TraceGraph_ELBO
+from pyro.infer import TraceEnum_ELBO
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.estimators import LeaveOneOut, ReinMax, ScoreFunction
+from pyro_bpq.estimators import ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
@@ -170,8 +171,8 @@ def exact_figure(programs: MarkovModel, data: Data) -> float:
 
 def load_chorales(frames: int, states: int) -> Chorales | None:
     """The data set, cut after so many frames; ``None`` where the file is missing."""
-    path = Path(os.environ.get("PYRO_BPQ_DATA", "")) / "jsb.npz"
-    if "PYRO_BPQ_DATA" not in os.environ or not path.exists():
+    path = data_file("jsb.npz")
+    if path is None:
         return None
     with np.load(path) as file:
         rolls = torch.from_numpy(np.unpackbits(file["rolls"], axis=-1)[:, :frames, :KEYS]).float()
@@ -184,29 +185,15 @@ def load_chorales(frames: int, states: int) -> Chorales | None:
     return Chorales(f"{frames} frames, {states} states", states, found | {"curve": found["test"]})
 
 
-DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
 EXACT = Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact")
 # The lean loop is our own leave-one-out in less time.
 STRONG = (DEFAULT, plain_leave_one_out(8), EXACT)
 METHODS = (
-    *(DEFAULT, Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1), group="ours")),
-    Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph"),
-    *(leave_one_out(8), plain_leave_one_out(8), EXACT),
+    *(DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(8), plain_leave_one_out(8), EXACT),
     Method("ReinMax", lambda: ours(ReinMax()), "onehot", "biased"),
 )
+COMPILE = (DEFAULT_COMPILED, leave_one_out(8, compile=True), leave_one_out(16, compile=True), EXACT)
 NEAR = 0.05  # nats of enumeration
-
-
-def compiled_leave_one_out(particles: int) -> Method:
-    """Leave-one-out with so many samples, compiled."""
-    make = partial(ours, ScoreFunction(LeaveOneOut()), particles, compile=True)
-    return Method(f"leave-one-out, {particles}", make, group="leave-one-out")
-
-
-COMPILE = (
-    Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours"),
-    *(compiled_leave_one_out(8), compiled_leave_one_out(16), EXACT),
-)
 
 
 def gaps(race: Race) -> list[Row]:
@@ -233,7 +220,7 @@ def gaps(race: Race) -> list[Row]:
 
 def main() -> None:
     """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``; long and compiled ones apart."""
-    options = arguments(__doc__)
+    options = arguments(__doc__, "smoke compiled seeds")
     torch.set_num_threads(1)
     kind, size, methods = "chorales", SMOKE if options.smoke else QUICK, METHODS
     if options.full:
@@ -243,7 +230,6 @@ def main() -> None:
     size = replace(size, seeds=options.seeds or size.seeds)
     task = load_chorales(3 if options.smoke else 16, 16)
     if task is None:
-        print("chorales.py: skipped, PYRO_BPQ_DATA names no folder with jsb.npz")
         return
     race = run_race(task, methods, size)
     about = (

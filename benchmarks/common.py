@@ -11,22 +11,26 @@ import argparse
 import contextlib
 import csv
 import gc
+import json
 import math
 import os
 import platform
 import random
 import re
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import ELBO
+from pyro.infer import ELBO, TraceGraph_ELBO
 from pyro.infer.enum import get_importance_trace
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -39,28 +43,72 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
 
-def arguments(description: str | None, resumes: bool = False) -> argparse.Namespace:
-    """Options of every benchmark: quick by default.
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "smoke": {"action": "store_true", "help": "a few steps, to see that it runs"},
+    "compiled": {"action": "store_true", "help": "compiled steps"},
+    "seeds": {"type": int, "default": 0, "help": "number of seeds"},
+    "resume": {"action": "store_true", "help": "keep the runs that the result file has"},
+    "only": {"default": "", "help": "beginning of what to measure; the rest keeps its rows"},
+}
 
-    Args:
-        description: Text of ``--help``.
-        resumes: Whether the benchmark can leave out what a result file already has.
 
-    Returns:
-        ``full``, ``smoke``, ``compiled``, ``seeds``, ``output``; ``resume`` and ``only``.
-    """
+def parser_of(description: str | None, names: str = "") -> argparse.ArgumentParser:
+    """A parser of ``--full``, ``--output`` and some of :data:`OPTIONS`, by name: quick by default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         *("--full", "--long"), dest="full", action="store_true", help="the published figures instead of the quick check"
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--compiled", action="store_true", help="compiled steps, where the benchmark has some")
-    parser.add_argument("--seeds", type=int, default=None, help="number of seeds")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    if resumes:
-        parser.add_argument("--resume", action="store_true", help="keep the runs that the result file has")
-        parser.add_argument("--only", default="", help="beginning of the tasks to measure")
-    return parser.parse_args()
+    for name in names.split():
+        parser.add_argument(f"--{name}", **OPTIONS[name])
+    return parser
+
+
+def arguments(description: str | None, names: str = "") -> argparse.Namespace:
+    """The options of a benchmark that has no others."""
+    return parser_of(description, names).parse_args()
+
+
+def apart(script: str, *call: Any, **environment: str) -> Any:
+    """The result of a function of a script, called with plain values in a new process."""
+    command = [sys.executable, "-W", "ignore", script, "--call", json.dumps(call)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def called(functions: Mapping[str, Callable[..., Any]]) -> bool:
+    """Whether the script runs for :func:`apart`; its function was called then."""
+    if "--call" not in sys.argv:
+        return False
+    name, *args = json.loads(sys.argv[-1])
+    print(json.dumps(functions[name](*args)))
+    return True
+
+
+def data_file(name: str) -> Path | None:
+    """A file in the folder that ``PYRO_BPQ_DATA`` names; says so where there is none."""
+    folder = os.environ.get("PYRO_BPQ_DATA", "")
+    path = Path(folder) / name
+    if folder and path.exists():
+        return path
+    print(f"{Path(sys.argv[0]).name}: skipped, PYRO_BPQ_DATA names no folder with {name}")
+    return None
+
+
+@contextlib.contextmanager
+def picture(path: Path, width: float, height: float, panels: int = 1) -> Iterator[Any]:
+    """Axes side by side, each of so many inches, whose figure is written to a file in the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, panels, figsize=(width * panels, height), squeeze=False)
+    yield axes[0]
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def machine() -> str:
@@ -124,11 +172,6 @@ def timed_step(step: Callable[[], object], elbo: object, longest: float) -> tupl
     return (0.0, time.perf_counter() - begun) if is_making else (taken, 0.0)
 
 
-def median(values: Iterable[float]) -> float:
-    """The median."""
-    return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))
-
-
 def quartiles(values: Iterable[float]) -> str:
     """Median and quartiles as text."""
     low, middle, high = torch.tensor(list(values), dtype=torch.float64).quantile(
@@ -140,6 +183,40 @@ def quartiles(values: Iterable[float]) -> str:
 def flat(gradients: Iterable[Tensor]) -> Tensor:
     """Gradients as one vector in float64."""
     return torch.cat([gradient.detach().double().reshape(-1) for gradient in gradients])
+
+
+@dataclass(frozen=True)
+class Error:
+    """Error of one step's gradient at fixed parameters.
+
+    Args:
+        variance: Its total variance.
+        bias: Its squared bias, less what the finite number of repeats adds; may come out negative.
+        z: Squared distance of the mean from the exact gradient in units of its expectation; 1 if unbiased.
+    """
+
+    variance: float
+    bias: float
+    z: float
+
+    @classmethod
+    def of(cls, exact: Tensor, parameters: Iterable[Tensor], call: Callable[[], object], repeats: int) -> Error:
+        """Measures a call that leaves gradients in some parameters."""
+        leaves, found = list(parameters), []
+        for _ in range(repeats):
+            for leaf in leaves:
+                leaf.grad = None
+            call()
+            found.append(flat(leaf.grad for leaf in leaves))
+        gradients = torch.stack(found)
+        variance = float(gradients.var(0).sum())
+        distance = float((gradients.mean(0) - exact).square().sum())
+        return cls(variance, distance - variance / repeats, distance * repeats / max(variance, 1e-300))
+
+    @property
+    def mse(self) -> float:
+        """Variance plus squared bias."""
+        return self.variance + max(self.bias, 0.0)
 
 
 def progress(items: Sequence[Any], text: str) -> Iterable[Any]:
@@ -162,6 +239,24 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows by their values in some columns."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return found
+
+
+def measured(path: Path, cases: Iterable[Row], measure: Callable[..., Iterable[Row]], resumes: bool) -> list[Row]:
+    """The rows of all cases, written after each one; with ``resumes`` the file keeps the cases that it has."""
+    rows = read_csv(path) if resumes else []
+    for case in cases:
+        if not any(case.items() <= row.items() for row in rows):
+            rows += [case | row for row in measure(**case)]
+            write_csv(path, rows)
+    return rows
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -236,19 +331,15 @@ class Task(Protocol):
 
     def programs(self, program: str) -> nn.Module:
         """A module with the methods ``model`` and ``guide``; ``pyro.module`` registers its parameters in the guide."""
-        ...
 
     def batch(self, generator: torch.Generator) -> Data:
         """Arguments of model and guide for a step."""
-        ...
 
     def held_out(self, split: str) -> Data:
         """Arguments for ``"curve"``, ``"valid"`` or ``"test"``, rows first."""
-        ...
 
     def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
         """ELBO with one sample and importance bound with many, in nats per unit."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -476,10 +567,16 @@ def ours(estimator: Estimator, particles: int = 1, compile: bool = False) -> Tra
     return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, compile=compile, **many)
 
 
-def leave_one_out(particles: int) -> Method:
+def leave_one_out(particles: int, compile: bool = False) -> Method:
     """Leave-one-out with so many samples."""
     score = ScoreFunction(LeaveOneOut())
-    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
+    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles, compile), group="leave-one-out")
+
+
+DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
+DEFAULT_ONE = Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1), group="ours")
+AVERAGE = Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph")
+DEFAULT_COMPILED = Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours")
 
 
 # Reporting.
@@ -562,33 +659,26 @@ def curves(race: Race) -> list[Row]:
 
 def plot(races: Sequence[Race], path: Any) -> None:
     """Held-out bound over CPU time; medians over seeds, a panel per task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(races), figsize=(6.0 * len(races), 4.2), squeeze=False)
-    for race, axis in zip(races, axes[0], strict=True):
-        ends = []
-        for number, (name, runs) in enumerate(race.runs.items()):
-            points = list(zip(*(run.smooth() for run in runs), strict=True))
-            values = [median(point) for point in points]
-            times = [median(point) for point in zip(*(run.smooth("seconds") for run in runs), strict=True)]
-            is_ours = runs[0].method.group == "ours"
-            style = {"biased": ":", "exact": "--"}.get(runs[0].method.group, "-")
-            axis.plot(times, values, style, label=name, color=f"C{number % 10}", linewidth=2.5 if is_ours else 1.2)
-            ends += values[len(values) // 5 :]
-        finite = [value for value in ends if math.isfinite(value)]
-        if finite:
-            axis.set_ylim(min(finite), None)
-        axis.set(
-            xlabel="CPU seconds of training", ylabel=f"held-out bound, nats per {race.task.unit}", title=race.task.name
-        )
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 6.0, 4.2, len(races)) as axes:
+        for race, axis in zip(races, axes, strict=True):
+            ends = []
+            for number, (name, runs) in enumerate(race.runs.items()):
+                points = list(zip(*(run.smooth() for run in runs), strict=True))
+                values = [median(point) for point in points]
+                times = [median(point) for point in zip(*(run.smooth("seconds") for run in runs), strict=True)]
+                is_ours = runs[0].method.group == "ours"
+                style = {"biased": ":", "exact": "--"}.get(runs[0].method.group, "-")
+                axis.plot(times, values, style, label=name, color=f"C{number % 10}", linewidth=2.5 if is_ours else 1.2)
+                ends += values[len(values) // 5 :]
+            finite = [value for value in ends if math.isfinite(value)]
+            if finite:
+                axis.set_ylim(min(finite), None)
+            axis.set(
+                xlabel="CPU seconds of training",
+                ylabel=f"held-out bound, nats per {race.task.unit}",
+                title=race.task.name,
+            )
+            axis.legend(fontsize=7)
 
 
 def report(

@@ -25,14 +25,12 @@ Caches on disk are empty at the start of each program, and off, so that each com
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import json
-import os
 import random
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -41,7 +39,19 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, Row, median, read_csv, table, uncollected, write_csv, write_markdown
+from common import (
+    Row,
+    apart,
+    called,
+    median,
+    parser_of,
+    picture,
+    read_csv,
+    table,
+    uncollected,
+    write_csv,
+    write_markdown,
+)
 from pyro.infer import ELBO, SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.optim import Adam
 from torch import Tensor, nn
@@ -84,30 +94,28 @@ def chain(steps: int, is_observed: bool) -> Program:
     return model, guide
 
 
-def belief_network(visible: int, hidden: int, rows: int = 100) -> Program:
-    """A sigmoid belief network with two stochastic layers, and a guide of the same shape.
+def belief_network(visible: int, *hidden: int, rows: int = 100) -> Program:
+    """Layers of Bernoulli units above binary data, with affine nets between them, and a guide of the same shape.
+
+    One layer has a fair prior, as in a variational autoencoder; the upper one of several has a prior that is learned.
 
     Args:
         visible: Number of visible units.
-        hidden: Number of units of each stochastic layer.
+        *hidden: Number of units of each layer of latents, from the data up.
         rows: Rows of data a step.
 
     Returns:
         Model and guide.
     """
     torch.manual_seed(0)
-    nets = nn.ModuleDict(
-        {
-            "up": nn.Linear(visible, hidden),
-            "top": nn.Linear(hidden, hidden),
-            "down": nn.Linear(hidden, hidden),
-            "out": nn.Linear(hidden, visible),
-        }
-    )
-    prior = nn.Parameter(torch.zeros(hidden))
-    nets.register_parameter("prior", prior)
+    sizes = [*itertools.pairwise((visible, *hidden))]
+    up, down = nn.ModuleList(nn.Linear(a, b) for a, b in sizes), nn.ModuleList(nn.Linear(b, a) for a, b in sizes)
+    nets, prior = nn.ModuleDict({"up": up, "down": down}), torch.zeros(hidden[-1])
+    if len(hidden) > 1:
+        prior = nn.Parameter(prior)
+        nets.register_parameter("prior", prior)
     data = torch.bernoulli(torch.full((rows, visible), 0.3))
-    name = f"nets_{visible}"
+    name = f"nets_{visible}_{len(hidden)}"
 
     def units(site: str, logits: Tensor, obs: Tensor | None = None) -> Tensor:
         return pyro.sample(site, dist.Bernoulli(logits=logits).to_event(1), obs=obs)
@@ -115,45 +123,17 @@ def belief_network(visible: int, hidden: int, rows: int = 100) -> Program:
     def model() -> None:
         pyro.module(name, nets)
         with pyro.plate("rows", rows):
-            top = units("top", prior.expand(rows, hidden))
-            low = units("low", nets["down"](top))
-            units("x", nets["out"](low), data)
+            value = prior.expand(rows, hidden[-1])
+            for i in reversed(range(len(hidden))):
+                value = down[i](units(f"z_{i}", value))
+            units("x", value, data)
 
     def guide() -> None:
         pyro.module(name, nets)
         with pyro.plate("rows", rows):
-            low = units("low", nets["up"](data))
-            units("top", nets["top"](low))
-
-    return model, guide
-
-
-def autoencoder(visible: int, hidden: int, rows: int = 100) -> Program:
-    """A variational autoencoder with one layer of Bernoulli latents between affine nets.
-
-    Args:
-        visible: Number of visible units.
-        hidden: Number of latents.
-        rows: Rows of data a step.
-
-    Returns:
-        Model and guide.
-    """
-    torch.manual_seed(0)
-    nets = nn.ModuleDict({"encoder": nn.Linear(visible, hidden), "decoder": nn.Linear(hidden, visible)})
-    data = torch.bernoulli(torch.full((rows, visible), 0.3))
-    name = f"autoencoder_{visible}"
-
-    def model() -> None:
-        pyro.module(name, nets)
-        with pyro.plate("rows", rows):
-            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(hidden)).to_event(1))
-            pyro.sample("x", dist.Bernoulli(logits=nets["decoder"](z)).to_event(1), obs=data)
-
-    def guide() -> None:
-        pyro.module(name, nets)
-        with pyro.plate("rows", rows):
-            pyro.sample("z", dist.Bernoulli(logits=nets["encoder"](data)).to_event(1))
+            value = data
+            for i, net in enumerate(up):
+                value = units(f"z_{i}", net(value))
 
     return model, guide
 
@@ -191,9 +171,9 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "chain, 20 sites": lambda: chain(20, False),
     "chain, 50 sites": lambda: chain(50, False),
     "observed chain, 50 sites": lambda: chain(50, True),
-    "belief network 64-20-20": lambda: belief_network(64, 20),
-    "belief network 784-200-200": lambda: belief_network(784, 200),
-    "VAE 784-200": lambda: autoencoder(784, 200),
+    "belief network 64-20-20": lambda: belief_network(64, 20, 20),
+    "belief network 784-200-200": lambda: belief_network(784, 200, 200),
+    "VAE 784-200": lambda: belief_network(784, 200),
     "chain, 100 sites": lambda: chain(100, False),
     "chain, 200 sites": lambda: chain(200, False),
     "chain, 500 sites": lambda: chain(500, False),
@@ -331,11 +311,8 @@ class Turn:
 
 def in_new_process(*case: object) -> list[Row]:
     """The same; compiled code of one program does not slow another one down."""
-    command = [sys.executable, "-W", "ignore", __file__, "--one", json.dumps(case)]
     with tempfile.TemporaryDirectory() as folder:
-        around = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=around)
-    return json.loads(done.stdout.splitlines()[-1])
+        return apart(__file__, "measure", *case, TORCHINDUCTOR_CACHE_DIR=folder)
 
 
 def by_numpyro(python: str) -> list[Row]:
@@ -352,16 +329,9 @@ def by_numpyro(python: str) -> list[Row]:
 
 def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="longer chains, and more rounds")
-    parser.add_argument("--only", default="", help="beginning of the programs to measure; others keep their rows")
+    parser = parser_of(__doc__, "only")
     parser.add_argument("--numpyro", default="", help="an interpreter that has NumPyro")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(*options.one)))
-        return
     names = [name for name in list(PROGRAMS)[: None if options.full else QUICK] if name.startswith(options.only)]
     known = read_csv(options.output / "compiled.csv") if options.only else []
     kept = [
@@ -397,28 +367,20 @@ def write(output: Path, rows: list[Row]) -> None:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Time of a step by length of the chain, on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.0, 3.6))
-    for way in SHOWN:
-        chains = [row for row in rows if row["way"] == way and row["program"].startswith("chain,")]
-        points = sorted((int(row["program"].split()[1]), row["milliseconds"]) for row in chains)
-        if points:
-            axis.loglog(
-                *zip(*points, strict=True), "o-", label=way, linewidth=2.5 if way.startswith("default") else 1.2
-            )
-    axis.set(xlabel="sites of the chain", ylabel="milliseconds of a step")
-    ticks = sorted({int(row["program"].split()[1]) for row in rows if row["program"].startswith("chain,")})
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 6.0, 3.6) as (axis,):
+        for way in SHOWN:
+            chains = [row for row in rows if row["way"] == way and row["program"].startswith("chain,")]
+            points = sorted((int(row["program"].split()[1]), row["milliseconds"]) for row in chains)
+            if points:
+                axis.loglog(
+                    *zip(*points, strict=True), "o-", label=way, linewidth=2.5 if way.startswith("default") else 1.2
+                )
+        axis.set(xlabel="sites of the chain", ylabel="milliseconds of a step")
+        ticks = sorted({int(row["program"].split()[1]) for row in rows if row["program"].startswith("chain,")})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.legend(fontsize=8)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not called(globals()):
     main()

@@ -11,24 +11,18 @@ Each repeat is a process of its own, with another seed; the table has medians, a
 
 from __future__ import annotations
 
-import argparse
 import gc
-import inspect
-import json
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, Row, median, progress, read_csv, table, write_csv, write_markdown
-from compiled import autoencoder, belief_network
+from common import Row, apart, called, grouped, median, parser_of, progress, read_csv, table, write_csv, write_markdown
+from compiled import belief_network
 from programs import Chain, Grid, Layers, Parts
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
@@ -52,7 +46,6 @@ class HiddenMarkov(Parts):
         self.cell, self.out = nn.GRUCell(5, 16), nn.Linear(16, 4)
 
     def model(self, x: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(x), dim=-1):
             logits = torch.zeros(4)
             for t in range(self.sites):
@@ -61,7 +54,6 @@ class HiddenMarkov(Parts):
                 logits = self.move[z]
 
     def guide(self, x: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(x), dim=-1):
             hidden, hot = torch.zeros(len(x), 16), torch.zeros(len(x), 4)
             for t in range(self.sites):
@@ -83,7 +75,6 @@ class DeepMarkov(Parts):
         self.reader, self.law = nn.GRU(width, 32, batch_first=True), nn.Linear(32 + states, states)
 
     def model(self, x: Tensor, lengths: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(x), dim=-1):
             z = torch.zeros(self.states)
             for t in range(x.shape[1]):
@@ -92,7 +83,6 @@ class DeepMarkov(Parts):
                     pyro.sample(f"x_{t}", dist.Bernoulli(logits=self.emit(z)).to_event(1), obs=x[:, t])
 
     def guide(self, x: Tensor, lengths: Tensor) -> None:
-        self.start()
         read = self.reader(x.flip(1))[0].flip(1)
         with pyro.plate("rows", len(x), dim=-1):
             z = torch.zeros(len(x), self.states)
@@ -125,8 +115,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Case], dict[str, Any]]] = {
     "grid 6 x 6, independent guide": (lambda: of(Grid(6)), {}),
     "chain of 50": (lambda: of(Chain(50)), {}),
     "belief network of 3 layers, 64 rows": (lambda: of(Layers(3, 20), torch.rand(64, 64).round()), {}),
-    "belief network 784-200-200, 100 rows": (lambda: (*belief_network(784, 200), ()), {}),
-    "VAE 784-200, 100 rows": (lambda: (*autoencoder(784, 200), ()), {}),
+    "belief network 784-200-200, 100 rows": (lambda: (*belief_network(784, 200, 200), ()), {}),
+    "VAE 784-200, 100 rows": (lambda: (*belief_network(784, 200), ()), {}),
     "AutoNormal, 100 vectorised particles": (
         lambda: (regression, AutoNormal(regression), (torch.randn(50, 10), torch.randn(50))),
         {"num_particles": 100, "vectorize_particles": True},
@@ -140,12 +130,7 @@ def made(name: str, seed: int) -> tuple[Case, dict[str, Callable[[], Any]]]:
     pyro.set_rng_seed(seed)
     torch.set_num_threads(1)
     make, options = PROGRAMS[name]
-    # Rules alone: trials are no part of a step.
-    rules = {"choice": "fixed"} if "choice" in inspect.signature(TraceBackpropQ_ELBO).parameters else {}
-    return make(), {
-        "Trace_ELBO": lambda: Trace_ELBO(**options),
-        "ours": lambda: TraceBackpropQ_ELBO(**options, **rules),
-    }
+    return make(), {"Trace_ELBO": lambda: Trace_ELBO(**options), "ours": lambda: TraceBackpropQ_ELBO(**options)}
 
 
 def measure(name: str, seed: int, settled: int) -> Row:
@@ -199,17 +184,10 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def apart(*call: Any) -> Any:
-    """The result of a function of this script, in a new process."""
-    command = [sys.executable, "-W", "ignore", __file__, "--call", json.dumps(call)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-
-
 def summary(rows: list[Row]) -> list[Row]:
     """Medians and ranges over repeats."""
     found = []
-    for name in dict.fromkeys(row["program"] for row in rows):
-        own = [row for row in rows if row["program"] == name]
+    for (name,), own in grouped(rows, "program").items():
 
         def over(column: str, own: list[Row] = own) -> str:
             values = [float(row[column]) for row in own]
@@ -227,25 +205,19 @@ def summary(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Measures, prints, writes CSV and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="five repeats in place of three")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser = parser_of(__doc__, "only smoke")
     parser.add_argument("--repeats", type=int, default=0, help="number of repeats")
-    parser.add_argument("--only", default="", help="beginning of the programs to measure; others keep their rows")
     parser.add_argument("--name", default="first_steps", help="stem of the result files")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--call", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.call:
-        function, *args = options.call
-        return print(json.dumps(globals()[function](*args)))
     repeats = options.repeats or (1 if options.smoke else 5 if options.full else 3)
     names = [name for name in PROGRAMS if name.startswith(options.only)]
     path = options.output / f"{options.name}.csv"
     rows = [row for row in read_csv(path) if row["program"] not in names] if options.only else []
     for name in progress(names, "programs"):
-        memory = {f"megabytes of {way}": apart("megabytes", name, way) for way in ("Trace_ELBO", "ours")}
-        rows += [apart("measure", name, seed, 4 if options.smoke else SETTLED) | memory for seed in range(repeats)]
+        memory = {f"megabytes of {way}": apart(__file__, "megabytes", name, way) for way in ("Trace_ELBO", "ours")}
+        rows += [
+            apart(__file__, "measure", name, seed, 4 if options.smoke else SETTLED) | memory for seed in range(repeats)
+        ]
         rows.sort(key=lambda row: [*PROGRAMS].index(row["program"]))
         write_csv(path, rows)
     about = (__doc__ or "").split("\n\n")[1].replace("\n", " ")
@@ -254,5 +226,5 @@ def main() -> None:
     print(page)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not called(globals()):
     main()

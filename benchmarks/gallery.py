@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +21,7 @@ from race import Run
 from pyro_bpq import TraceBackpropQ_ELBO
 
 GALLERY = Path(__file__).parent.parent / "gallery"
-METHODS: dict[str, Callable[[], Any]] = {
-    "TraceBackpropQ_ELBO": TraceBackpropQ_ELBO,
-    "TraceGraph_ELBO": TraceGraph_ELBO,
-    "Trace_ELBO": Trace_ELBO,
-}
+METHODS = {kind.__name__: kind for kind in (TraceBackpropQ_ELBO, TraceGraph_ELBO, Trace_ELBO)}
 SLICE = 0.5
 
 
@@ -64,7 +59,7 @@ def measure(program: ModuleType, seconds: float, seeds: int, particles: int) -> 
 
 def main() -> None:
     """Measures and writes ``results/gallery.csv`` and ``gallery.md``."""
-    options = arguments(__doc__, resumes=True)
+    options = arguments(__doc__, "smoke seeds only")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     seconds, seeds, particles = (20.0, 5, 200) if options.full else (4.0, 2, 30)

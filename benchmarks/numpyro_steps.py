@@ -4,12 +4,11 @@ It needs ``numpyro`` and nothing of this project, so it may run in an environmen
 ``svi.update`` under ``jax.jit``, with Adam; its ``TraceGraph_ELBO`` charges a site with the costs downstream of it and
 has no baselines. It prints one JSON object a line.
 
-    python benchmarks/numpyro_steps.py [--sites 50] [--particles 1 1000] [--rounds 12]
+    python benchmarks/numpyro_steps.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,31 +23,31 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI, TraceGraph_ELBO
 from numpyro.optim import Adam
 
-OBSERVED = 0.7
+SITES, ROUNDS, OBSERVED = 50, 12, 0.7
 
 
-def program(sites: int) -> tuple[object, object]:
+def program() -> tuple[object, object]:
     """Model and guide: binary sites, each conditioned on the one before, and an observation at the end."""
 
     def model() -> None:
         start, step, means = (numpyro.param(name, jnp.zeros(2)) for name in ("prior", "next", "means"))
         z = numpyro.sample("z_0", dist.BernoulliLogits(start[0]))
-        for t in range(1, sites):
+        for t in range(1, SITES):
             z = numpyro.sample(f"z_{t}", dist.BernoulliLogits(step[0] + step[1] * z))
         numpyro.sample("x", dist.Normal(means[0] + means[1] * z, 1.0), obs=OBSERVED)
 
     def guide() -> None:
-        logits, slope = numpyro.param("posterior", jnp.zeros(sites)), numpyro.param("slope", jnp.asarray(0.5))
+        logits, slope = numpyro.param("posterior", jnp.zeros(SITES)), numpyro.param("slope", jnp.asarray(0.5))
         z = 0.0
-        for t in range(sites):
+        for t in range(SITES):
             z = numpyro.sample(f"z_{t}", dist.BernoulliLogits(logits[t] + slope * z))
 
     return model, guide
 
 
-def measure(sites: int, particles: int, rounds: int) -> dict[str, float]:
+def measure(particles: int) -> dict[str, float]:
     """Milliseconds of a step, and seconds until the first compiled one."""
-    svi = SVI(*program(sites), Adam(1e-3), TraceGraph_ELBO(num_particles=particles))
+    svi = SVI(*program(), Adam(1e-3), TraceGraph_ELBO(num_particles=particles))
     start = time.perf_counter()
     state = svi.init(jax.random.PRNGKey(0))
     update = jax.jit(svi.update, donate_argnums=0)
@@ -56,7 +55,7 @@ def measure(sites: int, particles: int, rounds: int) -> dict[str, float]:
     loss.block_until_ready()
     made = time.perf_counter() - start
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         start = time.process_time()
         for _ in range(20):
             state, loss = update(state)
@@ -67,13 +66,8 @@ def measure(sites: int, particles: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", type=int, default=50)
-    parser.add_argument("--particles", type=int, nargs="+", default=[1, 1000])
-    parser.add_argument("--rounds", type=int, default=12)
-    options = parser.parse_args()
-    for particles in options.particles:
-        print(json.dumps({"particles": particles, **measure(options.sites, particles, options.rounds)}), flush=True)
+    for particles in (1, 1000):
+        print(json.dumps({"particles": particles, **measure(particles)}), flush=True)
 
 
 if __name__ == "__main__":

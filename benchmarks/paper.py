@@ -22,13 +22,13 @@ import itertools
 import time
 import warnings
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, arguments, flat, median, progress, read_csv, table, write_csv, write_markdown
+from common import Error, Row, arguments, grouped, measured, median, progress, table, write_markdown
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -196,30 +196,24 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
 
 def moments(problem: Problem, elbo: TraceBackpropQ_ELBO, leaf: Tensor, repeats: int) -> dict[str, float]:
     """Squared bias and variance of a step's gradient, as shares of the squared exact gradient."""
-    logits = leaf.detach().double().requires_grad_()
+    logits, frozen = leaf.detach().double().requires_grad_(), copy.deepcopy(elbo).eval()
     (exact,) = torch.autograd.grad(problem.loss(logits), logits)
-    frozen, found = copy.deepcopy(elbo).eval(), []
-    for _ in range(repeats):
-        leaf.grad = None
-        frozen.loss_and_grads(problem.model, problem.guide)
-        found.append(flat([leaf.grad]))
-    leaf.grad = None
-    gradients, square = torch.stack(found), float(exact.square().sum())
-    variance = float(gradients.var(0).sum())
-    bias = float((gradients.mean(0) - exact.flatten()).square().sum()) - variance / repeats
-    return {"bias": bias / square, "variance": variance / square}
+    error = Error.of(exact.flatten(), [leaf], lambda: frozen.loss_and_grads(problem.model, problem.guide), repeats)
+    leaf.grad, square = None, float(exact.square().sum())
+    return {"bias": error.bias / square, "variance": error.variance / square}
 
 
-def best_rate(name: str, method: str, size: Size) -> float:
+@cache
+def best_rate(size: Size, graph: str, method: str) -> float:
     """The learning rate with the smallest gap after half as many steps, on a seed of its own."""
     short = replace(size, steps=max(size.steps // 2, 1), checkpoints=1, repeats=0)
-    options = methods(short)[method]
-    return min(RATES, key=lambda rate: train(name, method, options, TUNING_SEED, short, rate)[-1]["gap"])
+    return min(RATES, key=lambda rate: train(short, graph, method, TUNING_SEED, rate)[-1]["gap"])
 
 
-def train(name: str, method: str, options: dict[str, Any], seed: int, size: Size, rate: float) -> list[Row]:
-    """Trains guide and critics; a row for each checkpoint."""
-    problem, best = problem_of(name, seed)
+def train(size: Size, graph: str, method: str, seed: int, rate: float = 0.0) -> list[Row]:
+    """Trains guide and critics, at the best rate if none is given; a row for each checkpoint."""
+    rate, options = rate or best_rate(size, graph, method), methods(size)[method]
+    problem, best = problem_of(graph, seed)
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     elbo = TraceBackpropQ_ELBO(size.particles, vectorize_particles=True, max_plate_nesting=0, **options)
@@ -230,7 +224,7 @@ def train(name: str, method: str, options: dict[str, Any], seed: int, size: Size
     first = float(problem.loss(problem.start.double()))
     marks = {round(size.steps * (k + 1) / size.checkpoints) for k in range(size.checkpoints)}
     rows, seconds = [], 0.0
-    for step in progress(range(1, size.steps + 1), f"{name}, {method}, seed {seed}"):
+    for step in progress(range(1, size.steps + 1), f"{graph}, {method}, seed {seed}"):
         begin = time.process_time()
         optimizer.zero_grad()
         elbo.loss_and_grads(problem.model, problem.guide)
@@ -239,7 +233,7 @@ def train(name: str, method: str, options: dict[str, Any], seed: int, size: Size
         seconds += time.process_time() - begin
         if step in marks:
             now = float(problem.loss(leaf.detach().double()))
-            row = {"graph": name, "method": method, "seed": seed, "rate": rate, "step": step, "seconds": seconds}
+            row = {"rate": rate, "step": step, "seconds": seconds}
             is_measured = not rows and size.repeats > 0
             known = moments(problem, elbo, leaf, size.repeats) if is_measured else {"bias": "", "variance": ""}
             rows.append(row | {"gap": (now - best) / (first - best)} | known)
@@ -249,10 +243,9 @@ def train(name: str, method: str, options: dict[str, Any], seed: int, size: Size
 def summary(rows: list[Row]) -> list[Row]:
     """One row per graph and method: medians over seeds."""
     found = []
-    for graph, method in dict.fromkeys((row["graph"], row["method"]) for row in rows):
-        mine = [row for row in rows if (row["graph"], row["method"]) == (graph, method)]
-        steps = sorted({row["step"] for row in mine})
-        at = {step: [row for row in mine if row["step"] == step] for step in steps}
+    for (graph, method), mine in grouped(rows, "graph", "method").items():
+        at = {step: own for (step,), own in grouped(mine, "step").items()}
+        steps = sorted(at)
         early, last = at[steps[0]], at[steps[-1]]
         shown = steps[:-1][:: max(len(steps) // 5, 1)]
         found.append(
@@ -274,21 +267,17 @@ def summary(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Measures, prints, writes ``paper.csv`` and ``paper.md``."""
-    options = arguments(__doc__, resumes=True)
+    options = arguments(__doc__, "smoke seeds resume only")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     size = SMOKE if options.smoke else FULL if options.full else QUICK
-    path = options.output / "paper.csv"
-    rows = read_csv(path) if options.resume else []
-    done = {(row["graph"], row["method"], row["seed"]) for row in rows}
-    rates = {(row["graph"], row["method"]): row["rate"] for row in rows}
-    for seed, name in itertools.product(range(options.seeds or size.seeds), PROBLEMS):
-        for method, chosen in methods(size).items():
-            if (name, method, seed) not in done and name.startswith(options.only):
-                if (name, method) not in rates:
-                    rates[name, method] = best_rate(name, method, size)
-                rows += train(name, method, chosen, seed, size, rates[name, method])
-                write_csv(path, rows)
+    cases = [
+        {"graph": graph, "method": method, "seed": seed}
+        for seed, graph in itertools.product(range(options.seeds or size.seeds), PROBLEMS)
+        if graph.startswith(options.only)
+        for method in methods(size)
+    ]
+    rows = measured(options.output / "paper.csv", cases, partial(train, size), options.resume)
     page = table(summary(rows))
     print(page)
     about = (

@@ -1,11 +1,11 @@
 """Programs of many kinds, for the race of the default against its own options and Pyro's ELBOs.
 
-Each program is a module with ``model`` and ``guide``; ``steered`` says whether sampled values decide what happens next.
-``HELD_OUT`` names a third of them, which rules are not made on: they are looked at for the final figures only.
+Each program is a module with ``model`` and ``guide``. A third of them is held out.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,24 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-HELD_OUT = (
-    "attention VAE",
-    "search",
-    "machine",
-    "Poisson factors",
-    "grid",
-    "mixture, 10000 rows",
-    "spike and slab",
-    "three layers",
-    "linear VAE, 1 row",
-    "labels and styles",
-    "chains of 32 rows",
-    "alarm",
-    "two counts",
-    "kinds and levels",
-    "diagnosis",
-)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -45,20 +27,33 @@ class Program:
         make: Makes the module, from the present seed of the global generator.
         rows: Rows of digits in a step; 0 for programs without arguments.
         steered: Whether sampled values steer it.
+        held_out: Whether it is one of those on which rules are not made: they are looked at for the final figures only.
     """
 
     name: str
     make: Callable[[], Any]
     rows: int = 0
     steered: bool = False
+    held_out: bool = False
 
 
 class Parts(nn.Module):
-    """A program whose parameters are those of the module."""
+    """A program whose ``model`` and ``guide`` register the parameters of the module before they run."""
 
-    def start(self) -> None:
-        """Registers the parameters."""
-        pyro.module("programs", self)
+    def __init_subclass__(cls) -> None:
+        for part in ("model", "guide"):
+            setattr(cls, part, registering(getattr(cls, part)))
+
+
+def registering(part: Callable[..., None]) -> Callable[..., None]:
+    """A model or a guide that registers the parameters of its module."""
+
+    @functools.wraps(part)
+    def run(module: Parts, *args: Tensor) -> None:
+        pyro.module("programs", module)
+        part(module, *args)
+
+    return run
 
 
 # Rows of data.
@@ -70,8 +65,8 @@ class DigitVAE(Parts):
     def __init__(self, parts: int, values: int, decoder: nn.Module, hidden: int = 64) -> None:
         super().__init__()
         self.parts, self.values, self.decoder = parts, values, decoder
-        width = parts * (values if values > 2 else 1)
-        self.encoder = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.width = parts * (values if values > 2 else 1)
+        self.encoder = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, self.width))
 
     def law(self, logits: Tensor) -> Any:
         """The distribution of the latents."""
@@ -80,15 +75,12 @@ class DigitVAE(Parts):
         return dist.OneHotCategorical(logits=logits.unflatten(-1, (self.parts, self.values))).to_event(1)
 
     def model(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
-            width = self.parts * (self.values if self.values > 2 else 1)
-            z = pyro.sample("z", self.law(images.new_zeros(width)))
+            z = pyro.sample("z", self.law(images.new_zeros(self.width)))
             logits = self.decoder(z if self.values == 2 else z.flatten(-2))
             pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             pyro.sample("z", self.law(self.encoder(images)))
 
@@ -105,8 +97,7 @@ class Convolutions(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         hidden = torch.relu(self.first(z))
-        logits: Tensor = self.rest(hidden.reshape(-1, self.channels, 2, 2)).reshape(*hidden.shape[:-1], 64)
-        return logits
+        return self.rest(hidden.reshape(-1, self.channels, 2, 2)).reshape(*hidden.shape[:-1], 64)
 
 
 class Attention(nn.Module):
@@ -120,8 +111,7 @@ class Attention(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         q, k, v = self.embed(z.unflatten(-1, (self.parts, -1))).chunk(3, -1)
         weights = torch.softmax(q @ k.transpose(-1, -2) / self.width**0.5, -1)
-        logits: Tensor = self.out((weights @ v).flatten(-2))
-        return logits
+        return self.out((weights @ v).flatten(-2))
 
 
 def mlp(width: int, hidden: int) -> nn.Module:
@@ -141,7 +131,6 @@ class Layers(Parts):
         self.down = nn.ModuleList(nn.Linear(units, 64 if i == 0 else units) for i in range(depth))
 
     def model(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             logits = images.new_zeros(self.units)
             for i in reversed(range(self.depth)):
@@ -149,7 +138,6 @@ class Layers(Parts):
             pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             z = images
             for i in range(self.depth):
@@ -164,13 +152,11 @@ class PoissonFactors(Parts):
         self.encoder, self.decoder, self.units = nn.Linear(64, units), nn.Linear(units, 64), units
 
     def model(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             z = pyro.sample("z", dist.Poisson(torch.ones(self.units)).to_event(1))
             pyro.sample("x", dist.Bernoulli(logits=self.decoder(z), validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             rate = nn.functional.softplus(self.encoder(images)) + 1e-2
             pyro.sample("z", dist.Poisson(rate).to_event(1))
@@ -185,7 +171,6 @@ class LabelsAndStyles(Parts):
         self.to_label, self.to_style = nn.Linear(64, 10), nn.Linear(64, 16)
 
     def model(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             y = pyro.sample("y", dist.OneHotCategorical(logits=images.new_zeros(10)))
             s = pyro.sample("s", dist.Normal(images.new_zeros(8), 1.0).to_event(1))
@@ -194,7 +179,6 @@ class LabelsAndStyles(Parts):
             pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        self.start()
         with pyro.plate("rows", len(images)):
             y = pyro.sample("y", dist.OneHotCategorical(logits=self.to_label(self.label(images).relu())))
             both = torch.cat((images.expand(*y.shape[:-1], 64), y), -1)
@@ -214,7 +198,6 @@ class RowChains(Parts):
         self.embed, self.read = nn.Parameter(torch.zeros(5, 4)), nn.Linear(1, 4)
 
     def model(self) -> None:
-        self.start()
         with pyro.plate("rows", 32):
             logits = torch.zeros(4)
             for t in range(8):
@@ -223,7 +206,6 @@ class RowChains(Parts):
                 logits = self.move[z]
 
     def guide(self) -> None:
-        self.start()
         with pyro.plate("rows", 32):
             z = torch.full((32,), 4)
             for t in range(8):
@@ -246,7 +228,6 @@ class Mixture(Parts):
         )
 
     def model(self) -> None:
-        self.start()
         with pyro.plate("rows", len(self.data)):
             scale = pyro.sample("s", no_rsample(dist.Gamma(2.0, 2.0))) if self.heavy else torch.ones(())
             k = pyro.sample("k", dist.Categorical(logits=torch.zeros(10)))
@@ -254,7 +235,6 @@ class Mixture(Parts):
             pyro.sample("x", dist.Normal(self.means[k], noise).to_event(1), obs=self.data)
 
     def guide(self) -> None:
-        self.start()
         with pyro.plate("rows", len(self.data)):
             if self.heavy:
                 shape = 2.0 * self.scale.exp()
@@ -281,7 +261,6 @@ class Chain(Parts):
         self.q, self.p = nn.Parameter(torch.zeros(length, 2)), nn.Parameter(torch.tensor([0.3, -0.2]))
 
     def model(self) -> None:
-        self.start()
         z, total = torch.zeros(()), torch.zeros(())
         for t in range(self.length):
             z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=self.p[0] + 1.5 * z - 0.7))
@@ -292,7 +271,6 @@ class Chain(Parts):
             pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(0.6 * self.length))
 
     def guide(self) -> None:
-        self.start()
         z = torch.zeros(())
         for t in range(self.length):
             z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=self.q[t, 0] + self.q[t, 1] * z))
@@ -306,7 +284,6 @@ class Grid(Parts):
         self.side, self.q = side, nn.Parameter(torch.zeros(side, side))
 
     def model(self) -> None:
-        self.start()
         z = {}
         for i in range(self.side):
             for j in range(self.side):
@@ -315,7 +292,6 @@ class Grid(Parts):
                 pyro.sample(f"x_{i}_{j}", dist.Normal(z[i, j], 0.9), obs=torch.tensor(float((i + j) % 2 == 0 or i > 2)))
 
     def guide(self) -> None:
-        self.start()
         for i in range(self.side):
             for j in range(self.side):
                 pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=self.q[i, j]))
@@ -332,14 +308,12 @@ class SpikeAndSlab(Parts):
         self.q, self.loc, self.scale = (nn.Parameter(torch.zeros(12)) for _ in range(3))
 
     def model(self) -> None:
-        self.start()
         z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(12)).to_event(1))
         w = pyro.sample("w", dist.Normal(torch.zeros(12), 1.0).to_event(1))
         with pyro.plate("rows", 40):
             pyro.sample("y", dist.Normal(self.x @ (z * w), 0.5), obs=self.y)
 
     def guide(self) -> None:
-        self.start()
         pyro.sample("z", dist.Bernoulli(logits=self.q).to_event(1))
         pyro.sample("w", dist.Normal(self.loc, self.scale.exp()).to_event(1))
 
@@ -360,13 +334,11 @@ class Bits(Parts):
         self.number = number
 
     def model(self) -> None:
-        self.start()
         with pyro.plate("rows", len(self.y)):
             z = pyro.sample("z", dist.Bernoulli(0.4 * torch.ones(self.number)).to_event(1))
             pyro.sample("y", dist.Normal(z @ self.weight, 0.7).to_event(1), obs=self.y)
 
     def guide(self) -> None:
-        self.start()
         with pyro.plate("rows", len(self.y)):
             pyro.sample("z", dist.Bernoulli(logits=self.encoder(self.y)).to_event(1))
 
@@ -393,13 +365,11 @@ class Network(Parts):
         return drawn
 
     def model(self) -> None:
-        self.start()
         features = torch.cat([one_hot(z, self.values).float() for z in self._draw(self.prior)], -1)
         mean = 2.0 * (features @ self.weight).tanh()
         pyro.sample("y", dist.Normal(mean, 0.7).to_event(1), obs=self.y)
 
     def guide(self) -> None:
-        self.start()
         self._draw(self.q)
 
 
@@ -415,7 +385,6 @@ class Alarm(Parts):
         self.encoder = nn.Linear(3, 5)
 
     def model(self) -> None:
-        self.start()
         with pyro.plate("nights", 5):
             burglary = pyro.sample("burglary", dist.Bernoulli(0.1))
             earthquake = pyro.sample("earthquake", dist.Bernoulli(0.2))
@@ -425,7 +394,6 @@ class Alarm(Parts):
             pyro.sample("calls", dist.Bernoulli(logits=called).to_event(1), obs=self.calls)
 
     def guide(self) -> None:
-        self.start()
         logits = self.encoder(self.calls)
         with pyro.plate("nights", 5):
             alarm = pyro.sample("alarm", dist.Bernoulli(logits=logits[:, 0]))
@@ -442,14 +410,12 @@ class TwoCounts(Parts):
         self.rate, self.q = nn.Parameter(torch.tensor([0.5, 1.0])), nn.Parameter(torch.zeros(3, 2))
 
     def model(self) -> None:
-        self.start()
         with pyro.plate("days", 3):
             a = pyro.sample("a", dist.Poisson(self.rate[0].exp()))
             b = pyro.sample("b", dist.Poisson(self.rate[1].exp()))
             pyro.sample("seen", dist.Normal(a + b, 0.5), obs=self.seen)
 
     def guide(self) -> None:
-        self.start()
         with pyro.plate("days", 3):
             pyro.sample("a", dist.Poisson(self.q[:, 0].exp()))
             pyro.sample("b", dist.Poisson(self.q[:, 1].exp()))
@@ -465,14 +431,12 @@ class KindsAndLevels(Parts):
         self.loc, self.scale = nn.Parameter(torch.zeros(6, 3)), nn.Parameter(torch.zeros(6))
 
     def model(self) -> None:
-        self.start()
         with pyro.plate("rows", 6):
             kind = pyro.sample("kind", dist.Categorical(torch.ones(3)))
             level = pyro.sample("level", dist.Normal(self.means[kind], 1.0))
             pyro.sample("y", dist.StudentT(3.0, level, 0.5), obs=self.y)
 
     def guide(self) -> None:
-        self.start()
         with pyro.plate("rows", 6):
             kind = pyro.sample("kind", dist.Categorical(logits=self.logits))
             loc = (one_hot(kind, 3) * self.loc).sum(-1)
@@ -490,14 +454,12 @@ class Diagnosis(Parts):
         self.q, self.leak = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.tensor(-2.0))
 
     def model(self) -> None:
-        self.start()
         causes = [pyro.sample(f"cause_{i}", dist.Bernoulli(0.15)) for i in range(8)]
         hazard = self.leak.exp() + sum(c.unsqueeze(-1) * self.strength[i] for i, c in enumerate(causes))
         present = 1.0 - (-hazard).exp()
         pyro.sample("findings", dist.Bernoulli(present.clamp(1e-4, 1.0 - 1e-4)).to_event(1), obs=self.findings)
 
     def guide(self) -> None:
-        self.start()
         for i in range(8):
             pyro.sample(f"cause_{i}", dist.Bernoulli(logits=self.q[i]))
 
@@ -523,14 +485,12 @@ class Grammar(Parts):
         return (points, torch.ones(4), points * points, points.sin())[leaf]
 
     def model(self) -> None:
-        self.start()
         split = (0.2 - 0.5 * torch.arange(6.0)).unsqueeze(-1)
         found = self.expression("", 0, (split, torch.zeros(6, 3), torch.zeros(6, 4)))
         points = torch.tensor([1.0, 2.0, -1.0, 0.5])
         pyro.sample("y", dist.Normal(found, 0.5).to_event(1), obs=points * points + points - 1.0)
 
     def guide(self) -> None:
-        self.start()
         self.expression("", 0, (self.split, self.op, self.leaf))
 
 
@@ -554,7 +514,6 @@ class Sentence(Parts):
         return left + word + right
 
     def model(self) -> None:
-        self.start()
         found = self.phrase("", 0, (torch.tensor([0.8, 0.0, -0.5]).expand(5, 3), torch.zeros(5, 4)))
         letters = self.LETTERS[: len(found)]
         for i, (word, letter) in enumerate(zip(found, letters, strict=False)):
@@ -563,7 +522,6 @@ class Sentence(Parts):
         pyro.factor("rest", torch.tensor(-1.5 * abs(len(found) - len(self.LETTERS))))
 
     def guide(self) -> None:
-        self.start()
         self.phrase("", 0, (self.rule, self.word))
 
 
@@ -576,14 +534,12 @@ class Table(Parts):
         self.p, self.loc = nn.Parameter(torch.eye(3)), nn.Parameter(torch.tensor([-1.0, 0.0, 1.0]))
 
     def model(self) -> None:
-        self.start()
         z = 0
         for t in range(self.length):
             z = int(pyro.sample(f"z_{t}", dist.Categorical(logits=self.p[z])))
             pyro.sample(f"x_{t}", dist.Normal(self.loc[z], 0.7), obs=torch.tensor(float(t % 3) - 1.0))
 
     def guide(self) -> None:
-        self.start()
         z = 0
         for t in range(self.length):
             z = int(pyro.sample(f"z_{t}", dist.Categorical(logits=self.q[t, z])))
@@ -608,11 +564,9 @@ class Failures(Parts):
                 return
 
     def model(self) -> None:
-        self.start()
         self.turns(torch.full((15,), -1.5), torch.zeros(15, 3), True)
 
     def guide(self) -> None:
-        self.start()
         self.turns(self.stop, self.tool, False)
 
 
@@ -631,8 +585,7 @@ class Models(Parts):
         kind = int(pyro.sample("kind", dist.Categorical(logits=laws[0])))
 
         def weight(i: int) -> Tensor:
-            found: Tensor = pyro.sample(f"w{kind}_{i}", dist.Normal(loc[kind, i], scale[kind, i].exp()))
-            return found
+            return pyro.sample(f"w{kind}_{i}", dist.Normal(loc[kind, i], scale[kind, i].exp()))
 
         if kind == 0:
             degree = int(pyro.sample("degree", dist.Categorical(logits=laws[1])))
@@ -644,13 +597,11 @@ class Models(Parts):
         return weight(0) * torch.sin(2.0 * self.t + weight(1))
 
     def model(self) -> None:
-        self.start()
         mean = self.curve((torch.zeros(3), torch.zeros(4), torch.zeros(6)), torch.zeros(3, 4), torch.zeros(3, 4))
         with pyro.plate("rows", 12):
             pyro.sample("y", dist.Normal(mean, 0.4), obs=self.y)
 
     def guide(self) -> None:
-        self.start()
         self.curve((self.kind, self.degree, self.knot), self.loc, self.scale)
 
 
@@ -664,12 +615,10 @@ class Steered(Parts):
         self.laws = nn.ParameterDict({name: nn.Parameter(torch.zeros(13, 4)) for name in "abc"})
 
     def model(self) -> None:
-        self.start()
         total = self.body(lambda name, i: torch.zeros(4))
         pyro.sample("x", dist.Normal(self.weight * total, self.noise), obs=torch.tensor(self.seen))
 
     def guide(self) -> None:
-        self.start()
         self.body(lambda name, i: self.laws[name][i])
 
 
@@ -678,14 +627,12 @@ Law = Callable[[str, int], Tensor]
 
 def coin(name: str, logits: Tensor) -> Tensor:
     """A binary draw."""
-    value: Tensor = pyro.sample(name, dist.Bernoulli(logits=logits[0]))
-    return value
+    return pyro.sample(name, dist.Bernoulli(logits=logits[0]))
 
 
 def die(name: str, logits: Tensor) -> Tensor:
     """A draw of four values."""
-    value: Tensor = pyro.sample(name, dist.Categorical(logits=logits))
-    return value
+    return pyro.sample(name, dist.Categorical(logits=logits))
 
 
 def branch(law: Law) -> Tensor:
@@ -751,38 +698,38 @@ def gates(law: Law) -> Tensor:
 PROGRAMS = (
     Program("convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 32)), 64),
     Program("small convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 8)), 64),
-    Program("attention VAE", lambda: DigitVAE(8, 6, Attention(8, 6)), 64),
+    Program("attention VAE", lambda: DigitVAE(8, 6, Attention(8, 6)), 64, held_out=True),
     Program("linear VAE", lambda: DigitVAE(20, 2, nn.Linear(20, 64)), 64),
     Program("VAE, 400 hidden", lambda: DigitVAE(20, 2, mlp(20, 400), 400), 64),
     Program("one-hot VAE, 200 hidden", lambda: DigitVAE(8, 6, mlp(48, 200), 200), 64),
     Program("two layers", lambda: Layers(2, 20), 64),
-    Program("three layers", lambda: Layers(3, 50), 64),
+    Program("three layers", lambda: Layers(3, 50), 64, held_out=True),
     Program("four layers", lambda: Layers(4, 50), 64),
-    Program("Poisson factors", PoissonFactors, 64),
-    Program("linear VAE, 1 row", lambda: DigitVAE(20, 2, nn.Linear(20, 64)), 1),
-    Program("labels and styles", LabelsAndStyles, 64),
-    Program("chains of 32 rows", RowChains),
+    Program("Poisson factors", PoissonFactors, 64, held_out=True),
+    Program("linear VAE, 1 row", lambda: DigitVAE(20, 2, nn.Linear(20, 64)), 1, held_out=True),
+    Program("labels and styles", LabelsAndStyles, 64, held_out=True),
+    Program("chains of 32 rows", RowChains, held_out=True),
     Program("mixture, 1000 rows", lambda: Mixture(1000)),
-    Program("mixture, 10000 rows", lambda: Mixture(10000)),
+    Program("mixture, 10000 rows", lambda: Mixture(10000), held_out=True),
     Program("mixture, heavy tails", lambda: Mixture(200, True)),
     Program("chain of 20", lambda: Chain(20)),
     Program("chain of 50", lambda: Chain(50)),
     Program("count of 20", lambda: Chain(20, True)),
-    Program("grid", Grid),
-    Program("spike and slab", SpikeAndSlab),
+    Program("grid", Grid, held_out=True),
+    Program("spike and slab", SpikeAndSlab, held_out=True),
     Program("six bits, 20 rows", lambda: Bits(20, 6)),
     Program("network of 4", lambda: Network(4, 5, 9)),
     Program("network of 8", lambda: Network(8, 2, 1)),
-    Program("alarm", Alarm),
-    Program("two counts", TwoCounts),
-    Program("kinds and levels", KindsAndLevels),
-    Program("diagnosis", Diagnosis),
+    Program("alarm", Alarm, held_out=True),
+    Program("two counts", TwoCounts, held_out=True),
+    Program("kinds and levels", KindsAndLevels, held_out=True),
+    Program("diagnosis", Diagnosis, held_out=True),
     Program("grammar", Grammar, 0, True),
     Program("branch", lambda: Steered(branch, 1.4, 0.7), 0, True),
     Program("loop", lambda: Steered(loop, 4.0, 0.7), 0, True),
     Program("number", lambda: Steered(number, 3.0, 0.5), 0, True),
-    Program("search", lambda: Steered(search, 6.0, 1.0), 0, True),
-    Program("machine", lambda: Steered(counter, 7.0, 1.0), 0, True),
+    Program("search", lambda: Steered(search, 6.0, 1.0), 0, True, held_out=True),
+    Program("machine", lambda: Steered(counter, 7.0, 1.0), 0, True, held_out=True),
     Program("gates", lambda: Steered(gates, 7.0, 1.0), 0, True),
     Program("sentence", Sentence, 0, True),
     Program("failures", Failures, 0, True),

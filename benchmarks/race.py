@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import re
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import RESULTS, Row, read_csv, table, timed_step, write_csv, write_markdown
+from common import Row, data_file, parser_of, read_csv, table, timed_step, write_csv, write_markdown
 from programs import PROGRAMS, Program
 from pyro import poutine
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
@@ -69,8 +68,8 @@ RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 1.7e-2, 3e-2, 5.5e-2, 1e-1)}
 
 def digits() -> Tensor | None:
     """Images of the training set, in [0, 1]; ``None`` where the file is missing."""
-    path = Path(os.environ.get("PYRO_BPQ_DATA", "")) / "digits.npz"
-    return torch.tensor(np.load(path)["x_train"]).float().flatten(1) / 16.0 if path.exists() else None
+    path = data_file("digits.npz")
+    return None if path is None else torch.tensor(np.load(path)["x_train"]).float().flatten(1) / 16.0
 
 
 def methods(program: Program, chosen: str, compiled: bool) -> Losses:
@@ -258,21 +257,16 @@ def write(output: Path, stem: str, rows: list[Row], *remarks: str) -> None:
 
 def main() -> None:
     """Races, prints, writes ``race.csv`` and ``race.md``, or ``race_compiled``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="five seeds of six seconds, in place of one of one second")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of two programs, to see that it runs")
-    parser.add_argument("--compiled", action="store_true", help="compiled steps of our own methods")
-    parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--seeds", type=int, default=0)
+    parser = parser_of(__doc__, "smoke compiled seeds")
     parser.add_argument("--only", default="", help="names of programs, separated by semicolons; others keep their rows")
+    parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
     parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = digits()
     if data is None:
-        return print("race.py: skipped, PYRO_BPQ_DATA names no folder with digits.npz")
+        return
     options.seconds = options.seconds or (0.01 if options.smoke else 6.0 if options.full else 1.0)
     options.seeds = options.seeds or (5 if options.full else 1)
     names = options.only or ("linear VAE;branch" if options.smoke else "")

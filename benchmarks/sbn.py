@@ -12,11 +12,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common import Method, Size, arguments, ours, plain_leave_one_out, report, run_race
-from vae import DEFAULT, LATENTS, METHODS, begin
+from common import (
+    DEFAULT,
+    DEFAULT_COMPILED,
+    Method,
+    Size,
+    arguments,
+    leave_one_out,
+    ours,
+    plain_leave_one_out,
+    report,
+    run_race,
+)
+from vae import LATENTS, METHODS, begin
 
-from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.estimators import CrossedLeaveOneOut, LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators import CrossedLeaveOneOut
 
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 LONG = Size(rates=(1e-3, 2e-3, 3e-3, 4e-3), seeds=5, seconds=60.0, slices=20)
@@ -27,16 +37,15 @@ CROSSED = "crossed leave-one-out, 8"
 # The default is hindsight with 4 particles.
 STRONG = (DEFAULT, plain_leave_one_out(8), Method(CROSSED, lambda: ours(CrossedLeaveOneOut(), 8), group="ours"))
 COMPILE = (
-    Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours"),
-    Method("leave-one-out, 8", lambda: ours(ScoreFunction(LeaveOneOut()), 8, compile=True), group="leave-one-out"),
+    *(DEFAULT_COMPILED, leave_one_out(8, compile=True)),
     Method(CROSSED, lambda: ours(CrossedLeaveOneOut(), 8, compile=True), group="ours"),
 )
 
 
 def main() -> None:
     """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``, or ``sbn_long``, or ``sbn_compiled``."""
-    options = arguments(__doc__)
-    size, digits = begin(options, (QUICK, SMOKE, LONG), "sbn.py")
+    options = arguments(__doc__, "smoke compiled seeds")
+    size, digits = begin(options, QUICK, SMOKE, LONG)
     if digits is None:
         return
     methods, part = STRONG if options.full else METHODS, ""

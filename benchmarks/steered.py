@@ -5,8 +5,8 @@ filled by the other methods, which no training run does; it costs most where a s
 of ``loss_and_grads``. *variance*: of the gradient of all parameters, summed. Weights are the initial ones and those
 after 1,000 steps of Adam. Critics, scales and baselines learn at these weights before they are measured. ``tracked``
 follows dependencies at every step, with critics (``structure="dynamic"``). *z*: squared distance of the mean from that
-of leave-one-out with 8 particles, in units of its expectation: 1 if unbiased. The programs that ``programs.HELD_OUT``
-names are left out unless asked for.
+of leave-one-out with 8 particles, in units of its expectation: 1 if unbiased. Programs that are held
+out are left out unless asked for.
 
     python benchmarks/steered.py [--full] [--draws N] [--turn N] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
 """
@@ -23,8 +23,8 @@ from typing import Any
 
 import pyro
 import torch
-from common import RESULTS, Row, flat, table, uncollected, write_csv, write_markdown
-from programs import HELD_OUT, PROGRAMS, Program
+from common import Row, flat, grouped, parser_of, table, uncollected, write_csv, write_markdown
+from programs import PROGRAMS, Program
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor
@@ -135,18 +135,16 @@ def measure(program: Program, steps: int, draws: int, turn: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--draws", type=int, default=0, help="number of gradients of each method")
     parser.add_argument("--turn", type=int, default=10, help="number of gradients of a method in a row")
-    parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on, too")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="pyro")
     options.draws = options.draws or (400 if options.full else 40)
-    chosen = [p for p in PROGRAMS if p.steered and (options.held_out or p.name not in HELD_OUT)]
+    chosen = [p for p in PROGRAMS if p.steered and (options.held_out or not p.held_out)]
     if options.only:
         chosen = [program for program in PROGRAMS if program.name in options.only.split(";")]
     rows: list[Row] = []
@@ -160,18 +158,14 @@ def main() -> None:
 def write(output: Path, rows: list[Row], options: argparse.Namespace) -> None:
     """Writes CSV and Markdown."""
     write_csv(output / "steered.csv", rows)
-    found = []
-    for program, steps in dict.fromkeys((row["program"], row["steps"]) for row in rows):
-        own = {row["method"]: row for row in rows if (row["program"], row["steps"]) == (program, steps)}
-        found.append({"program": program, "steps": steps} | {name: own[name]["over the best"] for name in METHODS})
-    times = []
-    for program, steps in dict.fromkeys((row["program"], row["steps"]) for row in rows):
-        own = {row["method"]: row for row in rows if (row["program"], row["steps"]) == (program, steps)}
+    best, times = [], []
+    for (program, steps), mine in grouped(rows, "program", "steps").items():
+        own = {row["method"]: row for row in mine}
+        case: Row = {"program": program, "steps": steps}
+        best.append(case | {name: own[name]["over the best"] for name in METHODS})
+        case["ms of Trace_ELBO"] = own["Trace_ELBO"]["ms"]
         column = "ms of a particle / Trace_ELBO"
-        times.append(
-            {"program": program, "steps": steps, "ms of Trace_ELBO": own["Trace_ELBO"]["ms"]}
-            | {name: own[name][column] for name in METHODS if name != "Trace_ELBO"}
-        )
+        times.append(case | {name: own[name][column] for name in METHODS if name != "Trace_ELBO"})
     biases = [
         {"program": row["program"], "steps": row["steps"], "z": row["z"]}
         for row in rows
@@ -181,7 +175,7 @@ def write(output: Path, rows: list[Row], options: argparse.Namespace) -> None:
         f"{options.draws} gradients of each method at the weights of a step, one thread; methods took turns, "
         f"{options.turn} gradients at a time.",
         "## Variance times time, over that of the best method\n\n"
-        "`TraceGraph_ELBO` is not among the best where it is biased: see the last table.\n\n" + table(found),
+        "`TraceGraph_ELBO` is not among the best where it is biased: see the last table.\n\n" + table(best),
         "## CPU time of a particle, over that of `Trace_ELBO`\n\n" + table(times),
         "## Squared distance of the mean gradient of `TraceGraph_ELBO` from that of leave-one-out\n\nIn units of its "
         "expectation: 1 if unbiased; above 4 it is biased.\n\n" + table(biases),

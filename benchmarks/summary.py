@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from pathlib import Path
-from statistics import median
 
-from common import Row, arguments, read_tables, table, write_csv, write_markdown
+from common import RESULTS, Row, arguments, median, read_tables, table, write_csv, write_markdown
 
-RESULTS = Path(__file__).parent / "results"
 LENGTH = 50
 #: Programs of the race by kind; of the programs that are missing the time was not recorded.
 KINDS = {

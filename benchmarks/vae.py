@@ -12,21 +12,32 @@ The images are those of ``mnist.npz`` in the folder that the environment variabl
 from __future__ import annotations
 
 import itertools
-import os
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Data, Method, Size, arguments, bounds, leave_one_out, ours, plain_leave_one_out, report, run_race
+from common import (
+    AVERAGE,
+    DEFAULT,
+    DEFAULT_ONE,
+    Data,
+    Method,
+    Size,
+    arguments,
+    bounds,
+    data_file,
+    leave_one_out,
+    ours,
+    plain_leave_one_out,
+    report,
+    run_race,
+)
 from pyro.infer import TraceGraph_ELBO
 from torch import Tensor, nn
 
-from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import DisARM, ReinMax
 
 PIXELS, LATENTS, HIDDEN, BATCH = 784, 200, 200, 100
@@ -136,8 +147,8 @@ class Digits:
 
 def load_digits(images: dict[str, int]) -> Digits | None:
     """MNIST, with so many images of each held-out split; ``None`` where the file is missing."""
-    path = Path(os.environ.get("PYRO_BPQ_DATA", "")) / "mnist.npz"
-    if "PYRO_BPQ_DATA" not in os.environ or not path.exists():
+    path = data_file("mnist.npz")
+    if path is None:
         return None
     with np.load(path) as file:
         grey, test = (
@@ -151,9 +162,6 @@ def load_digits(images: dict[str, int]) -> Digits | None:
     return Digits("", "linear", 1, train, splits)
 
 
-DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
-DEFAULT_ONE = Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1), group="ours")
-AVERAGE = Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph")
 NET = Method("TraceGraph, nn_baseline", TraceGraph_ELBO, "net", "TraceGraph")
 DISARM = Method("DisARM", lambda: ours(DisARM()))
 REINMAX = Method("ReinMax", lambda: ours(ReinMax()), group="biased")
@@ -161,27 +169,18 @@ METHODS = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(
 STRONG = (DEFAULT, AVERAGE, NET, plain_leave_one_out(4), plain_leave_one_out(8))
 
 
-def begin(options: Namespace, sizes: Sequence[Size], script: str) -> tuple[Size, Digits | None]:
-    """The size of a race, and its images if there are any.
-
-    Args:
-        options: The command line's.
-        sizes: Those of the quick, the smoke and the long run.
-        script: Name of the script, which says so where there are no images.
-    """
+def begin(options: Namespace, quick: Size, smoke: Size, long: Size) -> tuple[Size, Digits | None]:
+    """The size of a race that the command line asks for, and its images if there are any."""
     torch.set_num_threads(1)
-    quick, smoke, long = sizes
     size = smoke if options.smoke else long if options.full else quick
     digits = load_digits({"curve": 100, "valid": 500, "test": 500})
-    if digits is None:
-        print(f"{script}: skipped, PYRO_BPQ_DATA names no folder with mnist.npz")
     return replace(size, seeds=options.seeds or size.seeds), digits
 
 
 def main() -> None:
     """Races, prints, writes ``vae.csv``, ``vae.md`` and ``vae.png``, or ``vae_long``."""
-    options = arguments(__doc__)
-    size, digits = begin(options, (QUICK, SMOKE, LONG), "vae.py")
+    options = arguments(__doc__, "smoke seeds")
+    size, digits = begin(options, QUICK, SMOKE, LONG)
     if digits is None:
         return
     kinds = ("linear",) if not (options.smoke or options.full) else ("linear", "nonlinear")

@@ -53,17 +53,15 @@ def short(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def short_call(made: type, usual: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    """A call with the options that differ from their default values, ``TraceBackpropQ_ELBO(lam=0.5)``.
+def changed_options(usual: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """The options that differ from their default values, by name: ``lam=0.5``.
 
     Args:
-        made: The class that is called.
         usual: What has the options, with their default values.
         given: The options by name; other names do not count.
     """
     options = inspect.signature(usual).parameters.values()
-    shown = [f"{o.name}={short(given[o.name])}" for o in options if not _is_equal(given[o.name], o.default)]
-    return f"{made.__name__}({', '.join(shown)})"
+    return {o.name: f"{o.name}={short(given[o.name])}" for o in options if not _is_equal(given[o.name], o.default)}
 
 
 def listed(names: Sequence[str]) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 
 def snapshot(part: object) -> dict[str, Any]:
-    """The attributes of an object, by name; its dicts, lists and sets are copied, not what they hold."""
+    """The attributes of an object, by name; its collections are copied, not what they hold."""
     own = vars(part).copy()
     for name, value in own.items():
-        if isinstance(value, (dict, list, set)):
+        if isinstance(value, (dict, list, set, deque)):
             own[name] = value.copy()
     return own
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyro_bpq.compiled.graphs import Editor
+from pyro_bpq.compiled.graphs import Editor, kind_in
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 
@@ -93,12 +93,12 @@ def _options(graph: fx.GraphModule) -> dict[str, Any]:
     A long program of small tensors spends its compilation on vectorised loops that never run: there the plain ones
     are as fast, and made in two thirds of the time. Its many small kernels run faster as few large ones.
     """
-    found = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
-    values = [value for value in found if isinstance(value, Tensor)]
-    elements = sum(value.numel() for value in values)
+    found = (kind_in(node) for node in graph.graph.nodes if node.op == "call_function")
+    kinds = [kind for kind in found if kind is not None]
+    elements = sum(shape.numel() for shape, *_ in kinds)
     # The shapes of inputs are compared before each step.
     options: dict[str, Any] = {"max_fusion_size": _FUSED, "size_asserts": False}
-    if elements <= _FEW_ELEMENTS * len(values) and all(value.device.type == "cpu" for value in values):
+    if elements <= _FEW_ELEMENTS * len(kinds) and all(device.type == "cpu" for *_, device, _ in kinds):
         # No instruction set is asked for, so that none needs a trial compilation.
         options |= {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "reorder_for_peak_memory": False}
         # Of the operators that read the same tensor, neighbours are joined; all pairs would take a third of the time.

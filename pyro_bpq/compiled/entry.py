@@ -2,6 +2,7 @@ r"""A recording in use: how it is compiled, which calls it serves, and a step wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -30,6 +31,8 @@ from pyro_bpq.tracing.sandbox import Draws
 
 LOG = logging.getLogger("pyro_bpq")
 
+# Number of operators above which a step is compiled in the background, where that is left open.
+_LONG = 10_000
 # Number of shapes that are shown.
 _SHOWN = 6
 # Longest time between two comparisons, in steps.
@@ -71,6 +74,7 @@ class Entry:
     recording: Recording  # the recording
     run: Callable[..., Sequence[Tensor]]  # the compiled function
     updates: Updates | None = None  # the optimiser that is part of the step; ``None`` if there is none
+    first: int = 1  # number of steps before the programs are first compared with what is recorded
     steps: int = 0  # number of steps it has taken
     checked: int = 0  # this number when the programs were last seen to do what is recorded
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds to record, and to compile
@@ -90,7 +94,7 @@ class Entry:
         if self.note:
             text += f"; {self.note}"
         elif not self.is_ready:
-            text += "; being compiled, steps run eagerly meanwhile"
+            text += "; being compiled, the recorded operators run as they are meanwhile"
         elif compile_:
             text += f"; compiled in {compile_:.1f} s"
         text += f"; {self.steps} steps taken."
@@ -131,15 +135,13 @@ class Entry:
     @property
     def is_due(self) -> bool:
         """Whether the programs run once more before the next step, to compare what they do with the recording."""
-        return self.is_ready and self.steps >= self.checked + min(max(self.checked, 1), _LONGEST)
+        return self.is_ready and self.steps >= self.checked + min(max(self.checked, self.first), _LONGEST)
 
-    def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome | None:
-        """A step on the tensors of a call; ``None`` while it is being compiled."""
-        if not self.is_ready:
-            return None
+    def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome:
+        """A step on the tensors of a call."""
         recording = self.recording
         if recording.num_generators:
-            generators = subject.generators(recording.num_generators)
+            generators = [subject.noise() for _ in range(recording.num_generators)]
             tensors += [noise.draw(generators[noise.source]) for noise in recording.watch.noise]
         tensors += [scheduled(schedule, number) for schedule in recording.watch.schedules]
         if recording.updates:
@@ -169,7 +171,9 @@ def _announce(value: Tensor) -> Tensor:
 def make(entry: Entry, options: Compile) -> None:
     """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
     backend, recording = options.backend, entry.recording
-    examples = recording.watch.inputs
+    examples, background = recording.watch.inputs, options.background
+    if background is None:
+        background = recording.num_operators > _LONG
     lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
     if lack:
         entry.note = f"{lack}, so the recorded operators run as they are"
@@ -178,14 +182,15 @@ def make(entry: Entry, options: Compile) -> None:
     if backend == "eager":
         return
     LOG.info("Compiling a step of %d operators.", recording.num_operators)
+    line = _line(recording.num_operators, background)
     copies = [_copy(tensor) for tensor in examples]
 
     def work() -> None:
         start = time.perf_counter()
         # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
-        draws = None if options.background else Draws()
+        draws = None if background else Draws()
         try:
-            with torch.no_grad(), _line(recording.num_operators, options.background):
+            with torch.no_grad(), line:
                 compiled = compile_graph(recording.graph, backend, copies)
                 compiled(*copies)
         except Exception as error:  # A compiler may raise anything.
@@ -198,18 +203,20 @@ def make(entry: Entry, options: Compile) -> None:
                 draws.again()
         entry.seconds[1] = time.perf_counter() - start
 
-    if options.background:
+    if background:
         entry.thread = threading.Thread(target=work, daemon=True)
         entry.thread.start()
     else:
         work()
 
 
-def _line(operators: int, is_hidden: bool) -> tqdm[Any]:
-    """A line that says what the step waits for; on a terminal it goes when the wait is over."""
+def _line(operators: int, background: bool) -> contextlib.AbstractContextManager[Any]:
+    """A line that says what is compiled; on a terminal it goes when the wait is over."""
     text = f"Compiling a step of {operators} operators, once for all calls like this one"
-    stays = not sys.stderr.isatty()
-    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=stays, disable=is_hidden)
+    if background:
+        tqdm.write(f"{text}; steps go on meanwhile.", file=sys.stderr)
+        return contextlib.nullcontext()
+    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=not sys.stderr.isatty())
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
+from pyro_bpq.record import key
 from pyro_bpq.record.operators import kind_of, written_arguments
 
 _ATEN = torch.ops.aten
@@ -32,6 +33,13 @@ def value_of(node: fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def kind_in(node: fx.Node) -> key.Kind | None:
+    """What a compiler has to know of the result of an operator; ``None`` if it is no tensor."""
+    value = value_of(node)
+    found: key.Kind | None = node.meta.get("kind")
+    return found if found is not None or value is None else key.kind_of(value)
+
+
 class Editor:
     """A copy of a graph.
 
@@ -44,12 +52,9 @@ class Editor:
         self._mode = FakeTensorMode()
         with self._mode:
             for node in self.module.graph.nodes:
-                value = value_of(node)
-                if value is not None:
-                    # Each tensor was recorded in a mode of its own.
-                    node.meta["val"] = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
+                if (kind := kind_in(node)) is not None:
+                    shape, stride, dtype, device, _ = kind
+                    node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Adds an operator to the graph of the copy, where the graph inserts."""

@@ -23,7 +23,8 @@ class Compile:
             takes from seconds to minutes. ``"cudagraphs"``: replays the kernels of a GPU. ``"eager"``: the recorded
             operators run as they are; ready at once. Or a function of a graph module and a list of example inputs, as
             ``torch.compile`` takes.
-        background: Whether steps go on eagerly while a thread compiles. Such a run does not repeat number for number.
+        background: Whether a thread compiles, while the recorded operators run as they are. Such a run does not repeat
+            number for number. ``None`` leaves it open: steps of more than 10,000 operators are compiled so.
         max_recordings: Largest number of recordings that are made. Attempts that failed, and recordings that were
             dropped, count too. Each kind of call (shapes of the arguments, their values if they are no tensors,
             training flags) needs one recording. Further kinds of calls run eagerly.
@@ -33,7 +34,7 @@ class Compile:
     """
 
     backend: Backend = "inductor"
-    background: bool = False
+    background: bool | None = None
     max_recordings: int = 8
 
     def __post_init__(self) -> None:

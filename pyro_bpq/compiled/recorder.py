@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property, partial, reduce
+from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 
 from pyro_bpq.compiled.subject import (
     OptimizerUpdate,
@@ -35,6 +34,13 @@ from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.tracing.watch import leaf_of
 
 Info = dict[str, dict[str, Any]]
+
+
+class Cut(NamedTuple):
+    """A tensor that a result of the graph is, or that is cut out of it."""
+
+    base: fx.Node  # the result
+    path: tuple[tuple[int, int], ...]  # dimension and index of each selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +80,9 @@ class Recording:
     def graph(self) -> fx.GraphModule:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
         graph = self.watch.graph
-        shown = (_base(value)[0] for _, _, value in self.info if isinstance(value, fx.Node))
+        shown = (value.base for _, _, value in self.info if isinstance(value, Cut))
         graph.output([*self.results, *dict.fromkeys(shown)])
         graph.eliminate_dead_code()
-        with FakeTensorMode():
-            for node in graph.nodes:
-                if "kind" in node.meta:
-                    shape, stride, dtype, device, _ = node.meta["kind"]
-                    node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fx.GraphModule(self.watch.numbers, graph)
 
     @torch.no_grad()
@@ -101,13 +102,10 @@ class Recording:
         found = dict[fx.Node, Tensor]()
         rest = iter(values)
         for site, key, value in self.info:
-            if isinstance(value, fx.Node):
-                base, path = _base(value)
-                if base not in found:
-                    found[base] = next(rest)
-                value = found[base]
-                for dim, index in path:
-                    value = value.select(dim, index)
+            if isinstance(value, Cut):
+                if value.base not in found:
+                    found[value.base] = next(rest)
+                value = reduce(lambda own, at: own.select(*at), value.path, found[value.base])
             built.setdefault(site, {})[key] = value
         return built
 
@@ -138,11 +136,12 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     """Takes a step that leaves no trace, and writes it down."""
     places = subject.places()
     own = tensors_of(places)
-    watch = StepWatch(subject.first_seed(), (tensor for tensor in call.tensors if not tensor.requires_grad))
+    noise = subject.noise
+    watch = StepWatch(noise.seed_of(noise.number + 1), (tensor for tensor in call.tensors if not tensor.requires_grad))
     messages = poutine.trace(param_only=True)
     torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
-    with untraced(subject, own):
-        made = subject.num_generators()
+    with untraced(subject):
+        made = noise.number
         # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
         with messages, watch, RecordedIndexing(watch):
             with torch.no_grad():
@@ -161,7 +160,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
             graded = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
             if updated:
                 apply_all(updated, graded, *numbers)
-        made = subject.num_generators() - made
+        made = noise.number - made
         now = subject.places()
     if len(now) != len(places) or any(a.value is not b.value for a, b in zip(now, places, strict=True)):
         raise NotYet("its critics are not built yet")
@@ -175,7 +174,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
     found = distinct(checked, of_optimizer)
     results = [watch.node_of(tensor) for tensor in (result.loss, *graded.values())]
     info = [
-        (site, key, watch.node_of(value) if isinstance(value, Tensor) else value)
+        (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
         for site, entry in result.info.items()
         for key, value in entry.items()
         if key != "ms"
@@ -220,13 +219,13 @@ def _guards_of(watch: StepWatch) -> fx.GraphModule | None:
     return fx.GraphModule(watch.numbers, graph)
 
 
-def _base(node: Any) -> tuple[fx.Node, list[tuple[int, int]]]:
-    """A tensor that a result is cut out of, and how."""
-    path: list[tuple[int, int]] = []
+def _cut(node: Any) -> Cut:
+    """How a tensor is cut out of a result, before the graph drops the operators that do so."""
+    path: tuple[tuple[int, int], ...] = ()
     while node.target is torch.ops.aten.select.int:
-        path.insert(0, node.args[1:])
+        path = (node.args[1:], *path)
         node = node.args[0]
-    return node, path
+    return Cut(node, path)
 
 
 def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:

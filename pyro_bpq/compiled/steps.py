@@ -1,8 +1,8 @@
 r"""Decides, call by call, whether a step runs a recording or the programs themselves.
 
 A kind of call runs eagerly until the structure, the number of particles and the critics of its step are settled. Then
-it is recorded. A recording serves calls that look alike. After 1, 2, 4, 8, ... steps, and at least every 1,000, the
-programs run once more without a trace, and what they do is compared with the recording.
+it is recorded. A recording serves calls that look alike. After 1, 2, 4, 8, ... steps (later if it is long), and at
+least every 1,000, the programs run once more without a trace, and what they do is compared with the recording.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pyro_bpq.record.key import Call, in_words, kind_of, reach
 
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3
+# Number of operators that put the first comparison off by a step.
+_OPERATORS_PER_STEP = 400
 # Number of kinds of calls that are counted.
 _MOST_KINDS = 256
 # Number of kinds of calls whose first step looks at the structure again. Where there are more, numbers change often.
@@ -79,7 +81,7 @@ class CompiledSteps:
         if refusal := outdated(torch.__version__) or subject.refuses():
             self._tell(refusal)
             return None
-        if not subject.is_settled(program):
+        if not subject.is_settled():
             return None
         program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
@@ -149,7 +151,9 @@ class CompiledSteps:
             return None
         self._made += 1
         self.entries = [entry for entry in self.entries if entry.holds]
-        entry = Entry(recording, recording.graph, updates)
+        # A comparison of a long step takes as long as many such steps.
+        first = 1 + recording.num_operators // _OPERATORS_PER_STEP
+        entry = Entry(recording, recording.graph, updates, first)
         entry.seconds[0] = time.perf_counter() - start
         make(entry, self.options)
         self.entries.append(entry)

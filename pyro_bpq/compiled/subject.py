@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.rollout.schedule import RecordedStep
+from pyro_bpq.rollout.schedule import NoiseSource, RecordedStep
 from pyro_bpq.tracing.sandbox import Draws
 
 # Those of torch whose own code takes the step size as a tensor.
@@ -66,13 +66,19 @@ class RecordedResult:
 
 
 class Subject(Protocol):
-    """An objective whose steps may be recorded and compiled."""
+    """An objective whose steps may be recorded and compiled.
+
+    Attributes:
+        noise: Source of what it draws itself.
+    """
+
+    noise: NoiseSource
 
     def refuses(self) -> str:
         """Why its steps are not recorded at present, as the end of a sentence; empty if they are."""
 
-    def is_settled(self, program: Any) -> bool:
-        """Whether structure and particles are settled for a program."""
+    def is_settled(self) -> bool:
+        """Whether structure and particles are settled for the call that was looked at last."""
 
     def meet(self, program: Any) -> bool:
         """Looks at a call whose step is recorded, and says whether all is settled for it."""
@@ -92,15 +98,6 @@ class Subject(Protocol):
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""
 
-    def first_seed(self) -> int:
-        """Seed of the next generator that the objective makes for itself."""
-
-    def num_generators(self) -> int:
-        """Number of generators that the objective has made for itself."""
-
-    def generators(self, number: int) -> list[torch.Generator]:
-        """The next generators that the objective makes for itself."""
-
     def recorded_step(self, program: Any, number: RecordedStep) -> RecordedResult:
         """Takes a step; what it teaches is noted, not applied."""
 
@@ -109,14 +106,13 @@ class Subject(Protocol):
 
 
 @contextlib.contextmanager
-def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Undoes what a step does to an objective, to tensors, to the parameter store and to torch's generators.
+def untraced(subject: Subject) -> Iterator[None]:
+    """Undoes what a step does to an objective, to the parameter store and to torch's generators.
 
     It runs without Pyro's validation, which reads numbers, and without warnings, which eager steps have given.
     """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices), pyro.validation_enabled(False), warnings.catch_warnings():
@@ -125,9 +121,6 @@ def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         draws.again()
         subject.go_back(mark)
-        with torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)
         created = set(pyro.get_param_store().keys()) - known
         for name in created:
             del pyro.get_param_store()[name]

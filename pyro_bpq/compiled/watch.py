@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import Unrecordable
@@ -134,10 +133,10 @@ class StepWatch(TorchDispatchMode):
                 self.refuse_read()
             found = func(*args, **kwargs)
             if not is_fixed:
-                nodes: Any = tree_map_only(Tensor, self.node_of, (args, kwargs))
-                self.guards.append((self.graph.call_function(func, *nodes), found, _reader()[0]))
+                read = self.graph.call_function(func, self._nodes_of(args), self._nodes_of(kwargs))
+                self.guards.append((read, found, _reader()[0]))
             return found
-        if not is_fixed and (frame := catcher(self._outer)) is not None:
+        if not (is_fixed or kind.is_total) and (frame := catcher(self._outer)) is not None:
             self._refuse(
                 f"{frame.f_code.co_name} catches errors ({frame.f_code.co_filename}:{frame.f_lineno}), and a recording "
                 "would freeze whether one comes: look at the values before, as by torch.linalg.cholesky_ex"
@@ -153,7 +152,7 @@ class StepWatch(TorchDispatchMode):
         elif func is _ATEN.detach.default:
             made = self.node_of(args[0])  # nothing in the graph has a gradient of its own
         else:
-            nodes = tree_map_only(Tensor, self.node_of, (args, kwargs))
+            nodes = self._nodes_of(args), self._nodes_of(kwargs)
             made = self.graph.call_function(func, *nodes)
             self._hash.update(f"{func} {nodes}".encode())
         result = func(*args, **kwargs)
@@ -177,6 +176,14 @@ class StepWatch(TorchDispatchMode):
             self.inputs.append(tensor)
             self._bind(tensor, node)
         return node
+
+    def _nodes_of(self, item: Any) -> Any:
+        """The arguments of an operator with nodes in place of tensors."""
+        if isinstance(item, Tensor):
+            return self.node_of(item)
+        if isinstance(item, dict):
+            return {name: self._nodes_of(part) for name, part in item.items()}
+        return type(item)(map(self._nodes_of, item)) if item.__class__ in (list, tuple) else item
 
     def _number(self, tensor: Tensor) -> fx.Node:
         name = f"number_{len(self.numbers)}"

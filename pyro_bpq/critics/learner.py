@@ -276,17 +276,6 @@ class CriticOptimizer:
                 optimizer.load_state_dict(copy.deepcopy(state))
         return optimizer
 
-    def snapshot(self, key: str) -> Any:
-        """A mark of a block's optimiser; :meth:`restore` takes the optimiser back to it."""
-        return copy.deepcopy(self.optimizers[key].state_dict()) if key in self.optimizers else None
-
-    def restore(self, key: str, mark: Any) -> None:
-        """Takes a block's optimiser back to ``mark``; weights do not change."""
-        if mark is None:
-            self.optimizers.pop(key, None)
-        else:
-            self.optimizers[key].load_state_dict(mark)
-
     def state_dict(self) -> dict[str, Any]:
         """State of every block's optimiser."""
         return {**self._loaded, **{key: opt.state_dict() for key, opt in self.optimizers.items()}}

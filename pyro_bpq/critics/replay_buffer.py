@@ -133,14 +133,6 @@ class ReplayBuffer:
         self.num_dropped += len(self._rollouts) - len(kept)
         self._rollouts = deque(kept, maxlen=self.capacity)
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """A mark of the present state; :meth:`restore` takes the buffer back to it."""
-        return self._rollouts.copy(), self.num_dropped
-
-    def restore(self, mark: tuple[Any, ...]) -> None:
-        """Undoes all additions and removals after ``mark``."""
-        self._rollouts, self.num_dropped = mark
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all stored values."""

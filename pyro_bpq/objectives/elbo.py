@@ -1,33 +1,31 @@
-r"""``TraceBackpropQ_ELBO``."""
+r"""``TraceBackpropQ_ELBO``, and the arguments with which it is the paper's algorithm."""
 
 from __future__ import annotations
 
-import time
-import warnings
+import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
-import torch
-from pyro.util import warn_if_nan
-from torch import Tensor
+from pyro.infer import ELBO
 
 from pyro_bpq.compiled.options import Backend, Compile
-from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.errors import BPQWarning
-from pyro_bpq.estimators import Estimator
-from pyro_bpq.graph.network import Reduction
+from pyro_bpq.critics.learner import BackwardSweep, CriticLearner
+from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
+from pyro_bpq.errors import OptionError, check_choice, is_real, is_whole
+from pyro_bpq.estimators import Estimator, QScoreFunction
+from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
-from pyro_bpq.objectives.analytic import analytic_paths
-from pyro_bpq.objectives.imagined import bootstrapped_surrogate
-from pyro_bpq.objectives.observation import Mode
-from pyro_bpq.objectives.options import check_counts, planner_of
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.runner import StepRunner
-from pyro_bpq.rollout.runs import Program
-from pyro_bpq.short import listed, short_call
-from pyro_bpq.step.values import Step
+from pyro_bpq.plan.planner import Planner
+from pyro_bpq.short import changed_options, listed
+from pyro_bpq.tracing.config import check_critic, check_estimator
+
+_ABOUT_CRITICS = ("critic", "reduction", "lam", "gamma", "learner", "window", "immediate", "form")
+_CHOICES = MappingProxyType(
+    {"immediate": ("exact", "learned"), "form": get_args(Form), "enumeration": ("sample", "exact")}
+)
 
 
 class TraceBackpropQ_ELBO(PlannedObjective):
@@ -146,32 +144,29 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         immediate: Literal["exact", "learned"] = "exact",
         form: Form = "ancestor",
     ) -> None:
-        made_by = short_call(type(self), TraceBackpropQ_ELBO, locals())
-        check_counts(num_particles, window)
-        planner = planner_of(
-            *(estimator, critic, reduction, lam, gamma, learner, window),
+        given, is_discounted = locals(), callable(gamma) or gamma != 1.0
+        changed = changed_options(TraceBackpropQ_ELBO, given)
+        _check_counts(num_particles, window)
+        _check_options(estimator, critic, reduction, lam, gamma, learner)
+        for name, choices in _CHOICES.items():
+            check_choice(name, given[name], choices)
+        options = {name: given[name] for name in inspect.signature(ELBO).parameters}
+        super().__init__(learner, seed, lam, gamma, compile, **options | {"num_particles": num_particles or 1})
+        self.made_by = f"{type(self).__name__}({', '.join(changed.values())})"
+        self.enumeration, self.analytic_kl, enumerates = enumeration, analytic_kl, enumeration == "exact"
+        # Without critics nothing about them matters; but costs that are left to critics are not known either.
+        read = _ABOUT_CRITICS if critic is not None or immediate == "learned" else ()
+        planner = Planner(
+            *(estimator, critic, reduction),
+            asks=tuple(changed[name] for name in read if name in changed),
+            window=window,
             immediate=immediate,
             form=form,
-            enumeration=enumeration,
-            only_costs=self._only_costs,
+            discounted=is_discounted,
+            is_elbo=not (self._only_costs or enumerates),
         )
-        super().__init__(
-            *(learner, seed, lam, gamma, compile),
-            num_particles=1 if num_particles is None else num_particles,
-            max_plate_nesting=max_plate_nesting,
-            max_iarange_nesting=max_iarange_nesting,
-            vectorize_particles=vectorize_particles,
-            strict_enumeration_warning=strict_enumeration_warning,
-            ignore_jit_warnings=ignore_jit_warnings,
-            jit_options=jit_options,
-            retain_graph=retain_graph,
-            tail_adaptive_beta=tail_adaptive_beta,
-        )
-        self.made_by = made_by
-        self.enumeration, self.analytic_kl, enumerates = enumeration, analytic_kl, enumeration == "exact"
-        self.runner = StepRunner(
-            *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
-        )
+        warns = strict_enumeration_warning
+        self.runner = StepRunner(planner, structure, self.critics, self._only_costs, enumerates, warns)
         fixing = {
             f"{num_particles=}": num_particles is not None,
             "vectorize_particles=True": vectorize_particles,
@@ -179,77 +174,88 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             'enumeration="exact"': enumerates,
         }
         self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
-        if not self._fixed_by:
-            self.particles.leave_open()
-        # Whether options that nothing reads were told.
-        self._has_told = False
-
-    def recorded_options(self) -> dict[str, Any]:
-        """Further options that a recording depends on, by name."""
-        return {**super().recorded_options(), "kl": self.analytic_kl}
-
-    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns."""
-        with torch.no_grad():
-            seen = self.particles.observe(
-                self.runner, self._prepared(Program(model, guide, args, kwargs)), self.mode(False)
-            )
-            loss = seen.loss / self.num_particles
-        warn_if_nan(loss, "loss")
-        return float(loss.item())
-
-    def _evaluate(self, program: Program, mode: Mode) -> Step:
-        start = time.perf_counter()
-        seen = self._observe(program, mode)
-        self._tell_unread(mode)
-        ready = time.perf_counter()
-        loss, number = seen.loss, self.num_particles
-        loss = loss / number if number > 1 else loss
-        result = self.step_on(seen, loss, mode)
-        if self.analytic_kl:
-            result = replace(result, paths=analytic_paths(seen))
-        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
-        if self.trainer.keeps_staged:
-            self.trainer.keep(seen.items, result)
-        return result
-
-    def _tell_unread(self, mode: Mode) -> None:
-        """Warns once of options of sites that nothing reads."""
-        if mode.learning and not self._has_told and self.plan and self.plan.unread:
-            self._note(_has_told=True)
-            warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
-
-    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
-        r"""A loss in which critics stand for the costs. It calls no cost function, and no critic learns from it.
-
-            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
-
-        A continuous site adds other terms, see :func:`~pyro_bpq.objectives.imagined.bootstrapped_surrogate`. The
-        gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as far as that
-        comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments, not necessarily those of a rollout.
-            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. It keeps the guide random:
-                from a nearly deterministic guide critics learn nothing about other values.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            A scalar, the mean over particles; only its gradient has meaning.
-
-        Raises:
-            UnsupportedSiteError: If a site has no critic by choice.
-        """
-        signals = self.without_costs(Program(model, guide, args, kwargs))
-        return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
+        self.particles.is_open = not self._fixed_by
 
     def _why_so_many(self) -> str:
         number, plan = self.num_particles, self.plan
         if plan and plan.sums:
             return "none, as the loss is summed over all values"
-        if not self.particles.is_open:
-            return f"{number}, because of {self._fixed_by or 'what was set later'}"
+        fixed_by = "" if self.particles.is_open else self._fixed_by or "what was set later"
+        drawn_by = fixed_by or ("analytic_kl=True" if self.analytic_kl else "")
+        drawn = f"; the loss is not summed over all values, because of {drawn_by}" if drawn_by and plan.summed else ""
+        if fixed_by:
+            return f"{number}, because of {fixed_by}{drawn}"
         noisy = [name for name in plan.layout.specs if name in plan.noisy | plan.compared] if number > 1 else []
-        return f"{number}, left open" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")
+        return f"{number}, left open{drawn}" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")
+
+
+def paper_settings(
+    reduction: Reduction = "merged",
+    lam: float | Callable[[int], float] = 0.0,
+    gamma: float | Callable[[int], float] = 1.0,
+    *,
+    estimator: Estimator = QScoreFunction(),
+    critic: Critic = TabularCritic(dueling=False),
+    rate: float | Callable[[int], float] = 0.1,
+) -> dict[str, Any]:
+    r"""The arguments with which ``TraceBackpropQ_ELBO`` and ``ExpectedCost`` run the paper's Algorithm 1 as written.
+
+    Each step takes a rollout, then a step of every critic in a backward sweep, then the gradient with the critics in
+    the place of the costs:
+
+        w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log q(x | Pa_X)
+
+    Every Q-function is learned, immediate costs too, from the sampled values of its children. It sees the scope of the
+    site and its ancestors. The gradient is **biased** by the critics' errors, so this is for comparison and for study;
+    ``TraceBackpropQ_ELBO()`` is not this algorithm, and is unbiased. Reparameterised sites keep their pathwise
+    gradient.
+
+    Args:
+        reduction: Reduction of the Backprop-Q network.
+        lam: Weight of the lambda-return against the critic in targets; 0 is the one-step target of Algorithm 1.
+        gamma: Discount of targets per edge of the longest way.
+        estimator: How the Q-function becomes a gradient: any estimator that uses critics.
+            :class:`~pyro_bpq.estimators.QScoreFunction`, for any site, and other estimators with ``replaces_costs`` put
+            it in place of the costs. :class:`~pyro_bpq.AllAction` and
+            :class:`~pyro_bpq.estimators.QControlVariate`, for finite values, use it as a control variate.
+        critic: The approximators. Tables serve small finite scopes; else ``MLPCritic()`` with a small ``rate``.
+        rate: Step size ``α`` of the critics, or a function of the step.
+
+    Returns:
+        Keyword arguments.
+
+    Raises:
+        OptionError: If the rate is not positive.
+
+    Example:
+        >>> from pyro_bpq import TraceBackpropQ_ELBO
+        >>> elbo = TraceBackpropQ_ELBO(**paper_settings("per_cost", lam=0.5))
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Algorithm 1
+    """
+    given = {"estimator": estimator, "critic": critic, "reduction": reduction, "lam": lam, "gamma": gamma}
+    return {**given, "learner": CriticLearner(sweep=BackwardSweep(rate)), "immediate": "learned", "form": "ancestor"}
+
+
+def _check_counts(num_particles: Any, window: Any) -> None:
+    """Raises :class:`OptionError` for a number of particles or a window that is no positive integer."""
+    if num_particles is not None and not is_whole(num_particles, 1):
+        hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
+        raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}")
+    if not is_whole(window, 1):
+        raise OptionError(f"window={window!r}: write a positive integer.")
+
+
+def _check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
+    """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
+    check_estimator(estimator)
+    check_critic(critic, None)
+    check_choice("reduction", reduction, get_args(Reduction))
+    if not callable(lam) and not (is_real(lam) and 0.0 <= lam <= 1.0):
+        raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
+    if not callable(gamma) and not (is_real(gamma) and 0.0 < gamma <= 1.0):
+        raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
+    check_discounted(reduction, callable(gamma) or gamma != 1.0)
+    if learner is not None and not isinstance(learner, CriticLearner):
+        raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")

@@ -54,10 +54,10 @@ class ExpectedCost(TraceBackpropQ_ELBO):
         environment, policy = programs if len(programs) == 2 else (None, *programs)
         return LossModule(environment, policy, self)
 
-    def _alone(self, program: Program) -> Program:
+    def _prepared(self, program: Program) -> Program:
         environment, policy, *_ = program
         one = policy if environment is None else functools.partial(_in_turn, policy, environment)
-        return program._replace(model=_nothing, guide=one)
+        return super()._prepared(program._replace(model=_nothing, guide=one))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -19,16 +19,13 @@ from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, programs_of
 from pyro_bpq.plan.plan import unread_options
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.short import short, short_call
+from pyro_bpq.short import changed_options, short
 from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.further import further_particles
-from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -84,7 +81,7 @@ class TraceBackpropQ_IWAE(Objective):
         *,
         compile: bool | Backend | Compile = False,
     ) -> None:
-        made_by = short_call(type(self), TraceBackpropQ_IWAE, locals())
+        changed = changed_options(TraceBackpropQ_IWAE, locals())
         for name, number in (("num_particles", num_particles), ("num_outer", num_outer)):
             if not is_whole(number, 1):
                 raise OptionError(f"{name}={number!r}: write a positive integer.")
@@ -96,12 +93,12 @@ class TraceBackpropQ_IWAE(Objective):
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
         )
-        self.made_by = made_by
+        self.made_by = f"{type(self).__name__}({', '.join(changed.values())})"
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         self.runner = BoundRunner(plate)
 
-    def _chosen(self) -> list[tuple[str, str, str]]:
-        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()]
+    def _chosen(self) -> list[tuple[str, str, str]] | None:
+        return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()] or None
 
     def _why_so_many(self) -> str:
         return f"{self.num_inner} for each bound, because of num_particles; num_outer={self.num_outer} bounds"
@@ -115,19 +112,14 @@ class TraceBackpropQ_IWAE(Objective):
     def _num_draws(self) -> int:
         return self.num_outer
 
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-        return self.runner.trace(program, self.particles.now, self.num_steps)
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """A bound has no critics that learn from stored runs."""
-        raise NotImplementedError("A bound has no critics.")
-
     def _evaluate(self, program: Program, mode: Mode) -> Step:
-        """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         runs = self._observe(program, mode).runs
-        if not any(run.run.costs for run in runs):
-            return self._step(torch.zeros(()), torch.zeros(()), mode)
+        loss, paths = self._bound(runs) if any(run.run.costs for run in runs) else (torch.zeros(()), torch.zeros(()))
+        learns = mode.learning and may_learn(loss, self.learning(mode))
+        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
+
+    def _bound(self, runs: Sequence[TracedRun]) -> tuple[Tensor, Tensor]:
+        """The loss, the mean over bounds, and a surrogate with its gradient, the sum over bounds."""
         rows, *_ = [self.runner.rows(run) for run in runs]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
@@ -140,11 +132,7 @@ class TraceBackpropQ_IWAE(Objective):
         parts = [self._rows(run, dim, scale) for run in runs]
         log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
         loss, surrogate = multi_sample_bound(log_w, score, leave_one_out_signal(log_w, self.baseline))
-        return self._step(scale * loss / self.num_outer, scale * surrogate, mode)
-
-    def _step(self, loss: Tensor, paths: Tensor, mode: Mode) -> Step:
-        learns = mode.learning and may_learn(loss, self.learning(mode))
-        return Step(loss, torch.zeros(()), learns=learns, paths=paths)
+        return scale * loss / self.num_outer, scale * surrogate
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
@@ -156,11 +144,8 @@ class TraceBackpropQ_IWAE(Objective):
 
     def _reduce(self, value: Tensor, dim: int | None) -> Tensor:
         """From a batch shape to ``(samples, rows)``."""
-        if self.particles.now.has_plate:
-            ndim = int(self.max_plate_nesting)
-            value = value.reshape((1,) * (ndim - value.dim()) + value.shape)
-        else:
-            value = value.unsqueeze(0)
+        missing = int(self.max_plate_nesting) - value.dim() if self.particles.now.has_plate else 1
+        value = value.reshape((1,) * missing + value.shape)
         if dim is not None:
             return value.movedim(dim, 1).reshape(value.shape[0], value.shape[dim], -1).sum(-1)
         return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
@@ -174,36 +159,31 @@ class BoundRunner(Runner):
     """
 
     def __init__(self, plate: str | None) -> None:
-        self.plate, self.noise = plate, NoiseSource(0)
-        self.recordings = Recordings("auto")
+        super().__init__("auto", 0)
+        self.plate = plate
         self.recordings.crosses = True  # rows that meet are told of in words of its own
         self.estimators: dict[str, Estimator] = {}
         # The plate of the rows by structure.
         self._rows: dict[Any, Plate | None] = {}
 
-    def trace(
-        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
-    ) -> TracedRun:
-        """Runs a program once, recorded with ``track``."""
-        call = self.recordings.call
-        options = TraceOptions(_choose, particles.nesting, particles.number, warns=warns, track=track, call=call)
-        return trace_run(*program, options)
+    def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
+        """Runs a program once, with further options of its trace."""
+        given = TraceOptions(_choose, particles.nesting, particles.number, call=self.recordings.call, **options)
+        return trace_run(*program, given)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
         recordings, number = self.recordings, particles.in_call
         record = not mode.is_recorded and recordings.wants(particles)
-        first, *others = programs_of(program, particles)
-        runs = [self.trace(first, particles, mode.num_steps, record)]
+        programs, draws = programs_of(program, particles), recordings.mark()
+        runs = self._runs(programs, particles, record)
+        if particles.is_hidden and not (record or mode.is_recorded) and recordings.news(runs, particles):
+            draws.again()
+            record, runs = True, self._runs(programs, particles, True)
         if record:
             recordings.graph(runs[0], number, mode.learning)
             # Rows and particles that meet are told once.
             recordings.now.next = math.inf
-        if particles.is_hidden:
-            recorded = recordings.recorded(runs[0], 1)
-            runs += further_particles(recorded, runs[0], recordings.call, particles.number - 1)
-        else:
-            runs += [self.trace(each, particles, mode.num_steps) for each in others]
         if self.plate is not None and record and runs[0].entries:
             self._warn_of_rows(self.plate, runs[0])
         return Observation(tuple(runs))

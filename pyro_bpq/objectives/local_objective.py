@@ -61,14 +61,11 @@ class LocalObjective:
         for staged in items:
             assert staged.result is not None
             tensors = {c: staged.signals.batches[c].log_q for c in staged.signals.active}
-            log_q = {c: tensor for c, tensor in tensors.items() if tensor.requires_grad}
-            found: Sequence[Tensor | None] = ()
-            if log_q and staged.result.surrogate.requires_grad:
-                found = torch.autograd.grad(
-                    staged.result.surrogate, list(log_q.values()), retain_graph=True, allow_unused=True
-                )
-            pairs = zip(log_q.items(), found, strict=False)
-            self.signals.append({c: signal for (c, _), signal in pairs if signal is not None})
+            total, found = staged.result.surrogate, tuple[Tensor | None, ...]()
+            log_q = {c: tensor for c, tensor in tensors.items() if tensor.requires_grad and total.requires_grad}
+            if log_q:
+                found = torch.autograd.grad(total, [*log_q.values()], retain_graph=True, allow_unused=True)
+            self.signals.append({c: signal for c, signal in zip(log_q, found, strict=True) if signal is not None})
             self.old.append({c: tensor.detach().clone() for c, tensor in tensors.items()})
         # Distributions may hold the parameters themselves, which an optimiser changes in place.
         self.frozen = [
@@ -150,15 +147,13 @@ def _held_run(run: Run, subsamples: Any, program: Any) -> Run:
     hold = Hold({**values, **subsamples})
     with hold, SkipCosts():
         guide(*args, **kwargs)
-    sites = {name: _moved(record, values[name], hold.fns.get(name, record.fn)) for name, record in run.sites.items()}
-    return Run(sites, run.costs, run.differentiable, run.loss)
-
-
-def _moved(record: SiteRecord, value: Tensor, fn: Any) -> SiteRecord:
-    score: Any = fn.score_parts(value).score_function
-    if is_identically_zero(score):
-        score = fn.log_prob(value)
-    return replace(record, fn=fn, value=value, score=score)
+    sites = {}
+    for name, record in run.sites.items():
+        fn, value = hold.fns.get(name, record.fn), values[name]
+        score: Any = fn.score_parts(value).score_function
+        score = fn.log_prob(value) if is_identically_zero(score) else score
+        sites[name] = replace(record, fn=fn, value=value, score=score)
+    return replace(run, sites=sites)
 
 
 def _without_cost(staged: Staged) -> frozenset[str]:
@@ -175,13 +170,12 @@ def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
     Analytic where they are registered, else from the sample.
     """
     try:
-        forward, backward = kl_divergence(old, record.fn), kl_divergence(record.fn, old)
+        return kl_divergence(old, record.fn), kl_divergence(record.fn, old)
     except NotImplementedError:
         # Unbiased under q_0 and never negative; the curvature is the sampled Fisher information.
         log_ratio = record.fn.log_prob(record.value) - old.log_prob(record.value)
         ratio = log_ratio.exp()
-        forward, backward = ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
-    return forward, backward
+        return ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
 
 
 def _backward(pairs: Mapping[int, tuple[Tensor, Tensor]], run: Run, name: str) -> Tensor:

@@ -5,29 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.infer import ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import BPQError, OptionError, is_real, is_whole
+from pyro_bpq.errors import BPQError, OptionError, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import LossModule, Turn, warn_of_hooks
-from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, Transient
-from pyro_bpq.objectives.particle_count import ParticleCount
+from pyro_bpq.objectives.entry import CountedELBO, LossModule, Turn, kept_gradients, together, warn_of_hooks
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
-from pyro_bpq.rollout.runs import Program
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
-from pyro_bpq.short import Pending, listed
+from pyro_bpq.short import Pending
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.program_errors import EXPLAINED
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
     from pyro_bpq.compiled.subject import Updates
 
 
-class Objective(ELBO, nn.Module):
+class Objective(CountedELBO, nn.Module):
     """A loss with learned critics, made of a runner, a particle count and a critic trainer; subclasses add the runner.
 
     Attributes:
@@ -56,20 +52,12 @@ class Objective(ELBO, nn.Module):
     analytic_kl = False
 
     def __init__(
-        self,
-        learner: CriticLearner | None,
-        seed: int,
-        lam: Schedule,
-        gamma: Schedule,
-        compile: Any = False,
-        **options: Any,
+        self, learner: CriticLearner | None, seed: int, lam: Schedule, gamma: Schedule, compile: Any, **options: Any
     ) -> None:
         if not is_whole(seed):
             raise OptionError(f"seed={seed!r}: write a whole number.")
         nn.Module.__init__(self)
-        # Pyro's constructor sets the number of particles.
-        self.particles = ParticleCount()
-        ELBO.__init__(self, **options)
+        CountedELBO.__init__(self, **options)
         self.lam, self.gamma = lam, gamma
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
@@ -88,25 +76,25 @@ class Objective(ELBO, nn.Module):
         """What runs, how many particles and why, and what was chosen because of which option."""
         found = self._chosen()
         head = f"{self.made_by or type(self).__name__}, after {self.num_steps} steps"
-        if not found:
+        if found is None:
             return f"{head}\n{Pending('plan')}"
         compiled = "" if self.compiled is None else f" Compiled: {len(self.compiled.entries)} recordings."
         now, said = self.particles.now, self.particles.said
         said = said or (f"They run {now.way}." if now.number > 1 else "")
-        lines = [
+        lines = (
             head,
             f"runs: {self._runs()}{compiled}",
             f"particles: {self._why_so_many()}. {said}".rstrip(),
-            f"estimators: {_together((name, estimator) for name, estimator, _ in found)}",
-            f"critics: {_together((name, critic) for name, _, critic in found)}",
-        ]
+            f"estimators: {together((name, estimator) for name, estimator, _ in found)}",
+            f"critics: {together((name, critic) for name, _, critic in found)}",
+        )
         return "\n".join(lines)
 
     # What subclasses are made of.
 
     @abstractmethod
-    def _chosen(self) -> Sequence[tuple[str, str, str]]:
-        """The sites, the estimator of each and why, and its critic; empty before the first step."""
+    def _chosen(self) -> Sequence[tuple[str, str, str]] | None:
+        """The sites, the estimator of each and why, and its critic; ``None`` before the first step."""
 
     @abstractmethod
     def _why_so_many(self) -> str:
@@ -120,13 +108,11 @@ class Objective(ELBO, nn.Module):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step, summed over draws; nothing has learned from it yet."""
 
-    @abstractmethod
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-
-    @abstractmethod
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
+    def run_program(self, program: Program, particles: Particles | None = None) -> TracedRun:
+        """Runs guide and model as a step does, or for other particles."""
+        runner, particles = self.runner, particles or self.particles.drawn
+        runner.meet(program, self.mode(learning=False))
+        return runner.trace(program, particles, step=self.num_steps, track=runner.recordings.wants(particles))
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
@@ -135,61 +121,12 @@ class Objective(ELBO, nn.Module):
     @property
     def _num_draws(self) -> int:
         """Number of draws whose mean the loss is."""
-        return self.particles.now.draws
+        return self.num_particles
 
     @property
     def _needs_nesting(self) -> bool:
         """Whether dimensions to the left of all plates are used."""
         return self.vectorize_particles
-
-    def _alone(self, program: Program) -> Program:
-        """A program as it runs for one particle."""
-        return program
-
-    # Options of Pyro's ELBOs, which a step may settle, and those of learning.
-
-    @property
-    def num_particles(self) -> int:
-        """Number of particles; 1 where the loss is summed over all values."""
-        return self.particles.now.draws
-
-    @num_particles.setter
-    def num_particles(self, number: int) -> None:
-        self.particles.change(number=number)
-
-    @property
-    def vectorize_particles(self) -> bool:
-        """Whether particles run in one call, in a plate of their own."""
-        return self.particles.drawn.is_vectorized
-
-    @vectorize_particles.setter
-    def vectorize_particles(self, is_vectorized: bool) -> None:
-        self.particles.change(is_vectorized=is_vectorized)
-
-    @property
-    def max_plate_nesting(self) -> float:
-        """Bound on the number of nested plates, that of vectorised particles included."""
-        return self.particles.now.nesting
-
-    @max_plate_nesting.setter
-    def max_plate_nesting(self, nesting: float) -> None:
-        if not (is_real(nesting) and nesting >= 0 and (math.isinf(nesting) or nesting == int(nesting))):
-            raise OptionError(
-                f"max_plate_nesting={nesting!r}: write a whole number, or leave it out: then it is found."
-            )
-        self.particles.change(nesting=nesting)
-
-    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        programs = SkipCosts()(model), SkipCosts()(guide)
-        try:
-            super()._guess_max_plate_nesting(*programs, args, kwargs)  # type: ignore[no-untyped-call]
-        except EXPLAINED:
-            # A run of our own says more of the same error.
-            self.run_program(Program(*programs, args, kwargs))
-            raise
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return self.run_program(Program(model, guide, args, kwargs))
 
     @property
     def learner(self) -> CriticLearner | None:
@@ -200,11 +137,6 @@ class Objective(ELBO, nn.Module):
     def num_steps(self) -> int:
         """Number of steps that were learned from."""
         return self.trainer.num_steps
-
-    @property
-    def staged(self) -> Transient:
-        """What the last step worked on, where something learns from it later."""
-        return self.trainer.staged
 
     @property
     def traces(self) -> tuple[Any, Any]:
@@ -251,20 +183,21 @@ class Objective(ELBO, nn.Module):
             BusyError: If another thread takes a step or replays.
         """
         with self._turn:
-            program = Program(model, guide, args, kwargs)
-            found = self._compiled_step(program)
-            if found is None:
-                return self._eager_loss_and_grads(program)
-            add_gradients(found.leaves, found.gradients)
-            return float(found.loss.item())
+            loss = self.compiled_update(None, model, guide, *args, **kwargs)
+            return self.eager_loss_and_grads(model, guide, *args, **kwargs) if loss is None else float(loss.item())
 
     def eager_loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The same as :meth:`loss_and_grads`; the step runs eagerly."""
-        with self._turn:
-            return self._eager_loss_and_grads(Program(model, guide, args, kwargs))
+        with self._turn, self.undoing(self.trainer.replays):
+            loss, surrogate = self._eager_step(Program(model, guide, args, kwargs))
+            self.trainer.register()
+            self._backward(surrogate)
+        return float(loss.item())
 
-    def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Takes a compiled step that ends with the update of an optimiser, and returns the loss.
+    def compiled_update(
+        self, updates: Updates | None, model: Any, guide: Any, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """Takes a compiled step, which ends with the update of an optimiser where one is given; returns the loss.
 
         ``None`` if the step has to run eagerly; nothing was done then.
         """
@@ -287,8 +220,8 @@ class Objective(ELBO, nn.Module):
             found = self._compiled_step(program)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            with self._undoing():
-                loss, surrogate, _ = self._eager_step(program)
+            with self.undoing():
+                loss, surrogate = self._eager_step(program)
             return loss + (surrogate - surrogate.detach())
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -311,7 +244,7 @@ class Objective(ELBO, nn.Module):
         Raises:
             OptionError: If the critics have no optimiser of their own, or nothing learns now.
         """
-        if self.trainer.optimizer is None:
+        if self.learner is None:
             raise OptionError("warm_up(...) needs critics with an optimiser of their own: learner=CriticLearner().")
         if not self._is_learning:
             raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
@@ -343,26 +276,18 @@ class Objective(ELBO, nn.Module):
                 warn_if_nan(found.loss, "loss")
         return found
 
-    def _eager_loss_and_grads(self, program: Program) -> float:
-        with self._undoing():
-            loss, surrogate, _ = self._eager_step(program)
-            self.trainer.register()
-            self._backward(surrogate)
-        return float(loss.item())
-
-    def _eager_step(self, program: Program) -> tuple[Tensor, Tensor, Step]:
-        """The loss, detached, a scalar that has its gradient, and the step."""
+    def _eager_step(self, program: Program) -> tuple[Tensor, Tensor]:
+        """The loss, detached, and a scalar that has its gradient."""
         if self._is_learning:
             self._note(_traces=Transient())
         result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
             warn_if_nan(value, "loss")
-        return value, surrogate, result
+        return value, surrogate
 
     def _prepared(self, program: Program) -> Program:
         """The program for one particle; where there is a plate of particles, its place is known from now on."""
-        program = self._alone(program)
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             self._guess_max_plate_nesting(*program)
         return program
@@ -404,24 +329,16 @@ class Objective(ELBO, nn.Module):
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss to ``.grad``, then lets the critics learn; where that fails nothing is added."""
         # Only replay runs programs when gradients are there already.
-        leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
-        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-        try:
+        with kept_gradients(inputs_of(loss) if self._is_learning and self.trainer.replays else ()):
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
             if self._is_learning:
-                self.learn()
-        except BaseException:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                if leaf.grad is None or gradient is None:
-                    leaf.grad = gradient
-                else:
-                    leaf.grad.copy_(gradient)
-            raise
+                self.trainer.learn(self)
 
     def learn(self) -> None:
         """Lets critics and statistics learn from the last step."""
-        self.trainer.learn(self)
+        with self.undoing(deep=True) if self.trainer.replays else contextlib.nullcontext():
+            self.trainer.learn(self)
 
     def _learn_waiting(self) -> None:
         """Applies what the last step taught, if that waits for the next one."""
@@ -430,16 +347,16 @@ class Objective(ELBO, nn.Module):
 
     def learning(self, mode: Mode | None = None) -> Learning:
         """How targets are formed in the present step, or in the step of a mode."""
-        number, learner = self.num_steps if mode is None else mode.num_steps, self.learner
+        number, own = self.num_steps if mode is None else mode.num_steps, self.trainer.options
         return Learning(
             at(self.lam, number),
             float(at(self.gamma, int(number))),
-            1.0 if learner is None else learner.level_weight,
-            slow=learner is not None and learner.slow is not None,
+            own.level_weight,
+            slow=own.slow is not None,
             num_steps=number,
             ranks=self.trainer.ranks,
             is_recorded=mode is not None and mode.is_recorded,
-            sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),
+            sweep=None if own.sweep is None else own.sweep.at(self.num_steps),
         )
 
     @property
@@ -448,15 +365,15 @@ class Objective(ELBO, nn.Module):
 
     # Going back, and state.
 
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self.runner.parts)]
-        return self.trainer.mark(), parts, self.info, self.ms
+    def mark(self, deep: bool = False) -> Any:
+        """A mark to which :meth:`go_back` takes all that a step finds out; with ``deep`` also what critics learn."""
+        parts = (self.particles, *self.trainer.parts, *self.runner.parts)
+        return self.trainer.mark(deep), [(part, snapshot(part)) for part in parts], self.info, self.ms
 
     @contextlib.contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Undoes what is built and found out within, if it fails."""
-        mark = self.mark()
+    def undoing(self, deep: bool = False) -> Iterator[None]:
+        """Undoes what a step finds out within, and with ``deep`` also what critics learn, if it fails."""
+        mark = self.mark(deep)
         try:
             yield
         except BaseException:
@@ -480,11 +397,3 @@ class Objective(ELBO, nn.Module):
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles
-
-
-def _together(sites: Iterable[tuple[str, str]]) -> str:
-    """Names with the same text, together."""
-    found: dict[str, list[str]] = {}
-    for name, text in sites:
-        found.setdefault(text, []).append(name)
-    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items())

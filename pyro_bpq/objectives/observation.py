@@ -3,20 +3,26 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import pyro
 from torch import Tensor
 
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.further import further_particles
 from pyro_bpq.tracing.recordings import Recordings
 from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import PARTICLES
+
+# Why a single particle runs.
+STEERED = "sampled values steer the program"
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Staged:
 class Transient:
     """Holds what belongs to the process: copies and pickles are empty."""
 
-    def __init__(self, items: Sequence[Any] = ()) -> None:
+    def __init__(self, items: Iterable[Any] = ()) -> None:
         self.items: tuple[Any, ...] = tuple(items)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,46 +96,24 @@ class Observation:
         return sum(losses[1:], losses[0])
 
 
-class NoiseSource:
-    """Generators for what an objective draws itself; the global generators are left alone.
-
-    Attributes:
-        number: How many there have been.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.number = seed, 0
-
-    def __call__(self) -> torch.Generator:
-        """The next generator."""
-        self.number += 1
-        return torch.Generator().manual_seed(self.seed_of(self.number))
-
-    def seed_of(self, number: int) -> int:
-        """Seed of a generator, counted from 1."""
-        return (self.seed * 7919 + 1) * 1_000_003 + number
-
-
 class Runner(ABC):
     """Runs the programs of a step.
 
     Attributes:
         recordings: What is known of the structures of the programs, and when runs are recorded.
         noise: Source of what estimators draw themselves.
+        is_settled: Whether the next run does what the last one did, as far as is known.
     """
 
-    recordings: Recordings
-    noise: NoiseSource
+    is_settled = True
+
+    def __init__(self, structure: str, seed: int) -> None:
+        self.recordings, self.noise = Recordings(structure), NoiseSource(seed)
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> tuple[Any, ...]:
         """The objects in which a step notes what it finds out."""
-        return (self, self.recordings)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next run does what the last one did, as far as is known."""
-        return True
+        return self, self.recordings, self.noise
 
     def meet(self, program: Program, mode: Mode) -> None:
         """Looks at a call before its programs run; a step that is compiled was looked at before."""
@@ -140,10 +124,6 @@ class Runner(ABC):
         """Why the programs are not compiled, as the end of a sentence; empty if they are."""
         return ""
 
-    def look_again(self) -> None:
-        """Records the next run: what is known may no longer be so."""
-        self.recordings.look_again()
-
     def forget_last(self) -> None:  # noqa: B027 # some keep nothing
         """Forgets the last step: the next one is planned anew."""
 
@@ -151,24 +131,41 @@ class Runner(ABC):
         """Number of rows of a run that tells the costs of all values; 0 where the loss is not summed over them."""
         return 0
 
-    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
-        return 1
-
-    def why_one(self, traced: TracedRun) -> str:
-        """Why that number is 1, in words."""
-        return "each step is recorded alone"
+    def good_for(self, traced: TracedRun, particles: int = 1) -> tuple[int, str]:
+        """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
+        return 1, "each step is recorded alone"
 
     def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
         """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
         return True
 
+    def _runs(self, programs: Sequence[Program], particles: Particles, track: bool, **options: Any) -> list[TracedRun]:
+        """Traces the programs of a step, recorded with ``track``."""
+        first, *others = programs
+        run = self.trace(first, particles, track=track, **options)
+        if not particles.is_hidden:
+            return [run, *(self.trace(each, particles, track=track, has_told=True, **options) for each in others)]
+        self.recordings.recognises(run, 1)
+        recorded = self.recordings.recorded(run, 1)
+        if recorded is None and not track:
+            return [run]
+        return [run, *further_particles(recorded, run, self.recordings.call, particles.number - 1)]
+
     @abstractmethod
-    def trace(
-        self, program: Program, particles: Particles, num_steps: int, track: bool = False, *, warns: bool = True
-    ) -> TracedRun:
-        """Runs a program once, recorded with ``track``; ``warns`` says whether likely mistakes are told."""
+    def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
+        """Runs a program once, with further options of its trace."""
 
     @abstractmethod
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
+
+
+def programs_of(program: Program, particles: Particles) -> list[Program]:
+    """The programs of each run of a step: one for each particle, or one in a plate of all particles."""
+    if not particles.is_vectorized:
+        return [program] * particles.number
+    if particles.number == 1:
+        return [program]
+    plates = (pyro.plate(PARTICLES, particles.number, dim=-int(particles.nesting)) for _ in range(2))
+    model, guide = (plate(part) for plate, part in zip(plates, program[:2], strict=True))
+    return [program._replace(model=model, guide=guide)]

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.errors import BPQWarning, ParticlesDifferError, StructureChangedError, TooManyOutcomesError
-from pyro_bpq.objectives.observation import Mode, Observation, Runner
+from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recording import Uncut
@@ -51,11 +51,6 @@ class ParticleCount:
         self.is_open, self.said = False, ""
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """What finds things out in a step."""
-        return (self,)
-
-    @property
     def nesting(self) -> float:
         """Bound on the number of nested plates, without that of the particles."""
         return self.written.nesting - self.written.is_vectorized
@@ -76,19 +71,6 @@ class ParticleCount:
         self.is_open = self.is_open and "number" not in changes
         self.now = self.written
 
-    @contextlib.contextmanager
-    def running(self, way: Particles) -> Iterator[None]:
-        """Particles run in a given way within."""
-        now, self.now = self.now, way
-        try:
-            yield
-        finally:
-            self.now = now
-
-    def leave_open(self) -> None:
-        """Leaves the number open."""
-        self.is_open = True
-
     def close(self) -> None:
         """One particle from now on, where the number is open: with more, sites in rows of data have no critics."""
         if self.is_open:
@@ -105,28 +87,31 @@ class ParticleCount:
         """How the particles of such calls run, if that is settled."""
         return runner.recordings.now.particles.get((self.written, self.is_open))
 
+    def _use(self, runner: Runner, way: Particles) -> None:
+        """Settles how the particles of such calls run."""
+        self.now = runner.recordings.now.particles[self.written, self.is_open] = way
+
+    def _say(self, *texts: str) -> None:
+        self.said = " ".join(texts)
+        LOG.info("%s", self.said)
+
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The runs of a step, and the signals of their sites."""
         runner.meet(program, mode)
         way = self._way(runner)
         if not self.is_open:
-            self.now = way or self.written
             return self._settled(runner, program, way, mode) if way else self._given(runner, program, mode)
         if way is None and not mode.settles:
             self.now = self.one
             return runner.observe(program, self.now, mode)
         if self._sums(runner, mode):
             return self._summed(runner, program, mode)
-        found = None if way is not None else self._like_before(runner, program, mode)
         if way is not None:
             found = self._settled(runner, program, way, mode)
-        found = found or self._first(runner, program, mode)
+        else:
+            found = self._like_before(runner, program, mode) or self._first(runner, program, mode)
         self._plan_sums(runner, found, mode)
         return found
-
-    def _use(self, runner: Runner, way: Particles) -> None:
-        """Settles how the particles of such calls run."""
-        self.now = runner.recordings.now.particles[self.written, self.is_open] = way
 
     def _settled(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
         """The step of particles that run in a settled way, as long as they can be computed from a recording."""
@@ -137,29 +122,28 @@ class ParticleCount:
             assert draws is not None
             draws.again()
             self._say(f"Particles do not run {way.way}: {error}.")
-            runner.meet(program, mode)
-            self._use(runner, self.one if self.is_open else replace(way, is_hidden=False))
-            return runner.observe(program, self.now, mode)
+            return self._instead(runner, program, self.one if self.is_open else replace(way, is_hidden=False), mode)
 
-    def _say(self, *texts: str) -> None:
-        self.said = " ".join(texts)
-        LOG.info("%s", self.said)
+    def _instead(self, runner: Runner, program: Program, way: Particles, mode: Mode) -> Observation:
+        """The step in another way, which is settled from now on."""
+        runner.meet(program, mode)
+        self._use(runner, way)
+        return runner.observe(program, way, mode)
 
     # A number that the user has given.
 
     def _given(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """Particles as the user has written; those that do not keep apart in a plate run in another way."""
-        draws, self.now = runner.recordings.mark(), self.written
-        if self.now.has_plate and isinstance(poutine.unwrap(program.guide), Messenger):
+        draws, way = runner.recordings.mark(), self.written
+        if way.has_plate and isinstance(poutine.unwrap(program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
             make_parameters(runner, program, self.one, mode.num_steps)
             runner.meet(program, mode)
-        found = self._settled(runner, program, self.now, mode)
-        sites = found.runs[0].run.sites.values() if found.runs else ()
+        found, mixed = self._settled(runner, program, way, mode), None
         # Without a score no particle is charged with the costs of others: they run as the user has written.
-        is_noisy = self.now.has_plate and any(record.score is not None for record in sites)
-        mixed = found.runs[0].mixes if is_noisy else None
-        if self.now.has_plate and runner.recordings.failed:
+        if way.has_plate and any(record.score is not None for record in found.runs[0].run.sites.values()):
+            mixed = found.runs[0].mixes
+        if way.has_plate and runner.recordings.failed:
             mixed = "the program", runner.recordings.failed
         if mixed is None:
             if not mode.is_recorded:
@@ -169,25 +153,21 @@ class ParticleCount:
         reason = f"{cost} reads values of other particles"
         if why:
             reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
-        refused = [f"{self.now.number} particles do not run in a plate: {reason}."]
         draws.again()
         runner.forget_last()
-        apart = replace(self.now, is_vectorized=False, nesting=self.nesting)
-        hidden = (
-            None if found.runs[0].user_costs else self._tried(runner, program, replace(apart, is_hidden=True), mode)
-        )
-        way = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
-        self._say(*refused, f"They run {way}.")
+        apart = replace(way, is_vectorized=False, nesting=self.nesting)
+        hidden = None
+        if not found.runs[0].user_costs:
+            hidden, _ = self._tried(runner, program, replace(apart, is_hidden=True), mode)
+        now = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
+        self._say(f"{way.number} particles do not run in a plate: {reason}. They run {now}.")
         warnings.warn(
-            f"Particles run {way}, because {reason}. Look at the dimensions in which the program of {cost} reduces or "
+            f"Particles run {now}, because {reason}. Look at the dimensions in which the program of {cost} reduces or "
             "indexes, as by z.sum() or z[0]: those of particles and plates lie on the left.",
             BPQWarning,
             stacklevel=2,
         )
-        if hidden is not None:
-            return hidden
-        self._use(runner, apart)
-        return runner.observe(program, apart, mode)
+        return hidden or self._instead(runner, program, apart, mode)
 
     # A number that is left open.
 
@@ -197,37 +177,37 @@ class ParticleCount:
         found = runner.observe(program, self.one, mode)
         self._plan_sums(runner, found, mode)
         if self._sums(runner, mode):
-            _undo(found.runs[0])
+            _undo(found.runs)
             draws.again()
             return self._summed(runner, program, mode)
-        number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
+        number, why = (1, STEERED) if found.ordered else runner.good_for(found.runs[0])
+        if mode.has_ranks:
+            number, why = 1, "several processes learn"
         if number == 1:
-            why = "sampled values steer the program" if found.ordered else runner.why_one(found.runs[0])
             self._use(runner, self.one)
-            self._say(f"One particle runs, because {'several processes learn' if mode.has_ranks else why}.")
+            self._say(f"One particle runs, because {why}.")
             return found
-        one = found.runs[0]
-        refused = list[str]()
+        _undo(found.runs)
+        one, refused = found.runs[0], list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
-        _undo(one)
-        for way in (plate, Particles(number, False, True, self.nesting)):
+        hidden = Particles(number, False, True, self.nesting)
+        for way, where in ((plate, "in a plate"), (hidden, "in one call")):
             draws.again()
-            many = self._tried(runner, program, way, mode, (one, call), refused)
+            many, why = self._tried(runner, program, way, mode, (one, call))
             if many is not None:
                 self._say(f"{number} particles run {way.way}.", *refused)
                 return many
+            refused.append(f"{number} particles do not run {where}: {why}.")
         draws.again()
         self._say("One particle runs.", *refused)
-        runner.meet(program, mode)
-        self._use(runner, self.one)
-        return runner.observe(program, self.one, mode)
+        return self._instead(runner, program, self.one, mode)
 
     def _like_before(self, runner: Runner, program: Program, mode: Mode) -> Observation | None:
         """The step of a call that looks new, with the particles of the last one, if its structure is no news."""
         if not self.now.has_plate or self.now.sums or mode.is_recorded:
             return None
-        draws, way = runner.recordings.mark(), self.now
-        found = self._tried(runner, program, way, mode, is_known=True)
+        draws = runner.recordings.mark()
+        found, _ = self._tried(runner, program, self.now, mode, is_known=True)
         if found is None:
             draws.again()
             runner.meet(program, mode)
@@ -240,55 +220,37 @@ class ParticleCount:
         way: Particles,
         mode: Mode,
         one: tuple[TracedRun, Call] | None = None,
-        refused: list[str] | None = None,
         is_known: bool = False,
-    ) -> Observation | None:
-        """The step of many particles in some way; ``None``, and why, where they do not run so.
+    ) -> tuple[Observation | None, str]:
+        """The step of many particles in some way, which is settled then; or why they do not run so.
 
         ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be known.
         """
-        created, reason = set(pyro.get_param_store().keys()), ""
-        known = {*runner.recordings.known}
+        created, known = set(pyro.get_param_store().keys()), {*runner.recordings.known}
         runner.meet(program, mode)
-        try:
-            with contextlib.nullcontext() if is_known else _silenced():
-                found = runner.observe(program, way, mode)
+
+        def differs(found: Observation) -> str:
+            """What tells a particle among others from one on its own; empty where nothing does."""
             run = found.runs[0] if found.runs else None
-            if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number) < way.number)):
-                reason = "it is another program"
-            else:
-                reason = self._difference(runner, program, run, way, one)
-            if reason and run is not None:
-                _undo(run)
-        except (StructureChangedError, TooManyOutcomesError):
-            raise
-        except Exception as error:  # a program may fail in any way at values of another shape
-            reason = str(error).split("\n")[0]
-            if not isinstance(error, ParticlesDifferError):
-                reason = f"it failed: {reason}"
-        if not reason:
+            if run is None or (is_known and (run.key not in known or runner.good_for(run, way.number)[0] < way.number)):
+                return "it is another program"
+            if run.mixes is not None:
+                cost, why = run.mixes
+                return f"{cost} reads them by {why!r}" if why else f"{cost} of a particle reads values of others"
+            if runner.is_alike(run, way, one):
+                return ""
+            if way.is_hidden:
+                return "its gradient is not that of its operators, as with hooks or torch.no_grad()"
+            return "the costs of a particle depend on the particles that it runs with"
+
+        found, reason = _attempt(runner, program, way, mode, differs, warns=is_known)
+        if found is not None:
             self._use(runner, way)
-            return found
+            return found, ""
         for name in set(pyro.get_param_store().keys()) - created:
             # They may have the shape of many particles.
             del pyro.get_param_store()[name]
-        if refused is not None:
-            where = "in one call" if way.is_hidden else "in a plate"
-            refused.append(f"{way.number} particles do not run {where}: {reason.rstrip('.')}.")
-        return None
-
-    def _difference(
-        self, runner: Runner, program: Program, run: TracedRun, way: Particles, one: tuple[TracedRun, Call] | None
-    ) -> str:
-        """What tells a particle among others from one on its own; empty where nothing does."""
-        if run.mixes is not None:
-            cost, why = run.mixes
-            return f"{cost} reads them by {why!r}" if why else f"{cost} of a particle reads values of others"
-        if runner.is_alike(run, way, one):
-            return ""
-        if way.is_hidden:
-            return "its gradient is not that of its operators, as with hooks or torch.no_grad()"
-        return "the costs of a particle depend on the particles that it runs with"
+        return None, reason
 
     def _nesting(self, one: TracedRun) -> float:
         """Bound on the number of nested plates, from a run of one particle."""
@@ -321,20 +283,13 @@ class ParticleCount:
         assert way is not None
         if mode.asks_for_more:
             return runner.observe(program, self.one, mode)
-        self.now = way
-        try:
-            with _silenced():
-                found = runner.observe(program, way, mode)
-        except (StructureChangedError, TooManyOutcomesError):
-            raise
-        except Exception as error:  # a program may fail in any way at values of another shape
-            reason = str(error).split("\n")[0].rstrip(".")
-        else:
+        found, reason = _attempt(runner, program, way, mode)
+        if found is not None:
+            self.now = way
             if not before.sums:
                 self._say("All values run in one call, in a plate of their own.")
             return found
         draws.again()
-        self.now = before
         now = runner.recordings.now
         now.sums = replace(way, is_compact=False) if way.is_compact else None
         now.may_sum = way.is_compact
@@ -344,18 +299,27 @@ class ParticleCount:
         return found
 
 
-def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:
-    """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
-    draws = runner.recordings.mark()
-    with torch.no_grad():
-        _undo(runner.trace(program, one, num_steps, track=True))
-    draws.again()
-
-
-def _undo(run: TracedRun) -> None:
-    """Gives tensors that a run has written into what was in them before."""
-    if run.recorded is not None:
-        run.recorded.recording.undo()
+def _attempt(
+    runner: Runner,
+    program: Program,
+    way: Particles,
+    mode: Mode,
+    differs: Callable[[Observation], str] = lambda found: "",
+    warns: bool = False,
+) -> tuple[Observation | None, str]:
+    """A step in some way; or why it does not count: ``differs`` says something, or the program fails."""
+    try:
+        with contextlib.nullcontext() if warns else _silenced():
+            found = runner.observe(program, way, mode)
+        reason = differs(found)
+        if reason:
+            _undo(found.runs)
+        return None if reason else found, reason
+    except (StructureChangedError, TooManyOutcomesError):
+        raise
+    except Exception as error:  # a program may fail in any way at values of another shape
+        text = str(error).split("\n")[0].rstrip(".")
+        return None, text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
 
 
 @contextlib.contextmanager
@@ -364,3 +328,18 @@ def _silenced() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BPQWarning)
         yield
+
+
+def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:
+    """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
+    draws = runner.recordings.mark()
+    with torch.no_grad():
+        _undo([runner.trace(program, one, step=num_steps, track=True)])
+    draws.again()
+
+
+def _undo(runs: Sequence[TracedRun]) -> None:
+    """Gives tensors that the first of some runs has written into what was in them before."""
+    for run in runs[:1]:
+        if run.recorded is not None:
+            run.recorded.recording.undo()

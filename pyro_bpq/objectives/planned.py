@@ -2,31 +2,34 @@ r"""What objectives share whose steps follow a plan: a step on some runs, ways t
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_bpq.batching.layout import described
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.analytic import analytic_paths
+from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, Observation, Staged
-from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Staged, programs_of
 from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
-from pyro_bpq.rollout.runs import Program
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
 from pyro_bpq.step.program_order import lone_step, order_step
-from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -42,22 +45,41 @@ class PlannedObjective(Objective):
 
     runner: StepRunner
 
+    # Whether options that nothing reads were told.
+    _has_told = False
+
     # A step.
 
-    def step_on(self, seen: Observation, loss: Tensor, mode: Mode | None = None) -> Step:
-        """The step on some runs: with the graph, in program order, or summed over all values.
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns."""
+        with torch.no_grad():
+            loss = self.observe(Program(model, guide, args, kwargs), shows=False).loss / self.num_particles
+        warn_if_nan(loss, "loss")
+        return float(loss.item())
 
-        Args:
-            seen: The runs.
-            loss: The loss, a scalar in nats.
-            mode: What the step is for; ``None`` to learn nothing.
-        """
-        learning, learns = self.learning(mode), mode is not None and mode.learning
+    def _evaluate(self, program: Program, mode: Mode) -> Step:
+        start = time.perf_counter()
+        seen = self._observe(program, mode)
+        if mode.learning and not self._has_told and self.plan and self.plan.unread:
+            self._note(_has_told=True)
+            warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
+        ready = time.perf_counter()
+        result = self._result(seen, mode)
+        if self.analytic_kl:
+            result = replace(result, paths=analytic_paths(seen))
+        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
+        if self.trainer.keeps_staged:
+            self.trainer.keep(seen.items, result)
+        return result
+
+    def _result(self, seen: Observation, mode: Mode) -> Step:
+        """The step on some runs: with the graph, in program order, or summed over all values."""
+        learning, learns, number, loss = self.learning(mode), mode.learning, self.num_particles, seen.loss
+        loss = loss / number if number > 1 else loss
         if seen.summed is not None:
             summed = self.plan.summed if self.plan and learns else None
             info = {name: {"estimator": AllAction()} for name in (summed.components if summed else ())}
-            none = torch.zeros_like(loss)
-            return Step(seen.summed.detach(), none, info=info, learns=learns, paths=seen.summed)
+            return Step(loss, torch.zeros_like(loss), info=info, learns=learns, paths=seen.summed)
         if seen.is_lone:
             return lone_step(seen.ordered[0], self.trainer.recent, learning, learns)
         if seen.ordered:
@@ -66,7 +88,8 @@ class PlannedObjective(Objective):
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
-        return {"planner": self.planner, "graphs": [known.graph for known in self.runner.recordings.known.values()]}
+        graphs = [known.graph for known in self.runner.recordings.known.values()]
+        return {"planner": self.planner, "graphs": graphs, "kl": self.analytic_kl}
 
     @property
     def _needs_nesting(self) -> bool:
@@ -75,15 +98,47 @@ class PlannedObjective(Objective):
 
     # More ways to learn.
 
+    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
+        r"""A loss in which critics stand for the costs. It calls no cost function, and no critic learns from it.
+
+            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
+
+        A continuous site adds other terms, see :func:`~pyro_bpq.objectives.imagined.bootstrapped_surrogate`. The
+        gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as far as that
+        comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments, not necessarily those of a rollout.
+            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. It keeps the guide random:
+                from a nearly deterministic guide critics learn nothing about other values.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar, the mean over particles; only its gradient has meaning.
+
+        Raises:
+            UnsupportedSiteError: If a site has no critic by choice.
+        """
+        self.particles.close()
+        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
+        with isolated(seed, hides_params=False), SkipCosts():
+            programs = programs_of(self._prepared(Program(model, guide, args, kwargs)), self.particles.now)
+            runs = [self.run_program(each) for each in programs]
+            groups = stacked(runs, self.runner.recordings.is_dynamic(runs[0]))
+            signals = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in groups]
+        return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
+
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""
         self.trainer.keeps_staged = True
         self._learn_waiting()
         model, guide, args, kwargs = program
-        with self._undoing():
+        with self.undoing(self.trainer.replays):
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
             self.trainer.register()
-            objective = LocalObjective(self.staged.items, self.num_particles)
+            objective = LocalObjective(self.trainer.staged.items, self.num_particles)
             self._backward(loss)
         return float(loss.item()), objective
 
@@ -103,18 +158,12 @@ class PlannedObjective(Objective):
         """
         if self.trainer.replayer is None:
             raise OptionError("replay(...) needs stored rollouts: learner=CriticLearner(replay=Replay(capacity=...)).")
+        done = 0
         with self._turn:
-            return self.trainer.replay(self, sites, updates)
-
-    def without_costs(self, program: Program) -> list[Signals]:
-        """The signals of sites of a new rollout that calls no function of a cost statement; nothing learns."""
-        self.particles.close()
-        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
-        with isolated(seed, hides_params=False), SkipCosts():
-            programs = programs_of(self._prepared(program), self.particles.now)
-            runs = [self.run_program(each) for each in programs]
-            members = stacked(runs, self.runner.recordings.is_dynamic(runs[0]))
-            return [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in members]
+            for _ in range(updates):
+                with self.undoing(deep=True):
+                    done += self.trainer.replay(self, sites)
+        return done
 
     # What can be looked at.
 
@@ -159,15 +208,12 @@ class PlannedObjective(Objective):
         """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
         return None if self.trainer.replayer is None else self.trainer.replayer.buffer
 
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-        runner, particles = self.runner, self.particles.drawn
-        runner.meet(program, self.mode(learning=False))
-        return runner.trace(program, particles, self.num_steps, runner.recordings.wants(particles))
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
+    def stage(
+        self, traced: Sequence[TracedRun], programs: Sequence[Program], particles: Particles | None = None
+    ) -> Staged:
+        """Prepares runs of a known structure as a step does, or for other particles; nothing learns."""
+        mode, particles = replace(self.mode(learning=False), shows=True), particles or self.particles.drawn
+        return self.runner.stage(traced, programs, particles, mode)
 
     def observe(self, program: Program, shows: bool = True) -> Observation:
         """The runs of a step, and the signals of their sites; nothing learns. For diagnostics.
@@ -181,11 +227,11 @@ class PlannedObjective(Objective):
         """The same runs, tracked: they show what leaves torch. For diagnostics."""
         particles = self.particles.drawn
         programs = programs_of(self._prepared(program), particles)
-        return [self.runner.trace(each, particles, self.num_steps, True) for each in programs]
+        return [self.runner.trace(each, particles, step=self.num_steps, track=True) for each in programs]
 
-    def _chosen(self) -> list[tuple[str, str, str]]:
+    def _chosen(self) -> list[tuple[str, str, str]] | None:
         plan = self.plan
-        return [(name, plan.estimator(name), plan.critic(name)) for name in (plan.layout.specs if plan else ())]
+        return [(name, plan.estimator(name), plan.critic(name)) for name in plan.layout.specs] if plan else None
 
     def _runs(self) -> str:
         plan, said = self.plan, self.runner.recordings.said

@@ -3,11 +3,10 @@ r"""An objective as its steps are recorded and compiled."""
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold, tensors_of, untraced
+from pyro_bpq.compiled.subject import Place, RecordedResult, untraced
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
@@ -22,27 +21,27 @@ class Recordable:
     """What compiled steps ask of an objective."""
 
     def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+        self.objective, self.noise = objective, objective.runner.noise
+        self.mark, self.go_back = partial(objective.mark, deep=True), objective.go_back
+        self.learn, self.look_again = objective.learn, objective.runner.recordings.look_again
 
     def refuses(self) -> str:
         """Why steps are not recorded, as the end of a sentence; empty if they are."""
-        trainer, own = self.objective.trainer, self.objective.trainer.optimizer
-        if trainer.replayer is not None:
-            return "critics learn from stored rollouts (replay)"
-        if trainer.ranks is not None:
-            return "several processes train the critics together"
-        if trainer.keeps_staged:
-            return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
-        if callable(self.objective.gamma):
-            return "gamma is a function of the step"
-        if trainer.learner is not None and trainer.learner.sweep is not None:
-            return "critics learn in a backward sweep"
-        if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):
-            return "an optimiser of your own trains the critics, and counts its steps in Python"
-        return self.objective.runner.refuses_recording()
+        trainer, optimizers = self.objective.trainer, self.objective.trainer.optimizer.optimizers.values()
+        several = "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
+        own = "an optimiser of your own trains the critics, and counts its steps in Python"
+        reasons = {
+            "critics learn from stored rollouts (replay)": trainer.replayer is not None,
+            "several processes train the critics together": trainer.ranks is not None,
+            several: trainer.keeps_staged,
+            "gamma is a function of the step": callable(self.objective.gamma),
+            "critics learn in a backward sweep": trainer.options.sweep is not None,
+            own: not all(isinstance(each, AveragedAdam) for each in optimizers),
+        }
+        return next((why for why, holds in reasons.items() if holds), self.objective.runner.refuses_recording())
 
-    def is_settled(self, program: Program) -> bool:
-        """Whether structure and particles are settled for a program."""
+    def is_settled(self) -> bool:
+        """Whether structure and particles are settled for the call that was looked at last."""
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(objective.runner) and objective.runner.is_settled
@@ -56,15 +55,11 @@ class Recordable:
         mode = objective.mode(learning=True)
         objective.runner.meet(program, mode)
         if not (recordings.now.recorded or recordings.is_dense):
-            with untraced(self, tensors_of(self.places())), LentBuffers():
+            with untraced(self), LentBuffers():
                 objective.taken(program, mode)
                 found = snapshot(recordings)
             restore(recordings, found)
-        return self.is_settled(program)
-
-    def look_again(self) -> None:
-        """Looks in the next eager step whether the programs have another structure."""
-        self.objective.runner.look_again()
+        return self.is_settled()
 
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
@@ -79,24 +74,6 @@ class Recordable:
             **objective.recorded_options(),
         }
 
-    def mark(self) -> Any:
-        """A mark of the present state."""
-        own = self.objective.trainer.optimizer
-        states = {} if own is None else {key: own.snapshot(key) for key in own.optimizers}
-        return self.objective.mark(), self.places(), states
-
-    def go_back(self, mark: Any) -> None:
-        """Goes back to a mark."""
-        whole, places, states = mark
-        self.objective.go_back(whole)
-        if all_hold(places):
-            return
-        # The step has made an optimiser's state.
-        own = self.objective.trainer.optimizer
-        assert own is not None
-        for key in list(own.optimizers):
-            own.restore(key, states.get(key))
-
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""
         bank, own = self.objective.critics, self.objective.trainer.optimizer
@@ -108,26 +85,13 @@ class Recordable:
             for name, tensor in tensors.items()
             if tensor is not None
         ]
-        for key, optimizer in () if own is None else own.optimizers.items():
+        for key, optimizer in own.optimizers.items():
             assert isinstance(optimizer, AveragedAdam)
             optimizer.count_in_tensors()
-            found.append(Place(own.optimizers, key, optimizer))  # type: ignore[union-attr]
+            found.append(Place(own.optimizers, key, optimizer))
             for state in optimizer.state.values():
                 found += [Place(state, name, tensor) for name, tensor in state.items()]
         return found
-
-    def first_seed(self) -> int:
-        """Seed of the next generator that the objective makes for itself."""
-        noise = self.objective.runner.noise
-        return noise.seed_of(noise.number + 1)
-
-    def num_generators(self) -> int:
-        """Number of generators that the objective has made for itself."""
-        return self.objective.runner.noise.number
-
-    def generators(self, number: int) -> list[torch.Generator]:
-        """The next generators that the objective makes for itself."""
-        return [self.objective.runner.noise() for _ in range(number)]
 
     def recorded_step(self, program: Program, number: RecordedStep) -> RecordedResult:
         """Takes a step; what it teaches is noted, not applied."""
@@ -135,7 +99,3 @@ class Recordable:
         result, surrogate = self.objective.taken(program, mode)
         self.objective.trainer.announce()
         return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})
-
-    def learn(self) -> None:
-        """Applies what the step taught."""
-        self.objective.learn()

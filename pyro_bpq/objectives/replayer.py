@@ -12,12 +12,13 @@ from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.learner import CriticLearner, track
+from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
-from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.reruns.redraw import (
     Hold,
+    StaleError,
     assignments,
     coparents,
     guide_leaves,
@@ -31,11 +32,10 @@ from pyro_bpq.reruns.redraw import (
 )
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
-from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
 
 if TYPE_CHECKING:
-    from pyro_bpq.objectives.objective import Objective
+    from pyro_bpq.objectives.planned import PlannedObjective
 
 
 def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
@@ -45,21 +45,15 @@ def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
     return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
 
-class _Leaves(dict[str, Tensor]):
-    """Parameters of the guide by name: they belong to the process, copies are empty."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Leaves, ()
-
-
 class Replayer:
     """Holds stored rollouts and forms critics' gradients from them."""
 
-    def __init__(self, learner: CriticLearner, replay: Replay, seed: int) -> None:
-        self.learner, self.replay = learner, replay
+    def __init__(self, replay: Replay, slow: SlowTracking | None, seed: int) -> None:
+        self.replay, self.slow = replay, slow
         self.buffer = ReplayBuffer(replay.capacity)
         self.slow_guide: dict[str, Tensor] = {}
-        self._leaves = _Leaves()
+        # The guide's parameters by name.
+        self._leaves = Transient()
         self._state = torch.Generator().manual_seed(seed * 7919 + 1).get_state()
 
     def store(self, staged: Staged) -> None:
@@ -75,17 +69,16 @@ class Replayer:
         if self.replay.costs == "stored":
             stored = replace(stored, **_with_costs(staged, layout))
         self.buffer.add(stored)
-        slow = self.learner.slow
-        if slow is not None and slow.guide:
+        if self.slow is not None and self.slow.guide:
             leaves = guide_leaves(staged.traced[0], staged.programs[0][1])
-            self._leaves = _Leaves(leaves)
-            for name, leaf in leaves.items():
-                if name not in self.slow_guide or self.slow_guide[name].shape != leaf.shape:
-                    self.slow_guide[name] = leaf.detach().clone()
-            for name, leaf in leaves.items():
-                track([self.slow_guide[name]], [leaf.detach()], slow.rate)
+            self._leaves = Transient(leaves.items())
+            known = self.slow_guide
+            moved = {n: known[n].clone() for n, own in leaves.items() if n in known and known[n].shape == own.shape}
+            track([*moved.values()], [leaves[name].detach() for name in moved], self.slow.rate)
+            new = {name: leaf.detach().clone() for name, leaf in leaves.items() if name not in moved}
+            self.slow_guide = {**known, **moved, **new}
 
-    def gradients(self, owner: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
+    def gradients(self, owner: PlannedObjective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
         """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
 
         Only the critics of the given sites learn; ``None`` stands for all.
@@ -97,21 +90,12 @@ class Replayer:
             candidates = [site for site in learned_sites(stored.network) if sites is None or site in sites]
             first, *seeds = torch.randint(1 << 31, (1 + self.replay.draws,), generator=generator, device="cpu").tolist()
             if candidates:
-                losses += self._mean_loss(owner, stored, candidates[first % len(candidates)], sites, seeds)
+                try:
+                    losses += self._mean_loss(owner, stored, candidates[first % len(candidates)], sites, seeds)
+                except StaleError:
+                    self.buffer.drop(stored)
         self._state = generator.get_state()
-        if not losses:
-            return {}
-        return gradients_of(torch.stack(losses).mean(), owner.critics)
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """A mark to which :meth:`restore` takes everything back."""
-        slow = {name: value.clone() for name, value in self.slow_guide.items()}
-        return self.buffer.snapshot(), self._state, slow, self._leaves
-
-    def restore(self, mark: tuple[Any, ...]) -> None:
-        """Undoes what was stored, drawn and tracked after ``mark``."""
-        buffer, self._state, self.slow_guide, self._leaves = mark
-        self.buffer.restore(buffer)
+        return gradients_of(torch.stack(losses).mean(), owner.critics) if losses else {}
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved: the generator and the slow guide, not the rollouts."""
@@ -124,9 +108,14 @@ class Replayer:
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
 
     def _mean_loss(
-        self, owner: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
+        self,
+        owner: PlannedObjective,
+        stored: StoredRollout,
+        site: str,
+        sites: Collection[str] | None,
+        seeds: Sequence[int],
     ) -> list[Tensor]:
-        """The mean loss over several draws of what an update redraws; empty if the rollout cannot be replayed."""
+        """The mean loss over several draws of what an update redraws; empty if nothing learns."""
         losses = []
         for seed in seeds if self._redraws(stored, site) else seeds[:1]:
             loss = self._loss(owner, stored, site, sites, seed)
@@ -143,9 +132,9 @@ class Replayer:
         return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
-        self, owner: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
+        self, owner: PlannedObjective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> Tensor | None:
-        """The loss of one draw; ``None`` where nothing learns. A rollout that cannot be replayed any more is dropped.
+        """The loss of one draw; ``None`` where nothing learns. Refuses a rollout that cannot be replayed any more.
 
         Where the costs are stored and nothing is redrawn, all Q-nodes that learn by holding do so at once.
         """
@@ -154,80 +143,56 @@ class Replayer:
         held = held_sites(stored.network, site, form if plan is None else "redrawn")
         values = stored.values if is_whole else [_kept(each, stored, held) for each in stored.values]
         staged = self._rerun(owner, stored, values, seed)
-        if staged is None:
-            return None
         network = staged.signals.layout.network
         if network is None or not (network == stored.network if is_whole else _reaches(staged, site, held)):
-            self.buffer.drop(stored)
-            return None
+            raise StaleError("The program has another structure.")
         # Other processes have stored other rollouts; the gradients are averaged.
         learning = replace(owner.learning(), ranks=None)
         own = {node.name for node in network.q_nodes(site)}
         names = coparents(network, site) if plan is None and form == "expected" else ()
         if names:
-            weighted = self._expected(owner, stored, values, staged, names, site, seed)
-            loss = expected_critic_loss(weighted, owner.critics, learning, own) if weighted else None
+            joint = [assignments(traced, names, site, self.replay.max_assignments) for traced in staged.traced]
+            merged = [
+                [{**stay, **more} for stay, more in zip(values, each, strict=True)] for each in zip(*joint, strict=True)
+            ]
+            # The same seed: what the co-parents read is drawn alike for all their values.
+            found = [self._rerun(owner, stored, each, seed) for each in merged]
+            weighted = [(each.signals, _weight(each, names)) for each in found]
+            loss = expected_critic_loss(weighted, owner.critics, learning, own)
         else:
             chosen = own
             if is_whole or (plan is None and form == "redrawn"):
-                found = trainable(network, held) if plan is None else plan.held
-                chosen = {name for name in found if sites is None or network.q_node(name).site in sites}
+                learners = trainable(network, held) if plan is None else plan.held
+                chosen = {name for name in learners if sites is None or network.q_node(name).site in sites}
             elif plan is not None:
                 chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
             loss = critic_loss([staged.signals], owner.critics, learning, chosen) if chosen else None
         if loss is not None and not bool(torch.isfinite(loss)):
-            # A stored value that has become impossible has infinite cost.
-            self.buffer.drop(stored)
-            return None
+            raise StaleError("A stored value that has become impossible has infinite cost.")
         return loss
 
     def _form(self, is_steered: bool) -> str:
         """How co-parents are treated. Steered programs redraw them: what follows a site depends on its value."""
         return "redrawn" if is_steered else self.replay.coparents
 
-    def _expected(
-        self,
-        owner: Objective,
-        stored: StoredRollout,
-        values: Sequence[Mapping[str, Tensor]],
-        staged: Staged,
-        names: tuple[str, ...],
-        site: str,
-        seed: int,
-    ) -> list[tuple[Signals, Tensor]]:
-        """Runs at all values of the co-parents, each with its probability; empty if one cannot be replayed."""
-        limit, found = self.replay.max_assignments, []
-        joint = [assignments(traced, names, site, limit) for traced in staged.traced]
-        for assigned in zip(*joint, strict=True):
-            merged = [{**own, **more} for own, more in zip(values, assigned, strict=True)]
-            # The same seed: what the co-parents read is drawn alike for all their values.
-            each = self._rerun(owner, stored, merged, seed)
-            if each is None:
-                return []
-            found.append((each.signals, _weight(each, names)))
-        return found
-
     def _rerun(
-        self, owner: Objective, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
-    ) -> Staged | None:
-        """Runs the programs again; drops a rollout whose structure is no more."""
+        self, owner: PlannedObjective, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
+    ) -> Staged:
+        """Runs the programs again, unless they have another structure now."""
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
         # Where nothing may be called, neither may be a function that was not reached before.
         skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
-        with isolated(seed), torch.enable_grad(), owner.particles.running(stored.particles):
+        with isolated(seed), torch.enable_grad():
             traced = []
             for program, held, paid in zip(stored.programs, values, costs, strict=True):
                 try:
-                    with swapped(self._leaves, self.slow_guide), Hold(held), skip, GiveCosts(paid):
-                        run = owner.run_program(program)
-                except Exception:
-                    # Whatever a program raises that ran before: the stored values do not fit it any more.
-                    run = None
-                if run is None or (run.key != stored.key and not stored.is_steered):
-                    self.buffer.drop(stored)
-                    return None
-                traced.append(run)
-            return owner.stage(traced, stored.programs)
+                    with swapped(dict(self._leaves.items), self.slow_guide), Hold(held), skip, GiveCosts(paid):
+                        traced.append(owner.run_program(program, stored.particles))
+                except Exception as error:  # whatever a program raises that ran before
+                    raise StaleError("The stored values do not fit the program any more.") from error
+                if traced[-1].key != stored.key and not stored.is_steered:
+                    raise StaleError("The program has another structure.")
+            return owner.stage(traced, stored.programs, stored.particles)
 
 
 def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:

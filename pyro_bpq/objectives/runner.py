@@ -14,28 +14,29 @@ from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
-from pyro_bpq.objectives.ordered import ordered_by_option, ordered_by_rules, ordered_runs
-from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.staging import Staging
-from pyro_bpq.objectives.summing import Summing
+from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
+from pyro_bpq.objectives.staging import staged
+from pyro_bpq.objectives.summing import summed
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner
+from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
-from pyro_bpq.record.components import Patterns
+from pyro_bpq.plan.work import work_of_run
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.further import further_particles, gradients_agree
+from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
+from pyro_bpq.tracing.further import gradients_agree
 from pyro_bpq.tracing.graphs import merged_graph
+from pyro_bpq.tracing.jumping import is_undecided
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
-from pyro_bpq.tracing.recordings import Recordings
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import trace_run
+from pyro_bpq.tracing.sandbox import Draws
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
+from pyro_bpq.tracing.tracer import run_in_order, trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
 
 _NOTHING_ENUMERATED = (
@@ -55,22 +56,16 @@ class StepRunner(Runner):
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        structure: str,
-        critics: CriticBank,
-        only_costs: bool = False,
-        enumerates: bool = False,
-        warns: bool = True,
+        self, planner: Planner, structure: str, critics: CriticBank, only_costs: bool, enumerates: bool, warns: bool
     ) -> None:
-        self.plans, self.recordings = PlanCache(planner), Recordings(structure)
-        self.noise, self.critics, self.num_zeros = NoiseSource(critics.seed), critics, 0
+        super().__init__(structure, critics.seed)
+        self.plans, self.critics, self.num_zeros = PlanCache(planner), critics, 0
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What finds things out in a step."""
-        return self.recordings, self.plans, self.noise
+        """The objects in which a step notes what it finds out."""
+        return *super().parts, self.plans
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -80,7 +75,7 @@ class StepRunner(Runner):
         return tuple(filter(None, (self.recordings.said, scored)))
 
     @property
-    def is_settled(self) -> bool:
+    def is_settled(self) -> bool:  # type: ignore[override]
         """Whether the next run does what the last one did, as far as is known."""
         return self.plans.last is not None and not self.recordings.always
 
@@ -107,20 +102,12 @@ class StepRunner(Runner):
         values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
         return is_alike(values, particles.number - 1)
 
-    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
-        plan = self._static_plan(traced)
-        recorded = self.recordings.recorded(traced, particles)
-        work = None if recorded is None else recorded.work
-        return 1 if plan is None else num_particles_for(plan, traced, particles, work)
-
-    def why_one(self, traced: TracedRun) -> str:
-        """Why that number is 1, in words."""
-        plan = self._static_plan(traced)
+    def good_for(self, traced: TracedRun, particles: int = 1) -> tuple[int, str]:
+        """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
+        plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
         if plan is not None:
-            return plan.alone
-        is_asked = self.recordings.mode == "dynamic"
-        return 'you wrote structure="dynamic"' if is_asked else "sampled values steer the program"
+            return num_particles_for(plan, traced, particles, work_of_run(recorded) if recorded else None), plan.alone
+        return 1, 'you wrote structure="dynamic"' if self.recordings.mode == "dynamic" else STEERED
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
@@ -136,45 +123,27 @@ class StepRunner(Runner):
         return self.plans.last.plan
 
     def trace(
-        self,
-        program: Program,
-        particles: Particles,
-        num_steps: int,
-        track: bool = False,
-        warns: bool = True,
-        put: Callable[[Any], Any] = lambda part: part,
-        has_told: bool = False,
+        self, program: Program, particles: Particles, put: Callable[[Any], Any] = lambda part: part, **options: Any
     ) -> TracedRun:
         """Runs a program once.
 
         Args:
             program: Model, guide and their arguments, wrapped for vectorised particles.
             particles: How the particles of the step run.
-            num_steps: Number of steps taken.
-            track: Whether to track which values depend on which.
-            warns: Whether to warn of what is hardly meant.
             put: Puts values in: it wraps model and guide, within enumeration.
-            has_told: Whether another run of the step has warned of what is hardly meant in the program.
+            **options: Further options of the trace.
         """
         model, guide, args, kwargs = program
-        options = self._options(
-            particles,
-            track=track,
-            call=self.recordings.call,
-            step=num_steps,
-            only_costs=self.only_costs,
-            warns=warns,
-            has_told=has_told,
-        )
+        given = self._options(particles, call=self.recordings.call, only_costs=self.only_costs, **options)
         if not self.enumerates:
-            traced = trace_run(put(model), put(guide), args, kwargs, options)
+            traced = trace_run(put(model), put(guide), args, kwargs, given)
             check_gradients(traced)
             return traced
         nesting = int(particles.nesting)
         summed, sampled = enumerated_programs(model, guide, nesting)
         # Values that are put in stand outside of enumeration, which follows the sites that it passes.
         finish = functools.partial(eliminate, nesting=nesting)
-        traced = trace_run(put(summed), put(sampled), args, kwargs, options, finish)
+        traced = trace_run(put(summed), put(sampled), args, kwargs, given, finish)
         if self.warns and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
         return traced
@@ -189,7 +158,7 @@ class StepRunner(Runner):
         """Runs model and guide, given as for one particle, for all particles of a step."""
         recordings, planner = self.recordings, self.plans.planner
         if particles.sums:
-            found = Summing(self, program, particles, mode).observation()
+            found = summed(self, program, particles, mode)
             recordings.now.steps += mode.counts(found.runs[0])
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -198,99 +167,109 @@ class StepRunner(Runner):
             if in_order is not None:
                 return in_order
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
-        if is_ordered and (ordered := ordered_runs(planner, runs)) is not None:
+        if is_ordered and (ordered := _in_order(planner, runs)) is not None:
             return Observation((), (), ordered)
         recordings.now.steps += mode.counts(runs[0])
-        graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in runs]
+        # Further particles in a hidden dimension have the recording of the first one.
+        shown = runs[:1] if particles.is_hidden else runs
+        graphs = [recordings.graph(traced, particles.in_call, mode.learning) for traced in shown]
+        graphs *= len(runs) // len(shown)
         is_dynamic = any(recordings.is_dynamic(traced) for traced in runs)
         sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
         if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        if mode.learning and mode.may_order and planner.orders and not any(map(recordings.is_undecided, runs)):
+        if (
+            mode.learning
+            and mode.may_order
+            and planner.orders
+            and not any(is_undecided(run, recordings.now.looks) for run in runs)
+        ):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
-        members, ndim = stacked(runs, is_dynamic), most_plates(runs)
-        if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
+        groups = stacked(runs, is_dynamic)
+        if len(groups) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [merged_graph(runs[0], graphs)]
         try:
             items = [
-                Staging(
-                    runner=self,
-                    particles=particles,
-                    mode=mode,
-                    traced=tuple(runs[i] for i in ids),
-                    programs=tuple(programs[i] for i in ids),
-                    graph=graphs[ids[0]],
-                    facts=self.facts([runs[i] for i in ids], is_dynamic, particles, mode),
-                    plate_ndim=ndim,
-                ).staged(program)
-                for ids in members
+                staged(self, runs, programs, group, graphs[group[0]], is_dynamic, particles, mode, program)
+                for group in groups
             ]
         except BPQError:
             raise
         except RuntimeError:
             # An error about shapes that do not fit names the site that they come from.
-            traces = (runs[0].guide_trace, runs[0].model_trace)
-            check_declared(site for trace in traces for site in samples(trace).values())
+            check_declared(site for trace in reversed(runs[0].traces) for site in samples(trace).values())
             raise
         if mode.learning and not is_dynamic and all(r.score is None for r in runs[0].run.sites.values()):
             # Nothing is charged with costs.
             self.recordings.now.next = math.inf
         return Observation(tuple(runs), tuple(items))
 
+    def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
+        """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
+        recordings, everything, last = self.recordings, range(len(runs)), self.plans.last
+        graph = recordings.graph(runs[0], particles.in_call, False)
+        try:
+            is_dynamic = recordings.is_dynamic(runs[0])
+            return staged(self, runs, programs, everything, graph, is_dynamic, particles, mode)
+        finally:
+            # What is planned here is no step's.
+            self.plans.last = last
+
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool
     ) -> tuple[list[Program], list[TracedRun]]:
         """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
-        recordings, number = self.recordings, particles.in_call
+        recordings = self.recordings
         programs, draws = programs_of(program, particles), recordings.mark()
+        take = functools.partial(self._runs, programs, particles, step=mode.num_steps, warns=mode.learning)
         record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
         try:
-            runs = self._runs(programs, particles, mode, record)
+            runs = take(track=record)
         except RecordingError as error:
             recordings.give_up(error)
             draws.again()
-            return programs, self._runs(programs, particles, mode, False)
-        if not (record or mode.is_recorded or all(recordings.knows(run, number) for run in runs)):
-            recordings.is_new()
+            return programs, take(track=False)
+        new = "" if record or mode.is_recorded else recordings.news(runs, particles)
+        if new:
+            recordings.is_new(new)
             draws.again()
-            runs = self._runs(programs, particles, mode, True)
+            runs = take(track=True)
         chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
         looks = looks and not (chosen and chosen.is_pathwise)
         if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             # The same draws, with scores in place of pathwise gradients.
             draws.again()
             self.plans.forget()
-            runs = self._runs(programs, particles, mode, True)
+            runs = take(track=True)
         return programs, runs
 
-    def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
-        """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
-        # With two particles leave-one-out has a plan too.
-        few, draws = replace(particles, number=min(particles.number, 2)), self.recordings.mark()
-        self.observe(program, few, replace(mode, learning=False, may_order=False))
-        draws.again()
-
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
-        """A step in program order; ``None`` if it does not serve all sites."""
+        """A step in program order; ``None``, and nothing drawn, if it does not serve all sites."""
         planner, recordings = self.plans.planner, self.recordings
         follows_rules = recordings.mode == "auto"
         if not follows_rules and (recordings.needs_graphs or not planner.serves_order):
             return None
         if self.plans.last is None:
-            self._plan_once(program, particles, mode)
-        options = self._options(particles, step=mode.num_steps)
-        step = ordered_by_rules if follows_rules else ordered_by_option
-        return step(planner, recordings, program, options, mode.learning)
-
-    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, record: bool) -> list[TracedRun]:
-        """Traces the programs of a step."""
-        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=record)
-        first, *others = programs
-        runs = [trace(first, warns=mode.learning)]
-        if particles.is_hidden:
-            recorded = self.recordings.recorded(runs[0], 1)
-            return [*runs, *further_particles(recorded, runs[0], self.recordings.call, particles.number - 1)]
-        return runs + [trace(program, warns=mode.learning, has_told=True) for program in others]
+            # An objective whose state was loaded may have no plan to show. With two particles leave-one-out has a plan.
+            few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
+            self.observe(program, few, replace(mode, learning=False, may_order=False))
+            mark.again()
+        draws, options = None if follows_rules else Draws(), self._options(particles, step=mode.num_steps)
+        runs = [run_in_order(*program, options) for _ in range(particles.number)]
+        if follows_rules:
+            # If program order does not fit a run, only later steps change: what a step does must not depend on the
+            # values that it has drawn.
+            fits = all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs)
+            ordered = tuple(served_alike(run, plain_score(len(runs))) for run in runs)
+        else:
+            found = _in_order(planner, runs)
+            fits, ordered = found is not None, found or ()
+        if mode.learning:
+            recordings.settle_order(fits)
+        if draws is not None and not fits:
+            draws.again()
+            return None
+        return Observation((), (), ordered, is_lone=follows_rules and len(runs) == 1)
 
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""
@@ -298,7 +277,7 @@ class StepRunner(Runner):
         key = recordings.call.modes, traced.key, 1
         if key not in recordings.now.recorded:
             one, draws = Particles(nesting=particles.nesting - 1), recordings.mark()
-            run = self.trace(program, one, 1, track=True, warns=False)
+            run = self.trace(program, one, step=1, track=True, warns=False)
             draws.again()
             assert run.recorded is not None
             run.recorded.recording.undo()
@@ -308,17 +287,14 @@ class StepRunner(Runner):
     def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         recordings, first = self.recordings, runs[0]
-        recorded, known = recordings.recorded(first, particles.in_call), recordings.of(first)
-        if is_dynamic or known is None:
-            patterns: Patterns = frozenset()
-            self_read = frozenset() if recorded is None else recorded.self_read
-        else:
-            patterns, self_read = known.patterns, known.self_read
+        recorded = recordings.recorded(first, particles.in_call)
+        known = None if is_dynamic else recordings.known.get(first.key)
+        reader = known or recorded
         return StructureFacts(
             is_dynamic=is_dynamic,
             cuts_plates=all(recordings.cuts_plates(traced) for traced in runs),
-            patterns=patterns,
-            self_read=self_read,
+            patterns=known.patterns if known else frozenset(),
+            self_read=reader.self_read if reader else frozenset(),
             num_particles=particles.number,
             is_ordered=is_dynamic
             and recordings.mode == "auto"
@@ -326,31 +302,15 @@ class StepRunner(Runner):
             and self.plans.planner.orders
             and not recordings.needs_graphs,
             recorded=recorded,
-            cuts=() if recorded is None else recorded.cuts,
+            cuts=() if recorded is None or is_dynamic else recorded.cuts,
         )
 
-    def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
-        """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
-        recordings, last = self.recordings, self.plans.last
-        try:
-            return Staging(
-                runner=self,
-                particles=particles,
-                mode=mode,
-                traced=tuple(runs),
-                programs=tuple(programs),
-                graph=recordings.graph(runs[0], particles.in_call, False),
-                facts=self.facts(runs, recordings.is_dynamic(runs[0]), particles, mode),
-                plate_ndim=most_plates(runs),
-            ).staged()
-        finally:
-            # What is planned here is no step's.
-            self.plans.last = last
 
-
-def most_plates(runs: Sequence[TracedRun]) -> int:
-    """The most plate dimensions of any run: a site's tensors have as many, whichever later plates its value opens."""
-    return max(run.plate_ndim for run in runs)
+def _in_order(planner: Planner, runs: Sequence[PlainRun | TracedRun]) -> tuple[RunInOrder, ...] | None:
+    """The signals of runs in program order; ``None`` if an estimator needs more."""
+    estimators = [planner.order_estimators(run, len(runs)) for run in runs]
+    found = tuple(in_order(run, own) for run, own in zip(runs, estimators, strict=True) if own is not None)
+    return found if len(found) == len(runs) else None
 
 
 def stacked(runs: Sequence[TracedRun], is_dynamic: bool) -> list[list[int]]:

@@ -22,6 +22,7 @@ from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.structure import Structure
+from pyro_bpq.plan.work import work_at, work_of_run
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.watch import carried, samples
@@ -234,7 +235,7 @@ def _too_dear(structure: Structure, flips: Flips, max_elements: int) -> str:
     if elements > max_elements:
         return f"its {rows} rows evaluate {elements} costs, more than {max_elements}"
     # A backward pass takes about twice as long as the run itself; the extra run has none.
-    ratio = recorded.work_at(flips.wanted, flips.start).seconds(rows) / (3.0 * recorded.work.seconds())
+    ratio = work_at(recorded, flips.wanted, flips.start).seconds(rows) / (3.0 * work_of_run(recorded).seconds())
     return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
 
 

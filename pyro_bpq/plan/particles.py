@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
 from pyro_bpq.plan.structure import num_reads
-from pyro_bpq.record.work import STEP, Work
+from pyro_bpq.plan.work import STEP, Work
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 

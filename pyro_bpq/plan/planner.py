@@ -37,8 +37,6 @@ from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
-# Looks whether costs have gradients to the values of a site.
-HasSlope = Callable[[str], bool]
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
 # Largest number of plans that are kept.
@@ -54,6 +52,7 @@ class Noise(NamedTuple):
         compared: Those of them that other particles serve, if there are any.
         served: The sites that get leave-one-out over the particles that run now.
         has_rows: Whether there are sites in rows of data.
+        is_asked: Whether critics that the user asks for take their place.
         flips: The extra run of the model, which serves others.
     """
 
@@ -62,6 +61,7 @@ class Noise(NamedTuple):
     compared: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
     has_rows: bool = False
+    is_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Planner:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slope: HasSlope = lambda name: True,
+        has_slope: Callable[[str], bool] = lambda name: True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -167,6 +167,9 @@ class Planner:
         asked = {n: self._facts(infos[n], options[n], sums and not infos[n].has_rsample) for n in traced.run.sites}
         wanted = {name: self.choice(site)[0] for name, site in asked.items()}
         noise = self._noise(structure, wanted)
+        if noise.is_asked:
+            asks = f"because you wrote {', '.join(self.asks)}"
+            notes.append(f"Critics take the place of other particles as baselines, {asks}.")
         sites = self._told(structure, asked, wanted, noise, has_slope)
         choices = {name: self.choice(site) for name, site in sites.items()}
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
@@ -222,8 +225,7 @@ class Planner:
         # The extra run goes on only where it tells most sites everything.
         others = untold if 2 * len(untold) < len(rows) else rows
         served = {name for name in others if facts.num_particles > 1 and size(name) == 1}
-        served = served if served & untold else set()
-        compared = sites
+        served, compared = served if served & untold else set(), sites
         # A net that predicts a baseline serves one particle.
         is_predicted = any(own.baseline is not None and own.baseline.is_predicted for own in options.values())
         is_only = len(traced.infos) == 1
@@ -235,8 +237,10 @@ class Planner:
             # Sums over the values of the many components of the only site take off most of the noise.
             summed = told - rows if is_only else set()
             served = {n for n in sites if size(n) and not (n in summed and size(n) >= MANY_COMPONENTS)}
-        # Who asks for critics has them, in as many particles.
-        served = set() if self.asks else {name for name in served if options[name].is_open}
+        served = {name for name in served if options[name].is_open}
+        if self.asks:
+            # Who asks for critics has them, in as many particles.
+            return Noise(flips, sites, compared, has_rows=bool(rows), is_asked=bool(served))
         if served:
             flips = plan_extra_run(structure, wanted, self.max_elements, served)
         return Noise(flips, sites, compared, frozenset(served), bool(rows))
@@ -247,7 +251,7 @@ class Planner:
         asked: Mapping[str, SiteFacts],
         wanted: Mapping[str, Estimator],
         noise: Noise,
-        has_slope: HasSlope,
+        has_slope: Callable[[str], bool],
     ) -> dict[str, SiteFacts]:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
@@ -373,7 +377,7 @@ class PlanCache:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slope: HasSlope = lambda name: True,
+        has_slope: Callable[[str], bool] = lambda name: True,
     ) -> Plan:
         """The plan of a structure, a new one where there is none; see :meth:`Planner.plan`."""
         last = self.last

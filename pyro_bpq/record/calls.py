@@ -57,7 +57,8 @@ class Calls(TorchFunctionMode):
 
     def scalar(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handles reads of a number; ``torch.Tensor([z])`` reads it without an operator."""
-        result = func(*args)
+        with self.tape.paused():
+            result = func(*args)
         self.tape.read(args[0], result, check=args[0].dtype is torch.bool)
         return result
 

@@ -122,6 +122,11 @@ class Function:
                 known.update(results_of(node))
         return found
 
+    def giving(self, wanted: Sequence[Value]) -> Function:
+        """The operators that some of the values need."""
+        nodes, _ = pruned(self.nodes, makers(self.nodes), wanted, {*self.given})
+        return replace(self, nodes=nodes, wanted=tuple(wanted))
+
     def only_reading(self, sources: Set[Value]) -> Function:
         """The operators that depend on some of the given values; what others make is given."""
         nodes = tuple(self.reading(sources))
@@ -141,6 +146,19 @@ class Function:
         # What an operator gives back may be what it wrote into; batch_norm gives a new tensor.
         kinds = ((node, kind_of(node.func)) for node in self.nodes)
         return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
+
+    def without_writes(self, tensors: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:
+        """The same, in which no operator writes in place, and the constants that it takes besides.
+
+        ``tensors`` are such as it is called with.
+        """
+        if not self.writes:
+            return self, []
+        noted = self.with_draws(lambda draw: draw.noted)
+        with torch.no_grad():
+            return flat(
+                torch.func.functionalize(lambda *own: tuple(noted(*own))), [t.detach().clone() for t in tensors]
+            )
 
 
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:

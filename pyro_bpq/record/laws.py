@@ -35,8 +35,8 @@ class Draw:
     """
 
     def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
-        self.name, self.is_mean = name, is_mean
-        self._form = mapped(fn, lambda tensor: torch.empty(0))
+        self.name, self.is_mean, empty = name, is_mean, torch.empty(0)
+        self._form = mapped(fn, lambda _: empty)
 
     def __repr__(self) -> str:
         return f"Draw({self.name!r})"

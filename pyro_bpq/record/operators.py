@@ -21,6 +21,8 @@ _METADATA = re.compile(
     r"(sym_|_is_|is_(?!nonzero)|_use_|_dim|_nested_get|_debug_|_has_|\w*attention)\w*|_fused_sdp_choice|size|dim"
     r"|numel|stride|(dense|sparse)_dim|result_type|_version|cudnn_is_acceptable|_batch_norm_impl_index"
 )
+# Elementwise operators that fail at some whole numbers.
+_PARTIAL = frozenset(("div", "floor_divide", "fmod", "pow", "remainder"))
 
 
 class Kind(NamedTuple):
@@ -34,6 +36,7 @@ class Kind(NamedTuple):
     is_view: bool = False  # the result is another view of an argument's memory
     is_blank: bool = False  # only the shape of its argument matters
     is_random: bool = False  # draws from a generator
+    is_total: bool = False  # never fails because of a value
     is_plain: bool = True  # does nothing of this but, maybe, give a view
 
 
@@ -67,7 +70,8 @@ def kind_of(func: Any) -> Kind:
         is_blank=tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name)),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
-    return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view))
+    is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name not in _PARTIAL)
+    return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view), is_total=is_total)
 
 
 def sizing(kind: Kind, args: Any) -> Any:

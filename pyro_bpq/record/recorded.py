@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +24,6 @@ from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Value
-from pyro_bpq.record.work import Work, work_of
 
 # Largest number of cost elements in rows that run at once.
 MOST_ELEMENTS = 1 << 21
@@ -102,7 +101,7 @@ class Recorded:
 
     def is_like(self, other: Recorded) -> bool:
         """Whether another run did the same: the same operators on the same values, with the same numbers."""
-        return self.named == other.named and self._core == other._core
+        return self._made is other._made or (self.named == other.named and self._core == other._core)
 
     @cached_property
     def _core(self) -> tuple[Any, ...]:
@@ -111,8 +110,7 @@ class Recorded:
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
-        self._made.update(other._made)
-        known = ("met", "patterns", "cuts", "work", "_core", "_direct", "_noisy")
+        known = ("_made", "met", "patterns", "cuts", "_core", "_direct", "_noisy")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
@@ -133,12 +131,6 @@ class Recorded:
     def patterns(self) -> dict[tuple[str, str], Pattern]:
         """What components of sites costs read, by site and cost."""
         return patterns_of(self.recording, self.drawn, self.scored, self.met)
-
-    @cached_property
-    def work(self) -> Work:
-        """The cost of the run."""
-        recording = self.recording
-        return work_of(recording.nodes, recording.shapes, recording.dtypes)
 
     def read_parameters(self) -> frozenset[str]:
         """The parameters of the guide that its operators read; views read no numbers."""
@@ -228,13 +220,6 @@ class Recorded:
         values = [self.named[cost], *(() if known is None else (known.elements,))]
         return max(math.prod(self.recording.shapes[value]) for value in values)
 
-    def work_at(self, costs: Iterable[str], sites: Iterable[str]) -> Work:
-        """The cost of a row of :meth:`at_rows`."""
-        recording = self.recording
-        function = recording.cut([self.named[name] for name in costs], sees_all=True)
-        moved = {self.drawn[name].value for name in sites}
-        return work_of(function.reading(moved), recording.shapes, recording.dtypes)
-
     def again(
         self,
         names: Sequence[str],
@@ -293,7 +278,7 @@ class Recorded:
         Raises:
             Uncut: If something on the way cannot be computed again.
         """
-        function = self.recording.cut([self.named[cost] for cost in costs])
+        function = self.kept(("at", *costs), lambda: self.recording.cut([self.named[cost] for cost in costs]))
         tensors = [bound.tensors[value] for value in function.given]
         if in_double:
             function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
@@ -330,15 +315,11 @@ class Recorded:
         function = recording.cut(wanted, (), sites)
         if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
-        given, constants = function.given, list[Tensor]()
+        given = function.given
         tensors = [bound.tensors[value] for value in given]
         # The draws of this are for nobody.
         with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
-            if function.writes:
-                function, constants = flat(
-                    torch.func.functionalize(_called(function.with_draws(lambda draw: draw.noted))),
-                    [tensor.detach().clone() for tensor in tensors],
-                )
+            function, constants = function.without_writes(tensors)
             dims = (0, *(None for _ in (*given, *constants)))
 
             def rows(index: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
@@ -370,12 +351,10 @@ class Recorded:
         self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
         """A function of all rows, the values that it takes, and constants; some values have rows."""
-        given, constants = function.given, list[Tensor]()
+        given = function.given
         with torch.random.fork_rng():
-            if function.writes:
-                plain = [tensors[value].detach()[0] if value in moved else tensors[value].detach() for value in given]
-                plain = [tensor.clone() for tensor in plain]
-                function, constants = flat(torch.func.functionalize(_called(function)), plain)
+            row = [tensors[value][0] if value in moved else tensors[value] for value in given]
+            function, constants = function.without_writes(row)
             dims = (*(0 if value in moved else None for value in given), *(None for _ in constants))
             if all(dim is None for dim in dims):
                 return function, given, constants

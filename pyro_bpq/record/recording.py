@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.elements import Labels, Reader, Unknown
-from pyro_bpq.record.function import Function, flat, makers, pruned
+from pyro_bpq.record.function import Function, makers, pruned
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Guard, Node, Value
 
@@ -40,6 +40,7 @@ class Recording:
         written: Leaves that the run has written into: the tensor, and what was in it before.
         told: What Python read where sources reach: these, as bits, and the number.
         lines: The first line that read each of these sources.
+        marked: Values whose elements will be asked for.
     """
 
     nodes: tuple[Node, ...]
@@ -56,17 +57,18 @@ class Recording:
     written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
     told: Sequence[tuple[int, Any]] = ()
     lines: Mapping[int, str] = field(default_factory=dict)
-    _flat: dict[Any, Function] = field(default_factory=dict, repr=False)  # functions without writes
+    marked: tuple[Value, ...] = ()
+    _flat: dict[Any, Any] = field(default_factory=dict, repr=False)  # functions without writes
 
     @classmethod
-    def of(cls, tape: Tape, given: Mapping[Value, Tensor]) -> Recording:
+    def of(cls, tape: Tape, given: Mapping[Value, Tensor], marked: Iterable[Value] = ()) -> Recording:
         """What a tape has written down; values of sites, and indices of plates, are ``given``."""
         found = {**tape.inputs, **tape.before, **tape.noise, **given}
         return cls(
             *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
             *((*tape.guards,), tape.bits, tape.constants, frozenset(tape.noise)),
             {value: (tape.inputs[value], kept) for value, kept in tape.before.items()},
-            *((*tape.told,), tape.lines),
+            *((*tape.told,), tape.lines, tuple(dict.fromkeys(marked))),
         )
 
     @cached_property
@@ -112,29 +114,30 @@ class Recording:
             wanted: The values.
             starts: The labels of the source, and of what was drawn from it, by value.
         """
-        function, known = self.cut(wanted, starts, sees_all=True), self.known
-        given, reading = function.given, function.only_reading({*starts})
+        function, known, moved = self.cut(wanted, starts, sees_all=True), self.known, {value: value for value in starts}
+        reading = function.only_reading({*starts})
         if not reading.writes:
-            function, given = reading, reading.given
-        if function.writes:
+            function = reading
+        elif function.writes:
             try:
-                function = self._without_writes(function)
+                whole, moved = self._without_writes(self.marked if {*wanted} <= {*self.marked} else tuple(wanted))
+                function = whole.giving([moved[value] for value in wanted])
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
             known = lambda value: None  # noqa: E731
-        moved = dict(zip(given, function.given, strict=False))
         read = Reader(function, {moved[value]: own for value, own in starts.items() if value in moved}, known)
         return [read.labels(value) for value in function.wanted], len(function.nodes)
 
-    def _without_writes(self, function: Function) -> Function:
-        """The same operators, none of which writes in place."""
-        asked = function.wanted, function.given
-        if asked not in self._flat:
-            given = [self.tensors[value].detach().clone() for value in function.given]
-            with torch.no_grad(), torch.random.fork_rng({tensor.device.index for tensor in given if tensor.is_cuda}):
-                plain = torch.func.functionalize(lambda *tensors: function(*tensors))
-                self._flat[asked], _ = flat(plain, given)
-        return self._flat[asked]
+    def _without_writes(self, wanted: tuple[Value, ...]) -> tuple[Function, dict[Value, Value]]:
+        """The operators that make some values, none of which writes in place; their values, by those of the run."""
+        if wanted not in self._flat:
+            function = self.cut(wanted, sees_all=True)
+            given = [self.tensors[value] for value in function.given]
+            with torch.random.fork_rng({tensor.device.index for tensor in given if tensor.is_cuda}):
+                plain, _ = function.without_writes(given)
+            pairs = zip((*function.given, *wanted), (*plain.given[: len(given)], *plain.wanted), strict=True)
+            self._flat[wanted] = plain, dict(pairs)
+        return self._flat[wanted]
 
     def cut(
         self,

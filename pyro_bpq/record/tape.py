@@ -104,9 +104,7 @@ class Tape(TorchDispatchMode):
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
-        self._outer = sys._getframe(1)
-        while self._outer.f_globals.get("__name__") == "contextlib" and self._outer.f_back is not None:
-            self._outer = self._outer.f_back
+        self._outer = _caller()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -230,12 +228,17 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def steered_by(self, mask: int) -> Iterator[None]:
-        """What is computed within depends on these sources, and on those that are read within, and on no others."""
-        before, self.steering = self.steering, mask
+        """What is computed within depends on these sources, and on those that are read within, and on no others.
+
+        Functions outside of it catch nothing.
+        """
+        before, outer = self.steering, self._outer
+        self.steering, self._outer = mask, _caller()
         try:
             yield
         finally:
             self.steering |= before
+            self._outer = outer
 
     # Operators.
 
@@ -250,7 +253,8 @@ class Tape(TorchDispatchMode):
             taken = self.taken(args)
             named = {name: self.taken(value) for name, value in kwargs.items()} if kwargs else _NOTHING
             call = func, taken, named, self._mask, self._after
-            self.compute(self._mask)
+            if not kind.is_total:
+                self.compute(self._mask)
             if kind.writes:
                 targets = [*tensors_in(written_arguments(kind, args, kwargs))]
                 self._keep(targets)
@@ -470,6 +474,14 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
 def same(tensor: Tensor) -> Tensor:
     """The tensor itself."""
     return tensor
+
+
+def _caller() -> FrameType:
+    """The function with the ``with`` statement that is entered."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _owner(function: Any) -> Any:

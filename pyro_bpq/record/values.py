@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 _NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 _storage = Tensor.untyped_storage
+# Most arguments of operators that are no tensors are of these types.
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 
 class RecordingError(Exception):
@@ -72,9 +74,13 @@ class Table(dict[int, Known]):
 
 def tensors_in(item: Any) -> Iterator[Tensor]:
     """The tensors in a tensor or a pytree."""
+    kind = item.__class__
     if isinstance(item, Tensor):
         yield item
-    else:
+    elif kind is tuple or kind is list:
+        for part in item:
+            yield from tensors_in(part)
+    elif kind not in _PLAIN:
         yield from (leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor))
 
 

@@ -153,13 +153,9 @@ def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
 
 def traced_leaves(trace: Any) -> dict[str, Tensor]:
     """The leaf parameters in a trace, by name."""
-    leaves = {}
-    for name, site in trace.nodes.items():
-        if site["type"] == "param" and isinstance(site["value"], Tensor):
-            leaf = leaf_of(site["value"])
-            if leaf.is_leaf and leaf.requires_grad:
-                leaves[name] = leaf
-    return leaves
+    values = {name: site["value"] for name, site in trace.nodes.items() if site["type"] == "param"}
+    leaves = {name: leaf_of(value) for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: leaf for name, leaf in leaves.items() if leaf.is_leaf and leaf.requires_grad}
 
 
 def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:

@@ -67,11 +67,8 @@ class Components:
 
     def log_probs(self, parameters: Tensor) -> Tensor:
         """Log-probabilities of shape ``(..., D, K)`` from stacked :meth:`parameters`."""
-        lead = parameters.shape[: parameters.dim() - self.event_ndim]
-        if self.kind == "bernoulli":
-            flat = parameters.reshape(*lead, self.size)
-            return -softplus(torch.stack((flat, -flat), -1))
-        return parameters.reshape(*lead, self.size, self.cardinality)
+        found = _as_event(parameters, self.event_ndim, self.table_shape)
+        return -softplus(torch.stack((found, -found), -1)) if self.kind == "bernoulli" else found
 
     def linear(self, parameters: Tensor, least: float) -> tuple[Tensor, Tensor]:
         """Slopes ``(..., F)`` and base ``(...)`` of the log-probability ``slopes · encoded(value) + base``.
@@ -79,38 +76,41 @@ class Components:
         No log-probability of a component is below about ``least`` nats, a negative number.
         """
         if self.kind == "bernoulli":
-            lead = parameters.shape[: parameters.dim() - self.event_ndim]
-            logits = parameters.reshape(*lead, self.size).clamp(least, -least)
+            logits = _as_event(parameters, self.event_ndim, self.table_shape).clamp(least, -least)
             return logits, -softplus(logits).sum(-1)
         slopes = self.log_probs(parameters).flatten(-2).clamp(min=least)
         return slopes, slopes.new_zeros(slopes.shape[:-1])
 
     def encoded(self, value: Tensor, fn: Any = None) -> Tensor:
         """Encodes a value ``(..., event)`` as zeros and ones ``(..., F)``."""
-        lead = value.shape[: value.dim() - self.value_ndim]
-        if self.kind in ("bernoulli", "one_hot"):
-            return value.reshape(*lead, -1)
+        if self.has_slopes:
+            return _as_event(value, self.value_ndim, (-1,))
         values = torch.arange(self.cardinality, device=value.device)
         return (self.index(value, fn).unsqueeze(-1) == values).flatten(-2)
 
     def index(self, value: Tensor, fn: Any = None) -> Tensor:
         """Index of each component's value: from ``(..., event)`` to a long tensor ``(..., D)``."""
-        lead = value.shape[: value.dim() - self.value_ndim]
-        if self.kind == "one_hot":
-            return value.argmax(-1).reshape(*lead, self.size)
         if self.kind == "support":
-            support = base_distribution(fn).enumerate_support(expand=False)
-            return (value.unsqueeze(-1) == support.reshape(-1)).long().argmax(-1, keepdim=True)
-        return value.reshape(*lead, self.size).long()
+            return (value.unsqueeze(-1) == _support(fn)).long().argmax(-1, keepdim=True)
+        found = value.argmax(-1) if self.kind == "one_hot" else value
+        return _as_event(found, len(self.event_shape), (self.size,)).long()
 
     def value(self, index: Tensor, fn: Any = None) -> Tensor:
         """Inverse of :meth:`index`; the caller must restore the dtype."""
         shaped = index.reshape((*index.shape[:-1], *self.event_shape))
         if self.kind == "one_hot":
             return one_hot(shaped, self.cardinality)
-        if self.kind == "support":
-            return base_distribution(fn).enumerate_support(expand=False).reshape(-1)[shaped]
-        return shaped
+        return _support(fn)[shaped] if self.kind == "support" else shaped
+
+
+def _as_event(tensor: Tensor, ndim: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose last ``ndim`` dimensions have another shape."""
+    return tensor.reshape(*tensor.shape[: tensor.dim() - ndim], *shape)
+
+
+def _support(fn: Any) -> Tensor:
+    """The values of a distribution, in one dimension."""
+    return base_distribution(fn).enumerate_support(expand=False).reshape(-1)
 
 
 @singledispatch
@@ -147,10 +147,7 @@ def have_same_values(one: Any, other: Any) -> bool:
     split = finite_components(one)
     if split is None or split != finite_components(other):
         return False
-    if split.kind != "support":
-        return True
-    mine, yours = (base_distribution(fn).enumerate_support(expand=False).reshape(-1) for fn in (one, other))
-    return bool((mine == yours).all())
+    return split.kind != "support" or bool((_support(one) == _support(other)).all())
 
 
 def _has_own_log_prob(fn: Any) -> bool:
@@ -275,8 +272,7 @@ def has_moments(fn: Any) -> bool:
         mean, variance = fn.mean, fn.variance
     except (AttributeError, NotImplementedError):
         return False
-    shape = fn.batch_shape + fn.event_shape
-    if mean.shape != shape or variance.shape != shape:
+    if not mean.shape == variance.shape == fn.batch_shape + fn.event_shape:
         return False
     return bool((mean.isfinite() & variance.isfinite()).all())
 

@@ -123,10 +123,8 @@ class Rollout:
 
 
 def _stack(tensors: list[Tensor], batch: tuple[int, ...], event_ndim: int) -> Tensor:
-    shapes = {t.shape for t in tensors}
-    if len(shapes) > 1:
-        tensors = [_align(t.unsqueeze(0), batch, event_ndim)[0] for t in tensors]
-        return torch.stack(tensors)
+    if len({t.shape for t in tensors}) > 1:
+        return torch.cat([_align(t.unsqueeze(0), batch, event_ndim) for t in tensors])
     return _align(tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors), batch, event_ndim)
 
 

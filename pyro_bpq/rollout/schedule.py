@@ -1,4 +1,4 @@
-r"""Options that change from step to step: a number, or a function of the number of steps."""
+r"""What changes from step to step: options that are functions of the number of steps, and generators of noise."""
 
 from __future__ import annotations
 
@@ -42,3 +42,23 @@ def at(schedule: Schedule | Tensor, number: int) -> float | Tensor:
     if not callable(schedule):
         return float(schedule)
     return number.value(schedule, int(number)) if isinstance(number, RecordedStep) else float(schedule(number))
+
+
+class NoiseSource:
+    """Generators for what an objective draws itself; the global generators are left alone.
+
+    Attributes:
+        number: How many there have been.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.number = seed, 0
+
+    def __call__(self) -> torch.Generator:
+        """The next generator."""
+        self.number += 1
+        return torch.Generator().manual_seed(self.seed_of(self.number))
+
+    def seed_of(self, number: int) -> int:
+        """Seed of a generator, counted from 1."""
+        return (self.seed * 7919 + 1) * 1_000_003 + number

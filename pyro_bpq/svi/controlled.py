@@ -250,10 +250,10 @@ class TrustRegionSVI(_ControlledSVI):
             nearby, leaves = captured(objective.nearby)
             shared = set(objective.model_leaves())
             leaves = [leaf for leaf in leaves if leaf not in shared]
-            slopes: Sequence[Tensor | None] = ()
+            pairs = dict[Tensor, Tensor]()
             if leaves and nearby.total_kl.requires_grad:
                 slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
-            pairs = {leaf: slope for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None}
+                pairs = {leaf: slope for leaf, slope in zip(leaves, slopes, strict=True) if slope is not None}
             self.last = ControlledStep(loss)
             if pairs:
                 self._move(loss, objective, nearby, [*pairs], _flat(pairs.values(), [*pairs]))
@@ -268,24 +268,18 @@ class TrustRegionSVI(_ControlledSVI):
     ) -> None:
         gradient = _flat([leaf.grad for leaf in own], own)
         each = objective.value(nearby)
-        before = each.mean()
-        rest = gradient
-        if before.requires_grad:
-            rest = gradient - _flat(torch.autograd.grad(before, own, retain_graph=True, allow_unused=True), own)
+        rest = gradient - _gradient(each.mean(), own)
 
         def curvature(vector: Tensor) -> Tensor:
-            product = (slope * vector).sum()
-            if not product.requires_grad:
-                return torch.zeros_like(vector)
-            return _flat(torch.autograd.grad(product, own, retain_graph=True, allow_unused=True), own)
+            return _gradient((slope * vector).sum(), own)
 
         square = float(gradient @ gradient)
-        if not (square > 0.0 and math.isfinite(square)):
+        if not 0.0 < square < math.inf:
             return
         damping = self.damping * max(float(gradient @ curvature(gradient).detach()) / square, 1e-12)
         direction = _conjugate_gradient(lambda v: curvature(v) + damping * v, gradient, self.iterations)
         quadratic = float(direction @ curvature(direction).detach())
-        if not (quadratic > 0.0 and math.isfinite(quadratic)):
+        if not 0.0 < quadratic < math.inf:
             return
         # The factor 0.96 leaves a margin, because the quadratic form is only an approximation of the KL.
         full = -math.sqrt(2.0 * 0.96 * self.max_kl / quadratic) * direction
@@ -303,15 +297,11 @@ class TrustRegionSVI(_ControlledSVI):
                     gains = each.detach() - objective.value(found) - rest @ change
                 improvement = float(gains.mean())
                 error = float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else 0.0
-                kl = found.kl if self.divergence == "old" else found.reverse_kl
-                sites = [float(value) for value in kl.values()]
-                is_accepted = (
-                    improvement > self.confidence * error
-                    and sum(sites) <= self.max_kl
-                    and all(value <= self.max_site_kl for value in sites)
-                )
+                kl = _numbers(found.kl if self.divergence == "old" else found.reverse_kl)
+                holds = sum(kl.values()) <= self.max_kl and all(own <= self.max_site_kl for own in kl.values())
+                is_accepted = improvement > self.confidence * error and holds
                 if is_accepted:
-                    self.last = ControlledStep(loss, _numbers(kl), 1, improvement)
+                    self.last = ControlledStep(loss, kl, 1, improvement)
                     return
         finally:
             if not is_accepted:
@@ -325,13 +315,11 @@ def _numbers(kl: Mapping[str, Tensor]) -> dict[str, float]:
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
     """One step of a Pyro optimiser on an objective; leaves that the objective does not read do not move."""
     found = torch.autograd.grad(objective, leaves, allow_unused=True)
-    moved = []
-    for leaf, gradient in zip(leaves, found, strict=True):
-        if gradient is not None:
-            leaf.grad = gradient
-            moved.append(leaf)
+    moved = {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+    for leaf, gradient in moved.items():
+        leaf.grad = gradient
     optim(set(moved))
-    zero_grads(moved)
+    zero_grads([*moved])
 
 
 def captured(function: Callable[[], _T]) -> tuple[_T, list[Tensor]]:
@@ -345,6 +333,13 @@ def captured(function: Callable[[], _T]) -> tuple[_T, list[Tensor]]:
 def _flat(tensors: Iterable[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     pairs = zip(tensors, like, strict=True)
     return torch.cat([(torch.zeros_like(leaf) if t is None else t).reshape(-1) for t, leaf in pairs])
+
+
+def _gradient(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    """The gradient of a scalar to some leaves, whether or not it reads them."""
+    if not value.requires_grad:
+        return _flat([None] * len(leaves), leaves)
+    return _flat(torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True), leaves)
 
 
 @torch.no_grad()

@@ -69,6 +69,17 @@ def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
     return copied
 
 
+@torch.no_grad()
+def costs_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
+    """Whether the operators of an earlier run give the costs of a run, up to rounding."""
+    try:
+        found = recorded.evaluated(tuple(traced.run.costs), traced.bound(recorded, call))
+    except (Uncut, KeyError, RuntimeError):
+        return False
+    costs = [(own, found[name], 100.0 * torch.finfo(own.dtype).eps) for name, own in traced.run.costs.items()]
+    return all(torch.allclose(own, its, rounding, rounding) for own, its, rounding in costs)
+
+
 def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
     """Whether the operators of a run have the gradient of the run itself: hooks and ``no_grad`` are not among them."""
     wanted, loss = recorded.differentiable, traced.run.differentiable

@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +24,15 @@ from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.tracing.further import costs_agree
 from pyro_bpq.tracing.graphs import build_graph, dense_graph
-from pyro_bpq.tracing.jumping import is_undecided, jumps_of, told
+from pyro_bpq.tracing.jumping import jumps_of, told
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 STRUCTURES = ("auto", "dynamic", "dense")
 
-# Programs of at most so many operators are recorded at every step.
-SMALL = 0
 # Largest number of steps in a row that are not recorded.
 _LONGEST = 64
 # Largest numbers of structures and of kinds of calls that are kept.
@@ -84,10 +83,6 @@ class Alike:
     recorded: dict[Any, Recorded] = field(default_factory=dict)
     looks: int = 0
     paths: list[Path] = field(default_factory=list)
-
-    def knows(self, modes: Any, number: int) -> bool:
-        """Whether a run of so many particles was recorded."""
-        return any(key[0] == modes and key[2] == number for key in self.recorded)
 
 
 @dataclass(eq=False)
@@ -187,9 +182,9 @@ class Recordings:
         """A mark to which a step of the call can go back, in its draws and in the buffers of its modules."""
         return Draws(self.call.modules)
 
-    def is_new(self) -> None:
-        """Notes that a run has a structure that no run of such calls had: from now on they are recorded."""
-        self.now.always = self.now.always or "it has another structure from step to step"
+    def is_new(self, what: str) -> None:
+        """Notes that a run has something that no run of such calls had: from now on they are recorded."""
+        self.now.always = self.now.always or f"it has {what} from step to step"
 
     def look_again(self) -> None:
         """Records the next run: what is known may no longer be so."""
@@ -197,14 +192,12 @@ class Recordings:
 
     def wants(self, particles: Particles) -> bool:
         """Whether the next run is recorded."""
-        number = particles.in_call
-        knows = self.now.knows(self.call.modes, number)
+        # By modes of torch, structure and number of particles.
+        knows = any(key[::2] == (self.call.modes, particles.in_call) for key in self.now.recorded)
         if self.is_ordered:
             # In a plate of particles one run has to show that they keep apart.
-            return not (knows or self.failed or number == 1)
-        # What further particles cost is no control variate: it must not be outdated.
-        is_due = self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
-        return is_due or particles.is_hidden or not knows
+            return not (knows or self.failed or particles.in_call == 1)
+        return not knows or self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
 
     @property
     def always(self) -> bool:
@@ -249,20 +242,32 @@ class Recordings:
         """The recording in force for a run of so many particles."""
         return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
 
+    def news(self, runs: Sequence[TracedRun], particles: Particles) -> str:
+        """What runs that were not recorded have that no recording of such calls has; empty if there is nothing."""
+        if not all(self.knows(run, particles.in_call) for run in runs):
+            return "another structure"
+        # What further particles cost is no control variate: it must not be outdated.
+        recorded = self.recorded(runs[0], 1) if particles.is_hidden else None
+        return "" if recorded is None or costs_agree(recorded, runs[0], self.call) else "other costs"
+
+    def recognises(self, traced: TracedRun, number: int) -> bool:
+        """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""
+        before, new = self.now.recorded.get((self.call.modes, traced.key, number)), traced.recorded
+        if before is None or new is None or not before.is_like(new):
+            return False
+        new.take_over(before)
+        return True
+
     def knows(self, traced: TracedRun, number: int) -> bool:
         """Whether the structure of a run is known."""
         return self.is_dense or self.recorded(traced, number) is not None
-
-    def of(self, traced: TracedRun) -> Known | None:
-        """What is known of the structure of a run."""
-        return self.known.get(traced.key)
 
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether sampled values may steer the program, so that the next run may differ in structure.
 
         A value must leave torch before it can steer Python, and it does so in every run. So one recorded run shows it.
         """
-        return self.escapes or self.is_dense or traced.escaped
+        return self.escapes or self.is_dense or bool(traced.escaped_sites)
 
     def cuts_plates(self, traced: TracedRun) -> bool:
         """Whether rows of a plate stay apart: no rows met, and no value sampled in a plate left torch."""
@@ -271,7 +276,7 @@ class Recordings:
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
         # Where the structure may depend on sampled values, reads of other runs of it are not joined.
-        is_joined = not (self.is_dense or self.mode == "dynamic" or self.escapes or traced.escaped)
+        is_joined = not (self.is_dense or self.mode == "dynamic" or self.escapes or traced.escaped_sites)
         if not is_joined:
             # Which numbers Python reads is not looked at.
             self.now = self._kind.put(Check(), self.call, self.now)
@@ -290,10 +295,6 @@ class Recordings:
         if len(self.known) > _CAPACITY:
             self.known.popitem(last=False)
         return known.graph
-
-    def is_undecided(self, traced: TracedRun) -> bool:
-        """Whether it is not yet known if what Python reads of reparameterised sites steers the program."""
-        return is_undecided(traced, self.now.looks)
 
     def finds_jumps(self, traced: TracedRun) -> bool:
         """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
@@ -317,7 +318,7 @@ class Recordings:
         if now.steps or not now.next:  # else another run of the same step was recorded
             now.next = min(2 * now.next, _LONGEST) or 1
         now.steps = 0
-        if traced.escaped and not self.escapes:
+        if traced.escaped_sites and not self.escapes:
             self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is recorded.")
         self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
         if not self.crosses and traced.crosses:
@@ -329,8 +330,7 @@ class Recordings:
         """What is known of a structure after a recorded run of it."""
         key = self.call.modes, traced.key, number
         old, before = self.known.get(traced.key), self.now.recorded.get(key)
-        if before is not None and before.is_like(new):
-            new.take_over(before)
+        if self.recognises(traced, number):
             self.now.recorded[key] = new
         else:
             check = check_of(new)

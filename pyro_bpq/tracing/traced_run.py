@@ -90,11 +90,6 @@ class TracedRun:
         return next(((cost, why) for cost, (plate, why) in found.items() if plate == PARTICLES), None)
 
     @property
-    def escaped(self) -> bool:
-        """Whether a sampled value left torch."""
-        return bool(self.escaped_sites)
-
-    @property
     def weights(self) -> dict[str, tuple[Any, Any]]:
         """Scale and mask of each cost."""
         sides = ((self.guide_trace, True), (self.model_trace, False))

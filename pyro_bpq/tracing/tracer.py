@@ -103,7 +103,7 @@ def trace_run(
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
     traced = _only_costs(traced) if options.only_costs else traced
-    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped):
+    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped_sites):
         raise UnsupportedProgramError(
             "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
             "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
@@ -126,17 +126,10 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
 def _record(
     watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
 ) -> TracedRun:
-    number, flags = watch.options.num_particles, flags_of(args, kwargs)
-    return record_run(model_trace, guide_trace, guide_sites, number, watch.subsamples, flags)
-
-
-def flags_of(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """The truth values and missing values among the arguments of a program.
-
-    They often switch parts of a program on and off, so that other values may mean other dependencies.
-    """
-    places = (*enumerate(args), *kwargs.items())
-    return tuple((place, value) for place, value in places if value is None or value is True or value is False)
+    # Truth values and missing ones often switch parts of a program on and off.
+    given = (*enumerate(args), *kwargs.items())
+    flags = tuple((place, value) for place, value in given if any(value is flag for flag in (None, True, False)))
+    return record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
 
 
 def _explained_traces(
@@ -242,7 +235,7 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
 def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
     follows = not (traced.only_costs or traced.enumerated or tape.escaped)
-    scored, drawn, values = {}, {}, {}
+    scored, drawn, values = dict[str, Any](), dict[str, Any](), {}
     for cost, site in _scored(guide_sites, model_sites, True):
         elements, ndim = (site["log_prob"], 0) if cost_options(site) or not follows else elements_of(site)
         scored[cost] = Scored(site["name"], tape.value_of(elements), ndim, _plates(site))
@@ -283,7 +276,9 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     # From such runs those of further particles are computed.
     is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
-        recording=Recording.of(tape, values | made),
+        recording=Recording.of(
+            tape, values | made, [own.elements for part in (scored, drawn) for own in part.values()]
+        ),
         reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,

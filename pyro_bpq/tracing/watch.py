@@ -322,14 +322,6 @@ def carried(value: Any) -> dict[str, Tensor]:
     return {name: held for name, held in found.items() if isinstance(held, Tensor)}
 
 
-def detached(value: Tensor) -> Tensor:
-    """The value without its gradient, with detached copies of what it carries for its distribution."""
-    result = value.detach()
-    for name, held in carried(value).items():
-        setattr(result, name, held.detach())
-    return result
-
-
 def leaf_of(value: Any) -> Any:
     """The unconstrained parameter behind a value of ``pyro.param``, or the value itself if there is none."""
     unconstrained = getattr(value, "unconstrained", None)

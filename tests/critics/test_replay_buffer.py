@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout
+from pyro_bpq.snapshots import restore, snapshot
 
 
 def stored(number: int) -> StoredRollout:
@@ -29,11 +30,11 @@ def test_what_is_dropped_is_counted_and_can_be_undone() -> None:
     buffer, kept, gone = ReplayBuffer(4), stored(1), stored(2)
     buffer.add(kept)
     buffer.add(gone)
-    mark = buffer.snapshot()
+    mark = snapshot(buffer)
     buffer.drop(gone)
     buffer.drop(gone)  # it is no longer there
     assert len(buffer) == 1 and buffer.num_dropped == 1
-    buffer.restore(mark)
+    restore(buffer, mark)
     assert len(buffer) == 2 and buffer.num_dropped == 0
 
 

@@ -124,7 +124,8 @@ def test_an_option_about_critics_leaves_the_number_of_particles(make: Any, optio
     plain, elbo = trained(make()), trained(make(), **options)
     assert elbo.num_particles == plain.num_particles > 1
     assert critics_of(elbo) - {None}
-    assert "because you wrote" not in str(elbo)
+    # In programs of few sites they take the place of other particles as baselines.
+    assert ("because you wrote" in str(elbo)) is (make is few)
 
 
 @pytest.mark.filterwarnings("ignore:Nothing reads the options share")

@@ -154,7 +154,7 @@ def test_no_cost_of_the_guide_is_taxed_in_an_expected_cost() -> None:
     elbo = ExpectedCost().eval()
     elbo.trainer.keeps_staged = True
     elbo.differentiable_loss(environment, policy)
-    objective = LocalObjective(elbo.staged.items, 1)
+    objective = LocalObjective(elbo.trainer.staged.items, 1)
     with torch.no_grad():
         pyro.param("qa").add_(1.0)
     nearby = objective.nearby()

@@ -91,8 +91,8 @@ def test_replay_redraws_from_the_slow_guide() -> None:
     seen = []
     run_program = elbo.run_program
 
-    def spy(program: Any) -> Any:
-        traced = run_program(program)
+    def spy(*given: Any) -> Any:
+        traced = run_program(*given)
         seen.append(traced.run.sites["c"].fn.logits.detach().clone())
         return traced
 

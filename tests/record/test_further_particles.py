@@ -146,3 +146,31 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0.5")
     repeat(3, elbo.loss_and_grads, model, guide)
     assert elbo.particles.now == Particles(2)
+
+
+def test_settled_steps_are_not_recorded() -> None:
+    programs, elbo = DeepMarkov(), TraceBackpropQ_ELBO(num_particles=NUMBER)
+    elbo.particles.change(is_hidden=True)
+    repeat(20, elbo.loss_and_grads, programs.model, programs.guide)
+    assert elbo.runner.recordings.num_recorded == 5  # after 0, 1, 3, 7 and 15 steps
+
+
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "planted"])
+def test_costs_that_change_unseen_are_those_of_the_step(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that changes in many steps counts as a counter, which the key of a recording leaves out."""
+    if not is_checked:
+        monkeypatch.setattr("pyro_bpq.tracing.recordings.costs_agree", lambda *_: True)
+    weight = [0]
+
+    def model() -> None:
+        weight[0] += 1
+        z = pyro.sample("z", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
+        pyro.factor("f", -weight[0] * (1.0 + torch.cat([z, -z]).sum()))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2))).to_event(1))
+
+    elbo = TraceBackpropQ_ELBO(num_particles=NUMBER, estimator=ScoreFunction())
+    elbo.particles.change(is_hidden=True)
+    losses = {elbo.loss_and_grads(model, guide) - weight[0] for _ in range(30)}
+    assert (max(map(abs, losses)) < 1e-9) is is_checked

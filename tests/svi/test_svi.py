@@ -52,11 +52,11 @@ def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollou
     elbo = trained(TraceBackpropQ_ELBO(**particles(case, number)), *case.programs, params=case.params, steps=3)
     elbo.eval().trainer.keeps_staged = True
     loss = elbo.differentiable_loss(case.model, case.guide, *case.args)
-    objective = LocalObjective(elbo.staged.items, elbo.num_particles)
+    objective = LocalObjective(elbo.trainer.staged.items, elbo.num_particles)
     leaves = dict(pyro.get_param_store().named_parameters())
     total = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
     # What does not flow through log q of the sites: the model, and reparameterised values.
-    rest_of = sum((t.run.differentiable for s in elbo.staged.items for t in s.traced), torch.zeros(()))
+    rest_of = sum((t.run.differentiable for s in elbo.trainer.staged.items for t in s.traced), torch.zeros(()))
     rest: Any = [None] * len(leaves)
     if rest_of.requires_grad:
         rest = torch.autograd.grad(rest_of / number, list(leaves.values()), retain_graph=True, allow_unused=True)
@@ -93,7 +93,7 @@ def test_local_objective_of_one_site_is_the_loss_up_to_a_constant() -> None:
     elbo = TraceBackpropQ_ELBO().eval()
     elbo.trainer.keeps_staged = True
     elbo.differentiable_loss(model, guide)
-    objective = LocalObjective(elbo.staged.items, 1)
+    objective = LocalObjective(elbo.trainer.staged.items, 1)
     differences = []
     for shift in ([0.0, 0.0, 0.0], [1.0, -0.3, 0.2], [-2.0, 0.0, 1.0]):
         pyro.param("q").data.copy_(torch.tensor([0.1, 0.5, -0.7]) + torch.tensor(shift))
@@ -113,8 +113,8 @@ def test_clipping_by_hand() -> None:
     elbo.trainer.keeps_staged = True
     pyro.set_rng_seed(3)
     elbo.differentiable_loss(model, guide)
-    objective = LocalObjective(elbo.staged.items, 1)
-    z = int(elbo.staged.items[0].traced[0].run.sites["z"].value)
+    objective = LocalObjective(elbo.trainer.staged.items, 1)
+    z = int(elbo.trainer.staged.items[0].traced[0].run.sites["z"].value)
     before = pyro.param("q").detach().log_softmax(-1)
     for step in (-2.0, 0.05, 2.0):
         pyro.param("q").data[z] = torch.tensor([0.1, 0.5, -0.7])[z] + step

@@ -6,7 +6,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import Trace_ELBO
 from steps import repeat
 from torch import Tensor, tensor
@@ -15,7 +14,6 @@ from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Hindsight
 from pyro_bpq.reruns.flips import flipped_costs
-from pyro_bpq.tracing.watch import carried, detached
 
 
 def relaxed(logits: Tensor, kind: str) -> Any:
@@ -84,17 +82,6 @@ def test_losses_are_those_of_pyro(kind: str, estimator: Any) -> None:
         pyro.set_rng_seed(3)
         losses.append([elbo.loss_and_grads(program.model, program.guide) for _ in range(6)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["bit", "one-hot"])
-def test_values_that_are_kept_keep_what_they_carry(kind: str) -> None:
-    program = Program(kind)
-    trace = poutine.trace(program.guide).get_trace()
-    value, fn = trace.nodes["z"]["value"], trace.nodes["z"]["fn"]
-    assert carried(value) and not carried(value.detach())
-    kept = detached(value)
-    assert torch.equal(fn.log_prob(kept), fn.log_prob(value)) and not kept.requires_grad
-    assert not torch.isclose(fn.log_prob(value.detach()), fn.log_prob(value))
 
 
 def test_hindsight_does_not_read_the_law_of_such_a_value() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from pyro_bpq.record.function import values_in
 from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import Node, Value
 
 # Seconds of a call of an operator with Python's share, of an operation of a matrix product, of one of a convolution,
@@ -33,6 +34,20 @@ class Work(NamedTuple):
     def seconds(self, rows: int = 1) -> float:
         """Estimated seconds of so many rows at once."""
         return self.shared + rows * self.added
+
+
+def work_of_run(recorded: Recorded) -> Work:
+    """The cost of a recorded run."""
+    run = recorded.recording
+    found: Work = recorded.kept("work", lambda: work_of(run.nodes, run.shapes, run.dtypes))
+    return found
+
+
+def work_at(recorded: Recorded, costs: Iterable[str], sites: Iterable[str]) -> Work:
+    """The cost of a row of :meth:`Recorded.at_rows`."""
+    run = recorded.recording
+    function = run.cut([recorded.named[name] for name in costs], sees_all=True)
+    return work_of(function.reading({recorded.drawn[name].value for name in sites}), run.shapes, run.dtypes)
 
 
 def work_of(nodes: Iterable[Node], shapes: Shapes, dtypes: Sequence[torch.dtype]) -> Work:
