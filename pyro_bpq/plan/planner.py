@@ -37,8 +37,6 @@ from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.watch import site_info
 
-# Looks whether costs have gradients to the values of a site.
-HasSlope = Callable[[str], bool]
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
 # Largest number of plans that are kept.
@@ -144,7 +142,7 @@ class Planner:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slope: HasSlope = lambda name: True,
+        has_slope: Callable[[str], bool] = lambda name: True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -227,8 +225,7 @@ class Planner:
         # The extra run goes on only where it tells most sites everything.
         others = untold if 2 * len(untold) < len(rows) else rows
         served = {name for name in others if facts.num_particles > 1 and size(name) == 1}
-        served = served if served & untold else set()
-        compared = sites
+        served, compared = served if served & untold else set(), sites
         # A net that predicts a baseline serves one particle.
         is_predicted = any(own.baseline is not None and own.baseline.is_predicted for own in options.values())
         is_only = len(traced.infos) == 1
@@ -254,7 +251,7 @@ class Planner:
         asked: Mapping[str, SiteFacts],
         wanted: Mapping[str, Estimator],
         noise: Noise,
-        has_slope: HasSlope,
+        has_slope: Callable[[str], bool],
     ) -> dict[str, SiteFacts]:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
@@ -380,7 +377,7 @@ class PlanCache:
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
-        has_slope: HasSlope = lambda name: True,
+        has_slope: Callable[[str], bool] = lambda name: True,
     ) -> Plan:
         """The plan of a structure, a new one where there is none; see :meth:`Planner.plan`."""
         last = self.last

@@ -131,6 +131,7 @@ def chosen(
         # Its values may be dear: a cost statement is passed once.
         (charged(), "z", {}, MEAN),
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
+        (flat(infer=AVERAGE), "z", {}, ScoreFunction(RunningBaseline(decay=0.9))),
     ],
 )
 def test_many_components_without_the_extra_run(program: Any, site: str, options: Any, expected: Estimator) -> None:
@@ -184,8 +185,12 @@ def test_layers_get_hindsight_where_it_may_serve(
     assert [elbo.info[name]["estimator"] for name in ("y", "z")] == [expected, expected]
 
 
-def test_many_components_keep_pyros_baseline() -> None:
-    assert chosen(flat(infer=AVERAGE), "z", 0) == ScoreFunction(RunningBaseline(decay=0.9))
+def test_layers_without_slopes_get_the_particles_of_crossed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1)
+    assert chosen(coarse(), "y", 0, num_particles=1) == SecondRun()
+    elbo = TraceBackpropQ_ELBO()
+    repeat(3, elbo.loss_and_grads, *coarse())
+    assert elbo.num_particles == rules.MOST_PARTICLES and elbo.info["y"]["estimator"] == CrossedLeaveOneOut()
 
 
 def test_the_extra_run_tells_all_of_a_flat_site_and_too_little_of_a_stack() -> None:
