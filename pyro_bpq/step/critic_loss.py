@@ -14,6 +14,7 @@ from pyro_bpq.critics.bank import CriticBank, Write
 from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.regression import CriticRows, regression
+from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Info, Learning
 
@@ -59,7 +60,7 @@ def expected_critic_loss(
 
 
 def _pairs(signals: Signals, learning: Learning) -> Pairs:
-    return signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
+    return values_and_targets(signals, learning.lam, learning.gamma, learning.slow)
 
 
 def _regress(
@@ -80,12 +81,16 @@ def _regress(
             weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
             learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
             if len(rollouts) == 1:
-                found[g, weight] = [(critic.rows(), value, target)]
+                sites = tuple(node.site for node in critic.group.nodes)
+                found[g, weight] = [(CriticRows(sites, critic.selection, critic.unit), value, target)]
                 learners[g, weight] = learns
                 continue
             for i, node in enumerate(critic.group.nodes):
-                key = (node.name, critic.kind, value.shape[2:], weight)
-                found.setdefault(key, []).append((critic.row(i, bank), value[i : i + 1], target[i : i + 1]))
+                key = (node.name, critic.group.kind, value.shape[2:], weight)
+                selection = bank.select(critic.group.kind, critic.group.keys[i : i + 1], None)
+                assert selection is not None
+                rows = CriticRows((node.site,), selection, critic.unit[i : i + 1])
+                found.setdefault(key, []).append((rows, value[i : i + 1], target[i : i + 1]))
                 learners[key] = learns[i : i + 1]
     losses = []
     for key, parts in found.items():

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Relation
-from pyro_bpq.batching.cost_to_go import crossed_costs
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.lambda_return import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import reparameterise
 from pyro_bpq.rollout.features import base_distribution
-from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
+from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step import hindsight_signal, site_program
-from pyro_bpq.step.returns import by_name
+from pyro_bpq.step.returns import by_name, predictions
 from pyro_bpq.targets.advantages import advantages
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def moved_value(signals: Signals, c: int) -> Tensor:
 
 def q_value(signals: Signals, c: int) -> Tensor:
     """``Q(x)`` at the sample, ``(G, M, plates)`` in nats, detached; zero without critics."""
-    return _per_site(signals, c, {g: value.detach() for g, value in signals.q_values[0].items()}, ())
+    return _per_site(signals, c, {g: critic.value.detach() for g, critic in signals.critics.items()}, ())
 
 
 def q_slope(signals: Signals, c: int) -> Tensor:
@@ -71,7 +69,7 @@ def _per_site(signals: Signals, c: int, found: dict[int, Tensor], event: tuple[i
     total = batch.score.detach().new_zeros(len(batch.cls.names), *batch.batch_shape, *event)
     for g, tensor in found.items():
         if signals.critics[g].group.c == c:
-            total = total + signals.sum_over_nodes(signals.critics[g].group, tensor)
+            total = total + signals.critics[g].group.sum_to_sites(tensor)
     return total
 
 
@@ -84,14 +82,9 @@ def crossed(signals: Signals, c: int) -> Tensor | None:
     if rollout.num_particles == 1:
         return None
     if "crossed" not in signals.shared:
-        signals.shared["crossed"] = [crossed_costs(group, rollout, signals.costs) for group in layout.crossed]
-    found, plates = [], layout.classes[c].spec.plates
-    for g, change in enumerate(signals.shared["crossed"]):
-        selected = layout.matrix(Relation.CROSSED, c, g, change)
-        if selected is not None:
-            found.append(selected @ sum_to_plates(change, layout.crossed[g].cls.plates, plates))
-    shape = (len(layout.classes[c].names), *batch.batch_shape)
-    return sum(found[1:], found[0]).expand(shape) if found else None
+        signals.shared["crossed"] = [group.changes(rollout, signals.costs) for group in layout.crossed_costs]
+    found = layout.crossed.sums(c, signals.shared["crossed"])
+    return None if found is None else found.expand(len(layout.classes[c].names), *batch.batch_shape)
 
 
 def parent_advantage(signals: Signals, c: int) -> Tensor | None:
@@ -109,10 +102,8 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
         return None
     key = f"advantage {estimator.lam}"
     if key not in signals.shared:
-        groups = {g: critic.group for g, critic in signals.critics.items()}
-        values, means = signals.q_values
-        detached = {g: value.detach() for g, value in values.items()}
-        q, costs, expected = by_name(layout, signals.costs, groups, detached, signals.ahead(means, 1.0), 1.0)
+        told = predictions(signals, signals.critics, 1.0)
+        q, costs, expected = by_name(layout, signals.costs, told, 1.0)
         # All classes share one backward pass.
         signals.shared[key] = advantages(layout.network, q, costs, estimator.lam, 1.0, expected)
     found = signals.shared[key]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.matrix import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Run

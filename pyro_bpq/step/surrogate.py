@@ -66,7 +66,7 @@ def step(
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
     surrogate = sum(sums[1:], sums[0]) if sums else torch.zeros(())
-    paths = sum((cost for one in signals for cost in one.paths()), torch.zeros(()))
+    paths = sum((run.differentiable for one in signals for run in one.rollout.runs), torch.zeros(()))
     return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
 
 
@@ -74,7 +74,7 @@ def _told(signals: Sequence[Signals]) -> Iterator[str]:
     """What has to be the same in all processes that learn together."""
     for one in signals:
         yield from (f"sites {one.layout.classes[c].names}" for c in one.active)
-        yield from (f"critics {critic.keys}" for critic in one.critics.values())
+        yield from (f"critics {critic.group.keys}" for critic in one.critics.values())
 
 
 def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:

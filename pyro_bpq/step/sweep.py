@@ -48,17 +48,16 @@ def sweep(
         for node in wave.others:
             backups.put(node, backups.target(node), None)
         for group in wave.groups:
-            critic = evaluate_critics(layout, group, signals.batches, bank, False)
+            critic = evaluate_critics(group, signals.batches, bank, False, is_steered=layout.is_steered)
             if critic is None:  # not built yet, in a steered program
                 continue
-            value, _ = signals.value_and_mean(critic)
+            value = critic.value
             targets = [backups.target(node).expand(value.shape[1:]) for node in critic.group.nodes]
             loss = site_mean((value.detach() - torch.stack(targets)).square())
             _descend(value / critic.unit, torch.stack(targets) / critic.unit, critic, signals, rate, ranks)
-            again = evaluate_critics(layout, critic.group, signals.batches, bank, False)
+            again = evaluate_critics(critic.group, signals.batches, bank, False)
             assert again is not None
-            learned, _ = signals.value_and_mean(again)
-            for node, target, own, error in zip(critic.group.nodes, targets, learned.detach(), loss, strict=True):
+            for node, target, own, error in zip(critic.group.nodes, targets, again.value.detach(), loss, strict=True):
                 backups.put(node, target, own)
                 info.setdefault(node.site, {})["td_loss"] = error
             writes += writes_of_ranks(ranks, critic.writes, value[0].numel())
