@@ -163,7 +163,7 @@ def step(elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, through_loss: bool = Fal
 
 def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
     """Value and target of each learned Q-node, by name, ``(M, plates)`` each, in nats, detached."""
-    pairs = values_and_targets(signals, learning.lam, learning.gamma, learning.slow)
+    pairs = values_and_targets(signals, learning)
     return {
         node.name: (value[i].detach(), target[i])
         for g, (value, target) in pairs.items()

@@ -13,7 +13,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.reparameterise import parameter_names, reparameterise
 from pyro_bpq.estimators.requirements import needs_continuous
-from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
+from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale
 from pyro_bpq.rollout.features import base_distribution
 
 
@@ -79,8 +79,7 @@ class LAX(Estimator):
                     surrogate = surrogate + (gradient.detach() * param).sum()
                     unit = scores[name].square().flatten(1).mean(1).clamp(min=torch.finfo(value.dtype).tiny)
                     norms = norms.index_add(0, rows, gradient.square().flatten(1).mean(1) / unit)
-            statistics = self.variate.train(weights, norms, context)
-        statistics |= update_means(context.cost, control.detach(), context, self.variate.decay)
+            statistics = self.variate.train(weights, norms, control, context)
         flat = value.detach().reshape(len(context.names), -1, mean.shape[-1])
         for name, new in (("input_mean", flat.mean(1)), ("input_square", flat.square().mean(1))):
             statistics[name] = context.running_mean(name, new, self.variate.decay)

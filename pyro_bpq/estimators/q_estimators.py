@@ -18,7 +18,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
-from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, centre, read_scale
+from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,9 @@ class CriticBaseline(Scaled):
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
         with torch.no_grad():
-            _, mean, _ = _critic(context)
             _, score = context.score_table
-            centred, control = (part[..., None, None] for part in centre(context.cost, mean, context))
-            a = read_scale(self.scale, context)
-            weight = centred - a[..., None, None] * control
-            statistics = self.updated(context, mean, centred * score, control * score)
-        return SiteTerm(weight[..., 0, 0] * context.score, statistics)
+            gradient, statistics = self.corrected(context, _critic(context)[1], score, torch.zeros_like(score))
+        return SiteTerm(gradient * context.table[0], statistics)
 
 
 @dataclass(frozen=True)
@@ -95,11 +91,7 @@ class QControlVariate(Scaled):
                 drawn = one_hot((probs / noise).argmax(-1), probs.shape[-1]).to(probs.dtype)
                 advantage = ((drawn - probs) * table).sum((-1, -2))
                 fresh += advantage[..., None, None] * (drawn - probs) / self.num_samples
-            centred, control = (part[..., None, None] for part in centre(context.cost, mean + own, context))
-            a = read_scale(self.scale, context)[..., None, None]
-            plain, variate = centred * score, control * score - fresh
-            statistics = self.updated(context, mean + own, plain, variate)
-            gradient = plain - a * variate
+            gradient, statistics = self.corrected(context, mean + own, score, fresh)
         return SiteTerm(gradient * context.table[0], statistics)
 
 

@@ -12,9 +12,9 @@ from pyro_bpq.errors import check_option, is_real
 from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.q_estimators import local_cost, q_table
-from pyro_bpq.estimators.relaxation import Temperature, Tempered, fill
+from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
-from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
+from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, fill
 
 
 class Relaxed(Tempered, Scaled):
@@ -33,12 +33,9 @@ class Relaxed(Tempered, Scaled):
         params = relaxation.parameters(log_probs)
         leaf = params.detach()
         value, path = self.variate(context, leaf)
-        score = relaxation.score(leaf, index)
-        centred, control = (fill(part, score) for part in centre(context.cost, value, context))
-        plain, variate = centred * score, control * score - path
-        gradient = plain - fill(read_scale(self.scale, context), plain) * variate
-        natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
-        return SiteTerm(gradient * params, self.updated(context, value, *natural))
+        score, natural = relaxation.score(leaf, index), lambda part: relaxation.natural(part, leaf, index)
+        gradient, statistics = self.corrected(context, value, score, path, natural)
+        return SiteTerm(gradient * params, statistics)
 
 
 @dataclass(frozen=True)
@@ -144,9 +141,8 @@ class RELAX(Estimator):
             score = relaxation.score(leaf.detach(), index)
             gradient = fill(centred - control, score) * score + path
             objective = relaxation.natural(gradient, leaf, index).square().flatten(1).mean(1)
-            statistics = variate.train(weights, objective, context)
-        means = update_means(context.cost, given.detach(), context, variate.decay)
-        return SiteTerm(gradient.detach() * params, {**statistics, **means})
+            statistics = variate.train(weights, objective, given, context)
+        return SiteTerm(gradient.detach() * params, statistics)
 
 
 def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> Tensor:

@@ -140,11 +140,6 @@ def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> tupl
     return z + (params - params.detach()), _given(params, index, _noise(params, index, generator))
 
 
-def fill(tensor: Tensor, like: Tensor) -> Tensor:
-    """Adds trailing dimensions, up to those of ``like``."""
-    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
-
-
 def _noise(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
     """Logistic noise of binary components, else logarithms of exponential noise."""
     u = uniform(params.detach(), generator)

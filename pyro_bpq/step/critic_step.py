@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,71 +30,27 @@ NEEDS_LEAF = "q_slope"
 CONTEXT_DECAY, VALUE_DECAY = 0.95, 0.99
 
 
-@dataclass(frozen=True, eq=False)
-class CriticBatch:
-    """Critics of a group of Q-nodes, evaluated at one rollout, in nats, ``(Q, M, plates)``.
+class Values(NamedTuple):
+    """What critics say at one rollout, in nats, ``(Q, M, plates)``."""
 
-    Only ``level`` and ``table`` of dueling critics and :attr:`value` have the critics' gradient.
-    """
+    level: Tensor  # `V` of a dueling critic, with the critics' gradient; `E[Q]` of a joint critic
+    # `A` of a dueling critic, with gradient; the table of the all-action term of a joint one; `(Q, M, plates, D, K)`
+    table: Tensor | None
+    value: Tensor  # `Q(x)`, with the critics' gradient
+    mean: Tensor  # `E[Q]` or an estimate of it, detached
+    residual: Tensor | None = None  # `Q(x) - E[Q]`, or as much of it as belongs to the table, of mean zero; detached
+
+
+class CriticBatch(NamedTuple):
+    """Critics of a group of Q-nodes, evaluated at one rollout."""
 
     group: QGroup  # The Q-nodes
     batch: SiteBatch  # The tensors of their sites
     selection: Selection  # Their rows in the bank
+    unit: Tensor  # Scale of the sites (subsampling); targets are divided by it
+    says: Values
     writes: tuple[Write, ...]  # New running moments of the context features
-    level: Tensor  # `V` of a dueling critic, `E[Q]` of a joint critic
-    table: Tensor | None  # `A` of a dueling critic, or the all-action table of a joint critic, `(Q, M, plates, D, K)`
-    joint: JointValue | None = None  # Values of joint critics
-
-    @property
-    def own(self) -> Tensor | None:
-        """The residual of mean zero of a joint critic, or ``None``."""
-        return None if self.joint is None else self.joint.own
-
-    @cached_property
-    def value(self) -> Tensor:
-        """``Q(x)``."""
-        if self.joint is not None:
-            return self.joint.value
-        return self.level if self.table is None else self.level + self._sampled(self.table).sum(-1)
-
-    @cached_property
-    def mean(self) -> Tensor:
-        """``E[Q]`` or an estimate of it, detached."""
-        if self.joint is not None:
-            return self.joint.mean
-        level = self.level.detach()
-        return level if self.table is None else level + (self._probs * self.table.detach()).sum((-1, -2))
-
-    @cached_property
-    def residual(self) -> Tensor | None:
-        """``Q(x) - E[Q]``, detached; ``None`` if a critic predicts no more than a level."""
-        if self.joint is not None or self.table is None:
-            return self.own
-        table = self.table.detach()
-        return (self._sampled(table) - (self._probs * table).sum(-1)).sum(-1)
-
-    @cached_property
-    def unit(self) -> Tensor:
-        """Scale of the sites (subsampling); targets are divided by it."""
-        return self.group.pick(self.batch.scale)
-
-    def _sampled(self, table: Tensor) -> Tensor:
-        return table.gather(-1, self.group.pick(self.batch.index).unsqueeze(-1)).squeeze(-1)
-
-    @cached_property
-    def _probs(self) -> Tensor:
-        return self.group.pick(self.batch.probs)
-
-
-@dataclass(frozen=True)
-class JointValue:
-    """Values of joint critics in nats, ``(Q, M, plates)``."""
-
-    value: Tensor  # `Q(x)`, with the critics' gradient
-    mean: Tensor  # `E[Q]` or an estimate of it, detached
-    own: Tensor  # Residual of mean zero that belongs to the table, detached
-    # The sampled values `(Q, N, D)` that `value` has a gradient to; `None` if no estimator asks for it
-    leaf: Tensor | None = None
+    leaf: Tensor | None  # The sampled values `(Q, N, D)` that `value` has a gradient to, if an estimator asks for it
 
 
 def evaluate_critics(
@@ -128,29 +84,35 @@ def evaluate_critics(
             f"The critic {group.critic} of sites {[n.site for n in group.nodes]} returned shape {tuple(output.shape)} "
             f"instead of {expected} (sites, rows, 1 + components * cardinality)."
         )
-    return CriticBatch(group, batch, selection, (*writes, *moved), *_in_nats(group, batch, selection, output, leaf))
+    unit = group.pick(batch.scale)
+    says = _in_nats(group, batch, selection, output, unit)
+    return CriticBatch(group, batch, selection, unit, says, (*writes, *moved), leaf)
 
 
-def _in_nats(
-    group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor, leaf: Tensor | None
-) -> tuple[Tensor, Tensor | None, JointValue | None]:
-    """Level or expectation, table, and values of joint critics, from outputs in units of running statistics."""
-    spec, unit, lead = batch.cls.spec, group.pick(batch.scale), (-1, *(1,) * len(batch.batch_shape))
-    names = ("mean", "spread_level", "spread_advantage")
+def _in_nats(group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor, unit: Tensor) -> Values:
+    """The values from outputs in units of running statistics."""
+    spec, lead, names = (
+        batch.cls.spec,
+        (-1, *(1,) * len(batch.batch_shape)),
+        ("mean", "spread_level", "spread_advantage"),
+    )
     mean, spread, step = (selection.read(name, batch.like.dtype).reshape(lead) for name in names)
     output = output.reshape(-1, *batch.batch_shape, output.shape[-1])
     level, step = unit * (mean + spread * output[..., 0]), unit * step
-    if not isinstance(group.critic, JointCritic):
-        if spec.components is None:
-            return level, None, None
-        advantage = output[..., 1:].reshape(*output.shape[:-1], *spec.parts)
-        return level, step[..., None, None] * advantage, None
-    _, value, centre, own, table = JointOutput.unpacked(output, *spec.parts)
-    expected = (level + step * centre).detach()
-    value, own = level + step * value, step * own
-    # A critic that reads the value does not know E[Q]. Q minus a residual of mean zero has the mean E[Q].
-    known = value.detach() - own if reads_value(group.critic) else expected
-    return expected, step[..., None, None] * table, JointValue(value, known, own, leaf)
+    if isinstance(group.critic, JointCritic):
+        _, value, centre, own, table = JointOutput.unpacked(output, *spec.parts)
+        expected = (level + step * centre).detach()
+        value, own = level + step * value, step * own
+        # A critic that reads the value does not know E[Q]. Q minus a residual of mean zero has the mean E[Q].
+        known = value.detach() - own if reads_value(group.critic) else expected
+        return Values(expected, step[..., None, None] * table, value, known, own)
+    if spec.components is None:
+        return Values(level, None, level, level.detach())
+    table = step[..., None, None] * output[..., 1:].reshape(*output.shape[:-1], *spec.parts)
+    sampled = table.gather(-1, group.pick(batch.index).unsqueeze(-1)).squeeze(-1)
+    expected = (group.pick(batch.probs) * table.detach()).sum(-1)
+    value, mean = level + sampled.sum(-1), level.detach() + expected.sum(-1)
+    return Values(level, table, value, mean, (sampled.detach() - expected).sum(-1))
 
 
 def _builder(group: QGroup, bank: CriticBank, like: Tensor) -> Callable[[tuple[str, ...]], Block]:

@@ -13,6 +13,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type
 from pyro_bpq.step.critic_step import CriticBatch
+from pyro_bpq.step.values import Learning
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return, network_rules, solve_rules
 
 if TYPE_CHECKING:
@@ -31,16 +32,12 @@ class Prediction(NamedTuple):
     ahead: Tensor
 
 
-def values_and_targets(
-    signals: Signals, lam: float | Tensor, gamma: float, slow: bool = False
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
-
-    With ``slow`` the critics' slow copies form the targets.
-    """
-    found = predictions(signals, signals.slow_critics if slow else signals.critics, gamma)
-    targets = lambda_returns(signals.layout, signals.costs, found, lam, gamma)
-    return {g: (critic.value, targets[g].expand_as(critic.value)) for g, critic in signals.critics.items()}
+def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
+    """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
+    found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
+    targets = lambda_returns(signals.layout, signals.costs, found, learning.lam, learning.gamma)
+    values = {g: critic.says.value for g, critic in signals.critics.items()}
+    return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
 
 
 def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
@@ -67,12 +64,12 @@ def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
 
 def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> dict[int, Prediction]:
     """What critics say, by group."""
-    return {g: Prediction(c.group, c.value.detach(), _ahead(signals, c, gamma)) for g, c in critics.items()}
+    return {g: Prediction(c.group, c.says.value.detach(), _ahead(signals, c, gamma)) for g, c in critics.items()}
 
 
 def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
     """Replaces sampled immediate costs by their expectation if all tabled costs of the site are the Q-node's."""
-    group, tabled, mean = critic.group, signals.layout.tabled, critic.mean
+    group, tabled, mean = critic.group, signals.layout.tabled, critic.says.mean
     exact = signals.exact(group.c)
     if exact is None:
         return mean

@@ -19,6 +19,7 @@ from pyro_bpq.estimators.reparameterise import reparameterise
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step import hindsight_signal, site_program
+from pyro_bpq.step.critic_step import CriticBatch
 from pyro_bpq.step.returns import by_name, predictions
 from pyro_bpq.targets.advantages import advantages
 
@@ -46,7 +47,7 @@ def moved_value(signals: Signals, c: int) -> Tensor:
 
 def q_value(signals: Signals, c: int) -> Tensor:
     """``Q(x)`` at the sample, ``(G, M, plates)`` in nats, detached; zero without critics."""
-    return _per_site(signals, c, {g: critic.value.detach() for g, critic in signals.critics.items()}, ())
+    return _per_site(signals, c, lambda critic: critic.says.value.detach())
 
 
 def q_slope(signals: Signals, c: int) -> Tensor:
@@ -54,22 +55,24 @@ def q_slope(signals: Signals, c: int) -> Tensor:
 
     It is zero where there is no critic that reads the value as a whole.
     """
-    found = {}
-    for g, critic in signals.critics.items():
-        joint = critic.joint
-        if critic.group.c == c and joint is not None and joint.leaf is not None and joint.value.requires_grad:
-            (slope,) = torch.autograd.grad(joint.value.sum(), joint.leaf, retain_graph=True)
-            found[g] = slope.reshape(*joint.value.shape, -1)
-    return _per_site(signals, c, found, (signals.layout.classes[c].width,))
+
+    def slope(critic: CriticBatch) -> Tensor | None:
+        value = critic.says.value
+        if critic.leaf is None or not value.requires_grad:
+            return None
+        (found,) = torch.autograd.grad(value.sum(), critic.leaf, retain_graph=True)
+        return found.reshape(*value.shape, -1)
+
+    return _per_site(signals, c, slope, signals.layout.classes[c].width)
 
 
-def _per_site(signals: Signals, c: int, found: dict[int, Tensor], event: tuple[int, ...]) -> Tensor:
-    """Sums tensors of groups of Q-nodes over the Q-nodes of each site of a class."""
+def _per_site(signals: Signals, c: int, pick: Callable[[CriticBatch], Tensor | None], *event: int) -> Tensor:
+    """Sums what is picked of critics over the Q-nodes of each site of a class."""
     batch = signals.batches[c]
     total = batch.score.detach().new_zeros(len(batch.cls.names), *batch.batch_shape, *event)
-    for g, tensor in found.items():
-        if signals.critics[g].group.c == c:
-            total = total + signals.critics[g].group.sum_to_sites(tensor)
+    for critic in signals.critics.values():
+        part = pick(critic) if critic.group.c == c else None
+        total = total if part is None else total + critic.group.sum_to_sites(part)
     return total
 
 

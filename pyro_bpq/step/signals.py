@@ -27,7 +27,6 @@ from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.returns import bootstraps
-from pyro_bpq.step.site_program import Rerun
 
 
 class Learned(NamedTuple):
@@ -60,14 +59,12 @@ class Signals:
         tables: Mapping[str, Tensor],
         bank: CriticBank,
         build: bool,
-        rerun: Rerun | None = None,
+        rerun: Any = None,
         by_value: bool = True,
         shifts: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
-        self.shifts, self.by_value = shifts, by_value
-        # Signals may need more of it than a Rerun offers.
-        self.rerun: Any = rerun
+        self.rerun, self.shifts, self.by_value = rerun, shifts, by_value
         # Tensors that are computed once for all classes, by name.
         self.shared: dict[Any, Any] = {}
         self.batches = [
@@ -101,7 +98,8 @@ class Signals:
         """The critics' outputs by class."""
         found: dict[int, Learned] = {}
         for critic in self.critics.values():
-            parts = (critic.level, critic.table, critic.own)
+            says, is_joint = critic.says, critic.batch.cls.spec.has_moments
+            parts = (says.level, says.table, says.residual if is_joint else None)
             own = [None if part is None else critic.group.sum_to_sites(part.detach()) for part in parts]
             if (old := found.get(critic.group.c)) is not None:
                 own = [None if a is None or b is None else a + b for a, b in zip(old, own, strict=True)]
@@ -137,7 +135,7 @@ class Signals:
 
     def _residual(self, critic: CriticBatch, g: int) -> Tensor | None:
         """``Q_Y(y) - E_Y[Q_Y]`` of a whole group; zero for critics that are missing."""
-        found, whole = critic.residual, self.layout.groups[g]
+        found, whole = critic.says.residual, self.layout.groups[g]
         if found is None or critic.group is whole:
             return found
         names = {node.name: i for i, node in enumerate(whole.nodes)}

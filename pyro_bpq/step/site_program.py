@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,38 +18,6 @@ from pyro_bpq.rollout.runs import Run
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals
-
-
-class Rerun(Protocol):
-    """Runs the program again with a site at another value ``(M, plates, event)``.
-
-    Sites downstream are drawn afresh, or take their values in the runs ``held``, or with ``means`` their means. All
-    other sites keep their values.
-
-    Attributes:
-        generator: Generator for the noise that estimators draw themselves; on the CPU.
-    """
-
-    generator: torch.Generator
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether costs come from an earlier run than the step's own."""
-        ...
-
-    def __call__(
-        self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
-    ) -> tuple[Run, ...]:
-        """The runs."""
-        ...
-
-    def fresh(self) -> tuple[Run, ...]:
-        """Runs that draw every site afresh; every call returns the same runs."""
-        ...
-
-    def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
-        """The gradient of all costs of each run to the values of sites that no other site reads, by name."""
-        ...
 
 
 def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
@@ -70,7 +38,8 @@ class SiteProgramRuns:
         layout: Classes of sites and costs of the graph.
         c: Position of the class.
         batch: Tensors of its sites.
-        rerun: Runs the program at other values.
+        rerun: Gives runs with a site at another value ``(M, plates, event)``, where sites downstream are drawn afresh,
+            or take their values in given runs, or their means; see :class:`~pyro_bpq.reruns.at_values.Reruns`.
         downstream: For each site, the runs in which sites downstream of it keep their values. ``None`` draws these
             sites afresh.
         means: Whether sites downstream that are not held take their means.
@@ -79,7 +48,7 @@ class SiteProgramRuns:
     layout: Layout
     c: int
     batch: SiteBatch
-    rerun: Rerun
+    rerun: Any
     downstream: Sequence[tuple[Run, ...] | None] | None = None
     means: bool = False
 
@@ -105,16 +74,12 @@ class SiteProgramRuns:
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
-        value = value.detach()
-        runs = [self._run(i, value[i]) for i in range(len(self.names))]
-        return torch.stack([self._cost_to_go(found)[i] for i, found in enumerate(runs)])
+        return torch.stack([self._cost_to_go(self._run(i, own))[i] for i, own in enumerate(value.detach())])
 
     @torch.no_grad()
     def sampled_cost(self) -> Tensor:
         """Costs-to-go at the sampled values of all sites, by the same way as at other values."""
-        runs = self.batch.rollout.runs
-        found = [self.rerun(name, self.value[i], runs) for i, name in enumerate(self.names)]
-        return torch.stack([self._cost_to_go(own)[i] for i, own in enumerate(found)])
+        return replace(self, downstream=[self.batch.rollout.runs] * len(self.names)).cost(self.value)
 
     def independent(self) -> Tensor:
         """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""
@@ -159,8 +124,8 @@ class SiteProgramRuns:
 
     def held(self, value: Tensor) -> SiteProgramRuns:
         """The program in which sites downstream keep the values that they take in a run at ``value``."""
-        value, graph = value.detach(), self.layout.graph
-        held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
+        descendants, pairs = self.layout.graph.descendants, zip(self.names, value.detach(), strict=True)
+        held = [self.rerun(name, own) if descendants(name) else None for name, own in pairs]
         return replace(self, downstream=held, means=False)
 
     def mean_field(self) -> SiteProgramRuns:

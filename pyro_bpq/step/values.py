@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,11 @@ from pyro_bpq.rollout.distributed import Ranks
 Info = dict[str, dict[str, Any]]
 # Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.
 Seen = tuple[tuple[str, ...], float] | None
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors; zero for none."""
+    return sum(values[1:], values[0]) if values else torch.zeros(())
 
 
 @dataclass(frozen=True)

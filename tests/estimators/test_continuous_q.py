@@ -157,7 +157,7 @@ def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
 def value_of(elbo: ExpectedCost, policy: Any, node: float) -> Tensor:
     NodeNormal.nodes = iter([node])
     seen = elbo.observe(Program(None, policy, (), {}))
-    return seen.items[0].signals.critics[0].value.detach().reshape(())
+    return seen.items[0].signals.critics[0].says.value.detach().reshape(())
 
 
 def step_cost(x: Tensor) -> Tensor:
