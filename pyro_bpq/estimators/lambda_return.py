@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
-from pyro_bpq.errors import UnsupportedSiteError, check_option
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.all_action import AllAction
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, share
 from pyro_bpq.estimators.score_function import LeaveOneOut, ScoreFunction
 
 
@@ -35,22 +36,15 @@ class LambdaReturn(Estimator):
         | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
     """
 
-    lam: float = 0.9
+    lam: float = share(0.9)
 
     uses_critic: ClassVar[bool] = True
     replaces_costs: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_option(self, "lam", 0.0 <= self.lam <= 1.0, "a number in [0, 1]")
+    return_weight = property(attrgetter("lam"))
 
     def statistics(self) -> Statistics:
         """Running statistics of :class:`AllAction` and of a running baseline."""
         return {**AllAction().statistics(), **LeaveOneOut().statistics()}
-
-    @property
-    def return_weight(self) -> float:
-        """The option ``lam``."""
-        return self.lam
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Applies :class:`AllAction` or the score function to the lambda-return in ``context.cost``."""
@@ -83,14 +77,11 @@ class ParentAdvantage(Estimator):
         | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
     """
 
-    lam: float = 0.9
+    lam: float = share(0.9)
 
     uses_critic: ClassVar[bool] = True
     takes_discount: ClassVar[bool] = False
     needs = frozenset({"advantage"})
-
-    def __post_init__(self) -> None:
-        check_option(self, "lam", 0.0 <= self.lam <= 1.0, "a number in [0, 1]")
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The advantage times ``log q``."""

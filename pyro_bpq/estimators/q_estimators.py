@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.errors import UnsupportedSiteError, check_option
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, past, positive
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
@@ -39,7 +39,7 @@ class CriticBaseline(Scaled):
     """
 
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
 
@@ -68,17 +68,13 @@ class QControlVariate(Scaled):
         | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
-    num_samples: int = 4
+    num_samples: int = positive(4)
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_option(self, "num_samples", self.num_samples >= 1, "a positive number")
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the sample and of the fresh ones."""

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option, is_real
+from pyro_bpq.errors import is_real
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, option, past
 from pyro_bpq.estimators.q_estimators import local_cost, q_table
 from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
-from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, fill
+from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, fill, network
 
 
 class Relaxed(Tempered, Scaled):
@@ -64,7 +64,7 @@ class REBAR(Relaxed):
 
     temperature: Temperature = 0.5
     scale: Scale = OptimalScale(max_scale=1.5)
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
@@ -107,18 +107,15 @@ class RELAX(Estimator):
           (Grathwohl et al., 2018), Eq. 8
     """
 
-    variate: NetworkVariate = NetworkVariate()
-    temperature: float = 0.5
+    variate: NetworkVariate = network()
+    temperature: float = option(
+        0.5, lambda t: is_real(t) and t > 0.0, "the positive number that it starts from: RELAX learns it"
+    )
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
-
-    def __post_init__(self) -> None:
-        check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")
-        is_valid = is_real(self.temperature) and self.temperature > 0.0
-        check_option(self, "temperature", is_valid, "the positive number that it starts from: RELAX learns it")
 
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights, then ``log τ`` relative to its initial value."""
@@ -173,7 +170,7 @@ class RELAXQ(Relaxed):
 
     temperature: Temperature = 0.5
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
 

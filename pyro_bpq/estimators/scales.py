@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, site_mean
 from pyro_bpq.estimators.score_function import leave_one_out
 
 SIZE = 5  # control variates
@@ -37,16 +37,7 @@ class Adaptive(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_decay(self)
-        check_option(self, "max_scale", self.max_scale > 0.0, "a positive number")
-        check_option(self, "trace", 0.0 <= self.trace <= 1.0, "a number in [0, 1]")
-
-    @property
-    def trace_decay(self) -> float:
-        """The option ``trace``."""
-        return self.trace
+    trace_decay = property(attrgetter("trace"))
 
     def statistics(self) -> Statistics:
         """Products of control variates with each other and the plain gradient, squares, means, and scales."""

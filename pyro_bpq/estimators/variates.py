@@ -12,7 +12,17 @@ from torch import Tensor
 
 from pyro_bpq.critics.nets import check_hidden
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    Statistics,
+    check_options,
+    is_number,
+    option,
+    past,
+    positive,
+    site_mean,
+)
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import leave_one_out
 
@@ -36,12 +46,11 @@ class OptimalScale:
         | Black box variational inference (Ranganath et al., 2014)
     """
 
-    decay: float = 0.98
-    max_scale: float = 1.2
+    decay: float = past(0.98)
+    max_scale: float = positive(1.2)
 
     def __post_init__(self) -> None:
-        check_decay(self)
-        check_option(self, "max_scale", self.max_scale > 0.0, "a positive number")
+        check_options(self)
 
 
 Scale = float | OptimalScale
@@ -144,9 +153,9 @@ class Scaled(Estimator):
     unsupported = needs_finite
 
     def __post_init__(self) -> None:
-        is_valid = isinstance(self.scale, int | float | OptimalScale) and not isinstance(self.scale, bool)
+        is_valid = is_number(self.scale) or isinstance(self.scale, OptimalScale)
         check_option(self, "scale", is_valid, "a number or OptimalScale()")
-        check_decay(self)
+        super().__post_init__()
 
     def statistics(self) -> Statistics:
         """Running means and products for the scale."""
@@ -196,14 +205,13 @@ class NetworkVariate:
     """
 
     hidden: tuple[int, ...] = (32,)
-    lr: float = 0.01
-    decay: float = 0.98
+    lr: float = option(0.01, lambda lr: lr >= 0.0, "a number that is not negative")
+    decay: float = past(0.98)
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_hidden(self)
-        check_option(self, "lr", self.lr >= 0.0, "a number that is not negative")
-        check_decay(self)
+        check_options(self)
 
     def statistics(self, inputs: int, extra: tuple[float, ...] = ()) -> Statistics:
         """Initial weights and moments of their gradient, as flat vectors, and the spread of the costs.
@@ -254,3 +262,8 @@ class NetworkVariate:
 
     def _layers(self, inputs: int) -> list[tuple[int, int]]:
         return list(itertools.pairwise((inputs, *self.hidden, 1)))
+
+
+def network() -> Any:
+    """An option: a trained control variate."""
+    return option(NetworkVariate(), lambda variate: isinstance(variate, NetworkVariate), "NetworkVariate(...)")
