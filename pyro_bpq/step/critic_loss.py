@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank, Selection, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
 from pyro_bpq.step.estimate import add_time

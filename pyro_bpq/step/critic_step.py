@@ -17,7 +17,8 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.critics.bank import Block, CriticBank, Rows, Selection, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block, Rows, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
 from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.errors import CriticShapeError, OptionError

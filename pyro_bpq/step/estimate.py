@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block, Selection, Write
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import writes_of_ranks

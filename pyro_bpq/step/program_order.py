@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.step.estimate import estimate, may_learn

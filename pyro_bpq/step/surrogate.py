@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
-from pyro_bpq.critics.bank import CriticBank, Write, average_writes
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Write, average_writes
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.distributed import Ranks

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.bank import CriticBank, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Write
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import writes_of_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import Write
+from pyro_bpq.critics.blocks import Write
 from pyro_bpq.rollout.distributed import Ranks
 
 # Estimator and detached diagnostics, by name of the site.

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from pyro_bpq.critics.bank import Block, CriticBank
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block
 from pyro_bpq.step.critic_step import index_features, standardised
 
 
