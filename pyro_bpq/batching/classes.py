@@ -146,8 +146,9 @@ class QGroup(Constants):
     @cached_property
     def kind(self) -> str:
         """Kind of the critics' rows in the bank."""
-        shape = self.shape
-        return f"critic {self.critic!r} {shape.features} {shape.components} {shape.cardinality} {shape.cells}"
+        sizes = (self.shape.features, self.shape.components, self.shape.cardinality, self.shape.cells)
+        # torch.compile does not find a formatted string in a dict.
+        return " ".join(("critic", repr(self.critic), *map(str, sizes)))
 
     @cached_property
     def keys(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import Known, QGroup
-from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.layout import TABLES, Layout
 from pyro_bpq.batching.matrix import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import CriticBank
@@ -109,14 +109,14 @@ class Signals:
     def exact(self, c: int) -> Tensor | None:
         """Immediate costs at every value of every component, up to a constant per component; ``None`` if unknown."""
         tabled = self.layout.classes[c].spec.tabled
-        return self._table(c, tabled) if tabled else None
+        tables = [self._table(c, kinds & tabled) for kinds in TABLES if kinds & tabled]
+        return sum(tables[1:], tables[0]) if tables else None
 
     def _table(self, c: int, kinds: frozenset[Known]) -> Tensor:
-        """The immediate costs of these kinds at every value, ``(G, M, plates, D, K)``."""
+        """The immediate costs of some kinds at every value, ``(G, M, plates, D, K)``."""
         if (c, kinds) not in self.shared:
-            cls, batch, parts = self.layout.classes[c], self.batches[c], list[Tensor]()
-            parts += [batch.own_q] if Known.LOG_Q in kinds else []
-            parts += [batch.own_p] if Known.LOG_P in kinds else []
+            cls, batch = self.layout.classes[c], self.batches[c]
+            parts = [getattr(batch, f"own_{kind.value}") for kind in (Known.LOG_Q, Known.LOG_P) if kind in kinds]
             if Known.MODEL in kinds:
                 parts.append(torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names]))
             self.shared[c, kinds] = sum(parts[1:], parts[0]).masked_fill(batch.probs == 0, 0.0)
@@ -167,7 +167,7 @@ class Signals:
                 exact=None if table is None else table.unsqueeze(-2),
                 exact_cost=None if table is None else batch.sampled(table),
             )
-        known = None if table is None else self._known(c)
+        known = None if table is None else self.known(c)
         if gamma != 1.0 and estimator.replaces_costs:
             # An immediate cost is one level away.
             counted = gamma * counted
@@ -177,7 +177,7 @@ class Signals:
             raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
         bootstrap = bootstraps(self, gamma).get(c)
         learned = self.learned.get(c) if estimator.uses_critic else None
-        predicted, known_later = (None, None) if bootstrap is not None or not estimator.uses_critic else self._later(c)
+        predicted, known_later = (None, None) if bootstrap is not None or not estimator.uses_critic else self.later(c)
         return SiteContext(
             names=cls.names,
             score=score,
@@ -195,14 +195,14 @@ class Signals:
             exact_correction=None if known_later is None else known_later.expand(shape),
         )
 
-    def _known(self, c: int) -> Tensor | None:
+    def known(self, c: int) -> Tensor | None:
         """What the tables say of the costs of the sample; outdated tables do not say what the runs have cost."""
         cost, names = self.layout.known.sums(c, self.costs), self.layout.classes[c].names
         if cost is None or any(name not in self.shifts for name in names):
             return cost
         return cost + torch.stack([self.shifts[name].expand(self.batches[c].batch_shape) for name in names])
 
-    def _later(self, c: int) -> tuple[Tensor | None, Tensor | None]:
+    def later(self, c: int) -> tuple[Tensor | None, Tensor | None]:
         """The sums of later sites' control variates: of those that critics predict, and of those of known costs."""
         predicted, known = self._variates
         return self.layout.predicted.sums(c, predicted), self.layout.predicted.sums(c, known)
