@@ -44,19 +44,16 @@ class SiteProgram(Protocol):
     Every call of :meth:`cost` or :meth:`gradient` runs guide and model again for each site of the class. If particles
     run one after the other, it does so for each particle. The site takes the given value at all components and plate
     rows at once. The sites downstream are drawn afresh and independently. All other sites keep their values.
+
+    Attributes:
+        generator: Generator for the noise that the estimator itself draws; on the CPU.
+        value: The sampled values, ``(G, M, plates, event)``.
+        rows_meet: Whether a cost of one plate row reads the value of another row.
     """
 
-    @property
-    def generator(self) -> torch.Generator:
-        """Generator for the noise that the estimator itself draws; on the CPU."""
-
-    @property
-    def value(self) -> Tensor:
-        """The sampled values, ``(G, M, plates, event)``."""
-
-    @property
-    def rows_meet(self) -> bool:
-        """Whether a cost of one plate row reads the value of another row."""
+    generator: torch.Generator
+    value: Tensor
+    rows_meet: bool
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators.lambda_return import ParentAdvantage
+from pyro_bpq.estimators.q_estimators import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import reparameterise
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import SiteRecord
