@@ -250,10 +250,10 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 16714,
+    "pyro_bpq": 16711,
     "modules": 170,
     "top": 104,
-    "batching/": 526,
+    "batching/": 523,
     "compiled/": 1367,
     "critics/": 707,
     "diagnostics/": 753,

@@ -101,8 +101,7 @@ class Constants:
         key = (name, device, dtype)
         if key not in self._constants:
             self._constants[key] = make()
-        found: T = self._constants[key]
-        return found
+        return self._constants[key]
 
     def constant(
         self, name: Any, given: Callable[[], Any], device: torch.device, dtype: torch.dtype = torch.long

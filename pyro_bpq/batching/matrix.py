@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import SiteClass
+from pyro_bpq.batching.classes import Constants, SiteClass
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 from pyro_bpq.rollout.sums import Sums, in_single, subset_sums
@@ -33,7 +33,7 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
+class Matrix(Constants):
     """For each site a set of tensors; the matrices from classes of tensors to classes of sites are made once."""
 
     classes: Sequence[SiteClass]
@@ -42,17 +42,17 @@ class Matrix:
     columns: Sequence[Columns]
     # Factors of the entries for a class of sites and columns, where they are not one
     factors: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    _blocks: dict[Any, Sums | None] = field(default_factory=dict, init=False, repr=False)
 
     def block(self, c: int, k: int, like: Tensor) -> Sums | None:
         """The matrix from the ``k``-th columns to the sites of class ``c``; ``None`` if it is zero."""
-        key = (c, k, like.dtype, like.device)
-        if key not in self._blocks:
+
+        def made() -> Sums | None:
             found = subset_sums([self.sets[i] for i in self.positions[c]], self.columns[k].bits, like)
-            if found is not None and (c, k) in self.factors:
-                found = found.times(torch.as_tensor(self.factors[c, k], dtype=like.dtype).to(like.device))
-            self._blocks[key] = found
-        return self._blocks[key]
+            if found is None or (c, k) not in self.factors:
+                return found
+            return found.times(torch.as_tensor(self.factors[c, k], dtype=like.dtype).to(like.device))
+
+        return self.made((c, k), made, like.device, like.dtype)
 
     def sums(self, c: int, stacked: Sequence[Tensor | None]) -> Tensor | None:
         """The sum for each site of class ``c``, broadcastable to ``(G, M, plates)``; ``None`` if it is empty.

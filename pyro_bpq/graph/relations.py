@@ -49,7 +49,7 @@ def later_within(
             if not others:
                 break
             others &= graph.upstream_bits[f]
-        earlier.append(before if is_steered else graph.ancestor_bits[j] | others)
+        earlier.append(before if is_steered else costs and graph.ancestor_bits[j] | others)
     return transposed(earlier, len(graph.nodes))
 
 

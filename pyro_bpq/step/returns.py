@@ -42,13 +42,12 @@ def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[
 
 def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
     """Lambda-return minus cost-to-go by class, for estimators with a ``return_weight``."""
-    weights = {c: signals.layout.classes[c].spec.estimator.return_weight for c in signals.active}
-    wanted = {c: lam for c, lam in weights.items() if lam is not None}
-    key = f"bootstraps {gamma}"
+    estimators, key = [cls.spec.estimator for cls in signals.layout.classes], ("bootstraps", gamma)
+    wanted = {c: lam for c in signals.active if (lam := estimators[c].return_weight) is not None}
     if not wanted or not signals.critics:
         return {}
     if key not in signals.shared:
-        layout, costs, shifts = signals.layout, signals.costs, signals.shared.setdefault(key, {})
+        layout, costs, shifts = signals.layout, signals.costs, dict[int, Tensor]()
         found = predictions(signals, signals.critics, gamma)
         none = {g: Prediction(own.group, *(torch.zeros_like(own.value),) * 2) for g, own in found.items()}
         plain = lambda_returns(layout, costs, none, 1.0, 1.0)
@@ -59,6 +58,7 @@ def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
                     # The cost-to-go, times gamma, contains the costs that are not immediate, too.
                     shift = group.sum_to_sites(targets[g] - (plain[g] if gamma == 1.0 else gamma * plain[g]))
                     shifts[group.c] = shifts[group.c] + shift if group.c in shifts else shift
+        signals.shared[key] = shifts
     return signals.shared[key]
 
 

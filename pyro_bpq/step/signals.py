@@ -116,12 +116,12 @@ class Signals:
         """The immediate costs of some kinds at every value, ``(G, M, plates, D, K)``."""
         if (c, kinds) not in self.shared:
             cls, batch = self.layout.classes[c], self.batches[c]
-            parts = [getattr(batch, f"own_{kind.value}") for kind in (Known.LOG_Q, Known.LOG_P) if kind in kinds]
+            parts = [batch.own_q] if Known.LOG_Q in kinds else []
+            parts += [batch.own_p] if Known.LOG_P in kinds else []
             if Known.MODEL in kinds:
                 parts.append(torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names]))
             self.shared[c, kinds] = sum(parts[1:], parts[0]).masked_fill(batch.probs == 0, 0.0)
-        table: Tensor = self.shared[c, kinds]
-        return table
+        return self.shared[c, kinds]
 
     @cached_property
     def _variates(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
