@@ -13,7 +13,7 @@ from pyro_bpq.critics.nets import TabularCritic as TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay as Replay
 from pyro_bpq.estimators.all_action import AllAction as AllAction
 from pyro_bpq.estimators.all_action import QProp as QProp
-from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
+from pyro_bpq.estimators.q_estimators import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators.reparameterise import Pathwise as Pathwise
 from pyro_bpq.estimators.score_function import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.score_function import RunningBaseline as RunningBaseline

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import exact_gradient, expected_gradient
@@ -162,7 +163,7 @@ def step(elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, through_loss: bool = Fal
 
 def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
     """Value and target of each learned Q-node, by name, ``(M, plates)`` each, in nats, detached."""
-    pairs = signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
+    pairs = values_and_targets(signals, learning)
     return {
         node.name: (value[i].detach(), target[i])
         for g, (value, target) in pairs.items()

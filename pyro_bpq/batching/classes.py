@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.nets import Critic
+from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 
-
-class Relation(Enum):
-    """A relation of a class of sites to a class of costs, sites or Q-nodes."""
-
-    DOWNSTREAM = "downstream"  # costs downstream of a site, row by row of the plates
-    CROSSING = "crossing"  # costs downstream of a site that one row of its plates may affect in other rows
-    TABLED = "tabled"  # immediate costs that are known at every value of a site
-    CROSSED = "crossed"  # costs downstream given another particle's past: under the own law, and at the own value
-    LATER = "later"  # later sites whose whole control variate counts for a site
-    LATER_OWN = "later own"  # later sites whose control variate counts in the part of their own log-probabilities
-    LATER_MODEL = "later model"  # later sites whose control variate counts in the part of the model's costs
-    LATER_LEARNED = "later learned"  # Q-nodes of later sites whose part of the control variate counts
+T = TypeVar("T")
 
 
 class Known(str, Enum):
@@ -102,32 +92,22 @@ class CostClass:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Numbers that are the same in every step; they are copied to a device once, because each copy blocks."""
+    """Numbers that are the same in every step; they are made and copied to a device once, because each copy blocks."""
 
     _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The given numbers, or the numbers that a given function returns, on a device."""
+    def made(self, name: Any, make: Callable[[], T], device: torch.device, dtype: torch.dtype) -> T:
+        """What a function makes, once for a device and a type."""
         key = (name, device, dtype)
         if key not in self._constants:
-            self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
+            self._constants[key] = make()
         return self._constants[key]
 
-
-@dataclass(frozen=True, eq=False)
-class CrossedCosts(Constants):
-    """Log-probabilities of like-shaped sites that are known given another particle's past."""
-
-    cls: CostClass
-    k: int  # Position of that class
-    components: Components  # Finite components of the sites
-    at: tuple[int, ...]  # Positions of the costs in the class
-    sites: Mapping[str, tuple[str, bool]]  # Site of each cost, and whether the cost is the guide's, by name of the cost
-
-    def pick(self, costs: Sequence[Tensor]) -> Tensor:
-        """Picks these costs from the stacked costs of all classes."""
-        stacked = costs[self.k]
-        return stacked[self.constant("at", self.at, stacked.device, torch.long)]
+    def constant(
+        self, name: Any, given: Callable[[], Any], device: torch.device, dtype: torch.dtype = torch.long
+    ) -> Tensor:
+        """The numbers that a function gives, on a device."""
+        return self.made(name, lambda: torch.as_tensor(given(), dtype=dtype).to(device), device, dtype)
 
 
 @dataclass(frozen=True)
@@ -156,24 +136,63 @@ class QGroup(Constants):
     c: int  # Position of the class
     nodes: tuple[QNode, ...]  # The Q-nodes, in program order of their sites
     sites: tuple[int, ...]  # Position of each Q-node's site in the class
+    size: int  # Number of sites of the class
     contexts: tuple[ContextPlan, ...]  # The parts of the critics' inputs
+    critic: Critic
+    shape: CriticShape
+    share: str | None = None  # Name under which the critic is shared, or `None`
 
-    def rest(self, k: int, like: Tensor) -> Sums | None:
-        """Matrix ``(Q, G)`` of the feature ``rest`` of context ``k``; ``None`` if no scope has members there."""
-        key, plan = (("rest", k), like.device, like.dtype), self.contexts[k]
-        if key not in self._constants:
-            rest = plan.rest or ()
-            mask = sum(1 << column for column in plan.columns)
-            # The sum includes the members of the window, so that a count is one feature.
-            scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
-            self._constants[key] = subset_sums(rest, plan.columns, like, scale)
-        return self._constants[key]
+    @cached_property
+    def kind(self) -> str:
+        """Kind of the critics' rows in the bank."""
+        sizes = (self.shape.features, self.shape.components, self.shape.cardinality, self.shape.cells)
+        # torch.compile does not find a formatted string in a dict.
+        return " ".join(("critic", repr(self.critic), *map(str, sizes)))
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Key of each critic's row in the bank."""
+        share = self.share
+        return tuple(node.name if share is None else share + node.name[len(node.site) :] for node in self.nodes)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether each site of the class has one Q-node."""
+        return self.sites == tuple(range(self.size))
 
     def pick(self, tensor: Tensor) -> Tensor:
         """Picks the rows of the Q-nodes' sites from a tensor with a leading axis of the class's sites."""
-        if self.sites == tuple(range(len(tensor))):
-            return tensor
-        return tensor[self.constant("sites", self.sites, tensor.device, torch.long)]
+        return tensor if self.is_whole else tensor[self.constant("sites", lambda: self.sites, tensor.device)]
+
+    def places(self, order: Mapping[str, int], device: torch.device) -> Tensor:
+        """Positions of the Q-nodes in an order of names."""
+        return self.constant("places", lambda: [order[node.name] for node in self.nodes], device)
+
+    def window(self, k: int, device: torch.device) -> Tensor:
+        """Positions ``(Q, W)`` of the window of context ``k``."""
+        return self.constant(("window", k), lambda: self.contexts[k].window, device)
+
+    def sum_to_sites(self, tensor: Tensor) -> Tensor:
+        """Sums ``(Q, ...)`` over the Q-nodes of each site to ``(G, ...)``."""
+
+        def members() -> Sums | None:
+            own = [sum(1 << k for k, i in enumerate(self.sites) if i == site) for site in range(self.size)]
+            return subset_sums(own, range(len(self.sites)), tensor)
+
+        member = None if self.is_whole else self.made("members", members, tensor.device, tensor.dtype)
+        return tensor if member is None else member @ tensor
+
+    def rest(self, k: int, like: Tensor) -> Sums | None:
+        """Matrix ``(Q, G)`` of the feature ``rest`` of context ``k``; ``None`` if no scope has members there."""
+
+        def sums() -> Sums | None:
+            rest, columns = self.contexts[k].rest or (), self.contexts[k].columns
+            mask = sum(1 << column for column in columns)
+            # The sum includes the members of the window, so that a count is one feature.
+            scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
+            return subset_sums(rest, columns, like, scale)
+
+        return self.made(("rest", k), sums, like.device, like.dtype)
 
     def take(self, chosen: Sequence[int]) -> QGroup:
         """The group of some of these Q-nodes, by position."""
@@ -185,4 +204,4 @@ class QGroup(Constants):
             replace(plan, window=plan.window[list(chosen)], rest=None if plan.rest is None else some(plan.rest))
             for plan in self.contexts
         )
-        return QGroup(self.c, some(self.nodes), some(self.sites), contexts)
+        return replace(self, nodes=some(self.nodes), sites=some(self.sites), contexts=contexts)

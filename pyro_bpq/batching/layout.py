@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from pyro_bpq.batching.classes import ContextPlan, CostClass, CrossedCosts, QGroup, Relation, SiteClass, SiteSpec
-from pyro_bpq.critics.joint import reads_value
-from pyro_bpq.critics.nets import TabularCritic
+from pyro_bpq.batching.classes import Constants, ContextPlan, CostClass, Known, QGroup, SiteClass, SiteSpec
+from pyro_bpq.batching.crossed import CrossedCosts, crossed_groups
+from pyro_bpq.batching.matrix import Columns, Matrix
+from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.graph.bitsets import highest, ones
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.graph.relations import Crossings, Relations, after
-from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.sums import Sums, subset_sums
+from pyro_bpq.graph.relations import Crossings, crossed, later_within
+from pyro_bpq.graph.scg import StochasticComputationGraph
 
+T = TypeVar("T")
 # Number of critic inputs that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
+# Immediate costs of a site that are known by one table: its own log-probabilities, and others of the model.
+TABLES = frozenset({Known.LOG_Q, Known.LOG_P}), frozenset({Known.MODEL})
 
 
-class Layout:
+@dataclass(frozen=True)
+class Variates:
+    """Parts of the control variates ``A_Y`` of a class of sites: of known costs, or of what critics predict."""
+
+    c: int  # Position of the class
+    sites: Sequence[int]  # Positions in the class
+    costs: Sequence[int]  # The costs that each part stands for, as bits
+    table: frozenset[Known] = frozenset()  # The known costs; empty if critics predict them
+    group: int = -1  # Position of the group of Q-nodes; -1 if the costs are known
+
+
+class Layout(Constants):
     """The classes of sites and of costs in a graph, and the matrices between them; computed once per structure.
 
     Args:
@@ -55,118 +66,101 @@ class Layout:
         charged: Mapping[str, frozenset[str]] | None = None,
         crossings: Crossings | None = None,
     ) -> None:
+        super().__init__()
         self.is_steered = is_steered
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
-        self.tabled, self.charged = tabled, charged or {}
-        self.crossings = crossings
-        self.relations = Relations(graph, tabled, self.charged, cuts_plates, is_steered)
-        by_spec: dict[SiteSpec, list[str]] = {}
-        for node in graph.nodes:
-            by_spec.setdefault(specs[node.name], []).append(node.name)
-        self.classes = tuple(SiteClass(spec, tuple(names)) for spec, names in by_spec.items())
-        by_plates: dict[tuple[Plate, ...], list[str]] = {}
-        for cost in graph.costs:
-            by_plates.setdefault(cost.plates, []).append(cost.name)
-        self.cost_classes = tuple(CostClass(plates, tuple(names)) for plates, names in by_plates.items())
+        self.tabled, self.charged, self.crossings = tabled, charged or {}, crossings
+        self.classes = tuple(SiteClass(*own) for own in _alike((specs[node.name], node.name) for node in graph.nodes))
+        self.cost_classes = tuple(CostClass(*own) for own in _alike((cost.plates, cost.name) for cost in graph.costs))
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
         self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
         self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
-        self._sums: dict[tuple[Any, ...], Sums | None] = {}
-        self._split: dict[int, bool] = {}
-        # What steps work out once, and keep here: the network's rules as matrices.
-        self.rules: dict[tuple[torch.dtype, torch.device], Any] = {}
+        # The costs that one row of a site may affect in other rows.
+        self._crossing = crossed(graph, cuts_plates)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
-    def matrix(self, kind: Relation, row: int, column: int, like: Tensor) -> Sums | None:
-        """The matrix of a relation between class ``row`` of sites and another class; ``None`` if it is zero.
-
-        ``column`` is the position of a class of costs or sites, of a group of costs (``CROSSED``) or of Q-nodes
-        (``LATER_LEARNED``). ``like`` gives dtype and device.
-        """
-        key = (kind, row, column, like.dtype, like.device)
-        if key not in self._sums:
-            sets, columns = self._sets(kind, column)
-            self._sums[key] = subset_sums([sets[i] for i in self._positions[row]], columns, like)
-        return self._sums[key]
-
-    def _sets(self, kind: Relation, column: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The set related to each site, as bits, and the bit of each member of ``column``."""
-        relations = self.relations
-        if kind is Relation.LATER_LEARNED:
-            nodes = self.groups[column].nodes
-            return relations.counted_nodes(nodes), range(len(nodes))
-        if kind in (Relation.LATER_OWN, Relation.LATER_MODEL):
-            part = int(kind is Relation.LATER_MODEL)
-            return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
-        if kind is Relation.CROSSED:
-            assert self.crossings is not None
-            own = [self.graph.cost_index[cost] for cost in self.crossed[column].sites]
-            size, (by_law, by_value, _) = len(self.graph.costs), self.crossings
-            known = zip(by_law, by_value, relations.downstream, strict=True)
-            sets = [law & rows | (value & rows) << size for law, value, rows in known]
-            return sets, [*own, *(size + i for i in own)]
-        if kind is Relation.LATER:
-            return relations.later, self._positions[column]
-        costs = [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
-        return getattr(relations, kind.value), costs
+    def _matrix(self, sets: Sequence[int], columns: Sequence[Columns], **factors: Any) -> Matrix:
+        return Matrix(self.classes, self._positions, sets, columns, **factors)
 
     @cached_property
-    def crossed(self) -> tuple[CrossedCosts, ...]:
-        """The costs that are known given another past, by class of costs and finite components."""
-        if self.crossings is None:
-            return ()
-        found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
-        used = set(self.graph.cost_names(self.crossings.used))
-        of_guide = set(self.graph.cost_names(self.crossings.of_guide))
-        for k, cls in enumerate(self.cost_classes):
-            for i, name in enumerate(cls.names):
-                site = self.graph.cost(name).site
-                components = self.specs[site].components if name in used and site is not None else None
-                if components is not None:
-                    found.setdefault((k, components), {})[i] = (name, (site or "", name in of_guide))
-        return tuple(
-            CrossedCosts(self.cost_classes[k], k, components, tuple(costs), dict(costs.values()))
-            for (k, components), costs in found.items()
-        )
+    def counted(self) -> Matrix:
+        """From all costs, row by row and then summed over rows, to the sites that they are downstream of."""
+        size = len(self.graph.costs)
+        over_rows = [Columns(cls.plates, [size + k for k in cls.bits], True) for cls in self._costs]
+        return self._matrix([near | far << size for near, far in self._downstream], [*self._costs, *over_rows])
 
-    def rows_meet(self, name: str) -> bool:
-        """Whether a cost downstream of a site may depend on several rows of the site's plates."""
-        return self.relations.crossed(name) != 0 or self.graph.leaves_plates(name)
+    @cached_property
+    def known(self) -> Matrix:
+        """From all costs to the sites at whose every value they are known."""
+        return self._matrix([own | others for own, others in map(self._tabled, self.graph.names)], self._costs)
 
-    def is_split(self, column: int) -> bool:
-        """Whether the control variate of a class is split into tabled costs and Q-nodes.
+    @cached_property
+    def predicted(self) -> Matrix:
+        """From all :attr:`variates` to the earlier sites that their costs are downstream of."""
+        parts, columns = list[tuple[int, int]](), list[Columns]()
+        for own in self.variates:
+            sites, start = self._positions[own.c], len(parts)
+            parts += [(sites[i], costs) for i, costs in zip(own.sites, own.costs, strict=True)]
+            columns.append(Columns(self.classes[own.c].spec.plates, range(start, len(parts))))
+        decays = {c: cls.spec.estimator.trace_decay for c, cls in enumerate(self.classes)}
+        factors = {
+            (c, k): decay ** self.distance(c, own.c)[:, list(own.sites)]
+            for c, decay in decays.items()
+            for k, own in enumerate(self.variates)
+            if decay != 1.0
+        }
+        return self._matrix(later_within(self.graph, parts, self.is_steered), columns, factors=factors)
 
-        That is the case if the costs downstream of an earlier site contain some, but not all, of its costs.
-        """
-        if column not in self._split:
-            self._split[column] = not self.is_steered and self._parts_serve_more(column)
-        return self._split[column]
+    @cached_property
+    def crossed(self) -> Matrix:
+        """From :attr:`crossed_costs`, under the own law and at the own value, to the sites that they are known for."""
+        assert self.crossings is not None
+        size, index, columns = len(self.graph.costs), self.graph.cost_index, []
+        for group in self.crossed_costs:
+            own = [index[cost] for cost in group.sites]
+            columns.append(Columns(group.cls.plates, [*own, *(size + k for k in own)]))
+        known = zip(self.crossings.own_law, self.crossings.own_value, self._downstream, strict=True)
+        return self._matrix([law & near | (value & near) << size for law, value, (near, _) in known], columns)
 
-    def _parts_serve_more(self, column: int) -> bool:
-        later, mask = self.relations.later, self._masks[column]
-        # Sites of the class, later than each site, whose whole control variate does not count.
-        left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
-        if not any(left):
-            return False
-        for kind in (Relation.LATER_OWN, Relation.LATER_MODEL):
-            if any(part & rest for part, rest in zip(self._sets(kind, column)[0], left, strict=True)):
-                return True
+    @cached_property
+    def _downstream(self) -> list[tuple[int, int]]:
+        """The costs downstream of each site, without charged ones, as bits: in its own row, and through other rows."""
+        graph = self.graph
+        left = [~graph.cost_bits_of(self.charged.get(name, ())) for name in graph.names]
+        rows = zip(graph.downstream_bits, self._crossing, left, strict=True)
+        return [(bits & ~far & own, far & own) for bits, far, own in rows]
+
+    @cached_property
+    def _costs(self) -> list[Columns]:
+        index = self.graph.cost_index
+        return [Columns(cls.plates, [index[name] for name in cls.names]) for cls in self.cost_classes]
+
+    def _tabled(self, name: str) -> tuple[int, int]:
+        """The costs, as bits, that are known at every value of a site: its own log-probabilities, and others."""
+        graph, costs = self.graph, self.tabled.get(name, ())
+        own = graph.cost_bits_of(cost for cost in costs if graph.cost(cost).site == name)
+        return own, graph.cost_bits_of(costs) & ~own
+
+    @cached_property
+    def variates(self) -> tuple[Variates, ...]:
+        """The parts of the control variates of all classes of sites."""
+        graph, found = self.graph, []
+        for c, cls in enumerate(self.classes):
+            for kinds, costs in zip(TABLES, zip(*map(self._tabled, cls.names), strict=True), strict=True):
+                if table := kinds & cls.spec.tabled:
+                    found.append(Variates(c, range(len(costs)), costs, table))
         for g, group in enumerate(self.groups):
-            if group.c == column:
-                sites = [self._positions[column][i] for i in group.sites]
-                parts, _ = self._sets(Relation.LATER_LEARNED, g)
-                if any(rest >> sites[k] & 1 for part, rest in zip(parts, left, strict=True) for k in ones(part)):
-                    return True
-        return False
+            remote = [graph.cost_bits_of(node.sources) & ~graph.cost_bits_of(node.immediate) for node in group.nodes]
+            found.append(Variates(group.c, group.sites, remote, group=g))
+        return tuple(found)
 
-    def distance(self, row: int, column: int, like: Tensor) -> Tensor:
+    def distance(self, row: int, column: int) -> np.ndarray:
         """Number of steps from a site to a later one: the difference of their :attr:`depth`, at least 1."""
         depth = [self.depth[name] for name in self.classes[row].names]
         later = [self.depth[name] for name in self.classes[column].names]
-        steps = np.maximum(np.subtract.outer(later, depth).T, 1)
-        return torch.as_tensor(steps, dtype=like.dtype).to(like.device)
+        return np.maximum(np.subtract.outer(later, depth).T, 1)
 
     @cached_property
     def depth(self) -> dict[str, int]:
@@ -178,6 +172,17 @@ class Layout:
         return {node.name: d for node, d in zip(self.graph.nodes, depth, strict=True)}
 
     @cached_property
+    def crossed_costs(self) -> tuple[CrossedCosts, ...]:
+        """The costs that are known given another past."""
+        if self.crossings is None:
+            return ()
+        return crossed_groups(self.graph, self.crossings, self.specs, self.cost_classes)
+
+    def rows_meet(self, name: str) -> bool:
+        """Whether a cost downstream of a site may depend on several rows of the site's plates."""
+        return self._crossing[self.graph.index[name]] != 0 or self.graph.leaves_plates(name)
+
+    @cached_property
     def groups(self) -> tuple[QGroup, ...]:
         """The Q-nodes that critics predict, grouped for evaluation."""
         found: dict[tuple[Any, ...], list[QNode]] = {}
@@ -185,24 +190,36 @@ class Layout:
             c, _ = self.place[node.site]
             if self.classes[c].spec.critic is not None and (node.is_learned or self.is_steered):
                 found.setdefault((c, *self._signature(node)), []).append(node)
-        groups = []
-        for (c, *_), nodes in sorted(found.items(), key=lambda pair: pair[0][0]):
-            nodes = sorted(nodes, key=lambda n: self.place[n.site][1])
-            sites = tuple(self.place[node.site][1] for node in nodes)
-            groups.append(QGroup(c, tuple(nodes), sites, self._context_plans(nodes)))
-        return tuple(groups)
+        return tuple(self._group(c, nodes) for (c, *_), nodes in sorted(found.items(), key=lambda pair: pair[0][0]))
 
-    def _signature(self, node: QNode) -> tuple[tuple[int, int], ...]:
+    def _group(self, c: int, nodes: list[QNode]) -> QGroup:
+        nodes = sorted(nodes, key=lambda n: self.place[n.site][1])
+        sites = tuple(self.place[node.site][1] for node in nodes)
+        spec, contexts = self.classes[c].spec, self._context_plans(nodes)
+        assert spec.critic is not None
+        members = tuple((plan.slots, self.classes[plan.source].width) for plan in contexts)
+        features = sum(slots * width for slots, width in members) + spec.context
+        if spec.has_params:
+            features += self.classes[c].width * (2 * spec.has_moments if spec.components is None else 1)
+        features += 0 if spec.share is None else INDEX_FEATURES
+        cells = self._cells(contexts) if spec.critic.uses_cells else 0
+        shape = CriticShape(len(nodes), features, *spec.parts, cells, spec.context, members)
+        return QGroup(c, tuple(nodes), sites, len(self.classes[c].names), contexts, spec.critic, shape, spec.share)
+
+    def _cells(self, contexts: Sequence[ContextPlan]) -> int:
+        """Number of joint states of the members of a scope; 0 if they are infinite or too many."""
+        total = 1
+        for plan in contexts:
+            components = self.classes[plan.source].spec.components
+            if components is None or plan.rest is not None:
+                return 0
+            total *= components.cardinality ** (components.size * plan.window.shape[1])
+        return total if total <= 1 << 30 else 0
+
+    def _signature(self, node: QNode) -> tuple[Any, ...]:
         """A key of the shape of the critic's inputs; empty if not steered, where other Q-nodes may affect the shape."""
-        if not self.is_steered:
-            return ()
-        is_shared = self.specs[node.site].share is not None
-        others = self._others(node)
-        members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
-        # A shared critic sees windows of equal size at all its sites.
-        full = self._window(node.site) + 1
-        counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
-        return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
+        plans = self._context_plans([node]) if self.is_steered else ()
+        return tuple((plan.source, plan.window.shape, plan.rest is None) for plan in plans)
 
     def _window(self, site: str) -> int:
         """The largest number of members of a class that the site's critic sees as separate features."""
@@ -213,29 +230,15 @@ class Layout:
 
     def members(self, node: QNode) -> tuple[tuple[str, ...], int]:
         """The scope members that a Q-node's critic sees as separate features, and how many more it sees as a sum."""
-        others, window, seen, summed = self._others(node), self._window(node.site), [], 0
-        for mask in self._masks:
-            found = others & mask
-            seen += highest(found, window)
-            summed += max(found.bit_count() - window, 0)
+        seen, summed = list[int](), 0
+        for plan in self._context_plans([node]):
+            found = [plan.columns[i] for i in plan.window[0] if i < len(plan.columns)]
+            seen, summed = seen + found, summed + (plan.rest[0].bit_count() - len(found) if plan.rest else 0)
         return tuple(self.graph.nodes[i].name for i in sorted(seen)), summed
 
     def _others(self, node: QNode) -> int:
         """The scope of a Q-node without the Q-node's site, as bits."""
         return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
-
-    def membership(self, group: QGroup, like: Tensor) -> Sums | None:
-        """The 0-1 matrix (sites × Q-nodes) of a group's class; ``None`` if it is the identity."""
-        sites, size = group.sites, len(self.classes[group.c].names)
-        if sites == tuple(range(size)):
-            return None
-        key = (group.c, sites, like.dtype, like.device)
-        if key not in self._sums:
-            own = [0] * size
-            for k, i in enumerate(sites):
-                own[i] |= 1 << k
-            self._sums[key] = subset_sums(own, range(len(sites)), like)
-        return self._sums[key]
 
     def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
         scopes, size = [self._others(node) for node in nodes], self._window(nodes[0].site)
@@ -261,59 +264,10 @@ class Layout:
         assert self.network is not None
         return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
 
-    def num_features(self, group: QGroup) -> int:
-        """Number of context features of the critics of a group."""
-        cls = self.classes[group.c]
-        total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
-        if cls.spec.has_params:
-            total += cls.width * (2 * cls.spec.has_moments if cls.spec.components is None else 1)
-        return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
 
-    def cells(self, group: QGroup) -> int:
-        """Number of joint states of the scope without the site; 0 if they are infinite or too many."""
-        total = 1
-        for plan in group.contexts:
-            components = self.classes[plan.source].spec.components
-            if components is None or plan.rest is not None:
-                return 0
-            total *= components.cardinality ** (components.size * plan.window.shape[1])
-            if total > 1 << 30:
-                return 0
-        return total
-
-
-def described(layout: Layout) -> BackpropQNetwork | None:
-    """The network of a layout with a text for each learned Q-node, see :attr:`BackpropQNetwork.reads`."""
-    network = layout.network
-    if network is None:
-        return None
-    return replace(network, reads=tuple((node.name, _reads(layout, node)) for node in network.learned))
-
-
-def _reads(layout: Layout, node: QNode) -> str:
-    """What the critic of a Q-node reads."""
-    spec = layout.specs[node.site]
-    critic = spec.critic
-    if critic is None:
-        return "no critic"
-    parts = []
-    if spec.components is not None:
-        parts.append(f"{node.site}'s value")
-    elif reads_value(critic):
-        parts.append(f"{node.site}'s value as it is")
-    elif spec.has_moments:
-        parts.append(f"{node.site}'s value by its first two powers")
-    seen, summed = layout.members(node)
-    if seen and not summed:
-        parts.append(f"all {len(seen)} others" if len(seen) > 4 else ", ".join(seen))
-    elif seen:
-        parts.append(f"{', '.join(seen)}, the sum of {summed} more")
-    if isinstance(critic, TabularCritic):
-        return f"table of {'; '.join(parts) or 'one number'}"
-    if spec.has_params and (spec.components is not None or spec.has_moments):
-        parts.append(f"{node.site}'s distribution")
-    if spec.context:
-        parts.append(f"{spec.context} feature{'s' if spec.context > 1 else ''} of context")
-    if spec.share is not None:
-        parts.append("the number in its name")
-    return "; ".join(parts) or "nothing: it is one number"
+def _alike(names: Iterable[tuple[T, str]]) -> list[tuple[T, tuple[str, ...]]]:
+    """Names with equal keys together."""
+    found: dict[T, list[str]] = {}
+    for key, name in names:
+        found.setdefault(key, []).append(name)
+    return [(key, tuple(own)) for key, own in found.items()]

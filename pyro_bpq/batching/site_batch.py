@@ -13,7 +13,7 @@ from torch.nn.functional import hardtanh
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.rollout.features import Components, Standardised, batch_of, element_log_prob, encode_real, standardise
-from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
+from pyro_bpq.rollout.runs import Rollout, SiteRecord
 
 
 class SiteBatch:
@@ -40,14 +40,10 @@ class SiteBatch:
         assert self.cls.spec.components is not None
         return self.cls.spec.components
 
-    def stack(self, pick: Callable[[SiteRecord], Tensor], event_ndim: int) -> Tensor:
+    def stack(self, pick: Callable[[SiteRecord], Any], event_ndim: int) -> Tensor:
         """Stacks one tensor per site into ``(G, M, plates, event)``."""
-
-        def from_run(run: Run, name: str) -> Tensor:
-            return pick(run.sites[name])
-
         try:
-            return self.rollout.stack(from_run, self.cls.names, self.plates, event_ndim)
+            return self.rollout.stack(lambda run, n: pick(run.sites[n]), self.cls.names, self.plates, event_ndim)
         except UnsupportedSiteError:
             raise
         except RuntimeError as error:
@@ -99,14 +95,14 @@ class SiteBatch:
     @cached_property
     def moments(self) -> Standardised:
         """The centred powers of sampled values without finite components, ``(G, M, plates, D, ...)``."""
-        ndim, width = self.cls.value_ndim, self.cls.width
+        ndim = self.cls.value_ndim
+        mean, variance = self.stack(lambda site: site.fn.mean, ndim), self.stack(lambda site: site.fn.variance, ndim)
+        value, mean, variance = map(self.widened, (self.value, mean, variance))
+        return standardise(value.to(mean.dtype), mean, variance)
 
-        def stacked(pick: Callable[[SiteRecord], Tensor]) -> Tensor:
-            tensor = self.stack(pick, ndim)
-            return tensor.reshape(*tensor.shape[: tensor.dim() - ndim], width)
-
-        mean, variance = stacked(lambda site: site.fn.mean), stacked(lambda site: site.fn.variance)
-        return standardise(stacked(lambda site: site.value.detach().to(mean.dtype)), mean, variance)
+    def widened(self, tensor: Tensor) -> Tensor:
+        """A tensor ``(G, M, plates, event)`` of values, with one event dimension."""
+        return tensor.reshape(*tensor.shape[: tensor.dim() - self.cls.value_ndim], self.cls.width)
 
     @property
     def like(self) -> Tensor:
@@ -120,7 +116,7 @@ class SiteBatch:
     @cached_property
     def score(self) -> Tensor:
         """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
-        return self.sampled(self.log_probs).sum(-1) if self.by_value else self.stack(_score, 0)
+        return self.sampled(self.log_probs).sum(-1) if self.by_value else self.stack(lambda site: site.score, 0)
 
     @cached_property
     def component_score(self) -> Tensor:
@@ -146,8 +142,7 @@ class SiteBatch:
         Finite components are centred: -1 and 1, or one-hot minus ``1 / K``. Other values are compressed by ``asinh``.
         """
         if self.cls.spec.components is None:
-            lead = self.value.shape[: self.value.dim() - self.cls.value_ndim]
-            return encode_real(self.value.reshape(*lead, self.cls.width))
+            return encode_real(self.widened(self.value))
         if self.components.cardinality == 2:
             return 2.0 * self.index.to(self.probs.dtype) - 1.0
         cardinality = self.components.cardinality
@@ -173,24 +168,18 @@ class SiteBatch:
     @cached_property
     def context(self) -> Tensor:
         """The user's context features, ``(G, M, plates, C)``, detached."""
-
-        def pick(site: SiteRecord) -> Tensor:
-            assert site.context is not None
-            return site.context.detach()
-
-        return self.stack(pick, 1)
+        return self.stack(lambda site: site.context, 1).detach()
 
     @cached_property
     def baseline(self) -> Tensor:
         """The user's predictions of the cost-to-go, ``(G, M, plates)``, with gradient."""
-        records = [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
-        given = {id(record): record.baseline() for record in records if record.baseline is not None}
+        given = {id(site): site.baseline() for site in self._records if site.baseline is not None}
         return self.stack(lambda site: given[id(site)], 0)
 
     @cached_property
     def scale(self) -> Tensor:
         """Scale of the sites, broadcastable to ``(G, M, plates)``."""
-        return self._scales(lambda site: site.scale)
+        return self._scales("scale")
 
     @cached_property
     def own_q(self) -> Tensor:
@@ -202,19 +191,19 @@ class SiteBatch:
         """The cost ``-log p`` of the model at every value of the site, ``(G, M, plates, D, K)``, detached."""
         split = self.components
         stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
-        return -self.weighted(split.log_probs(stacked), is_prior=True)
+        return -self.weighted(split.log_probs(stacked), of="prior_")
 
-    def weighted(self, table: Tensor, is_prior: bool = False) -> Tensor:
-        """A table ``(G, M, plates, D, K)`` times the scale and the mask of the sites, or of the model's sites."""
+    def weighted(self, table: Tensor, of: str = "") -> Tensor:
+        """A table ``(G, M, plates, D, K)`` times scale and mask of the sites, or of the model's, ``of="prior_"``."""
 
-        def mask(site: SiteRecord) -> Any:
-            return site.prior_mask if is_prior else site.mask
+        def mask(site: SiteRecord) -> Tensor:
+            mask = getattr(site, f"{of}mask")
+            return table.new_ones(()) if mask is None else torch.as_tensor(mask, device=table.device).to(table.dtype)
 
-        scale = self._scales(lambda site: site.prior_scale) if is_prior else self.scale
-        table = table * scale[..., None, None]
-        if all(mask(run.sites[name]) is None for run in self.rollout.runs for name in self.cls.names):
+        table = table * (self._scales("prior_scale") if of else self.scale)[..., None, None]
+        if all(getattr(site, f"{of}mask") is None for site in self._records):
             return table
-        return table * self.stack(lambda site: _mask(mask(site), table), 0)[..., None, None]
+        return table * self.stack(mask, 0)[..., None, None]
 
     def sampled(self, table: Tensor) -> Tensor:
         """The entries of a table ``(..., D, K)`` at the sampled values, ``(..., D)``."""
@@ -224,24 +213,16 @@ class SiteBatch:
         r"""``Σ_d (T[d, x_d] - E_k T[d, k])``, which has expectation zero given all values sampled before."""
         return (self.sampled(table) - (self.probs * table).sum(-1)).sum(-1)
 
-    def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
-        scales = [pick(run.sites[name]) for run in self.rollout.runs for name in self.cls.names]
-        like, size = self.like, len(self.cls.names)
+    @property
+    def _records(self) -> list[SiteRecord]:
+        return [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
+
+    def _scales(self, name: str) -> Tensor:
+        scales, like, size = [getattr(site, name) for site in self._records], self.like, len(self.cls.names)
         if any(isinstance(scale, Tensor) for scale in scales) or scales != scales[:size] * len(self.rollout.runs):
             # A scale may read sampled values and parameters.
-            return self.stack(lambda site: torch.as_tensor(pick(site)).detach().to(like), 0)
+            return self.stack(lambda site: torch.as_tensor(getattr(site, name)).detach().to(like), 0)
         lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales[:size]]
         if numbers == numbers[:1] * len(numbers):
             return like.new_full((len(numbers), *lead), numbers[0])
         return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
-
-
-def _score(site: SiteRecord) -> Tensor:
-    assert site.score is not None
-    return site.score
-
-
-def _mask(mask: Tensor | bool | None, like: Tensor) -> Tensor:
-    if mask is None:
-        return like.new_ones(())
-    return torch.as_tensor(mask, device=like.device).to(like.dtype)

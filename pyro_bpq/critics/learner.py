@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
+from pyro_bpq.critics.blocks import Block
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.errors import OptionError, check_option, check_whole
 from pyro_bpq.rollout.distributed import Ranks

@@ -19,8 +19,6 @@ from pyro_bpq.estimators.base import site_mean as site_mean
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough as DebiasedStraightThrough
 from pyro_bpq.estimators.disarm import DisARM as DisARM
 from pyro_bpq.estimators.hindsight import Hindsight as Hindsight
-from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
-from pyro_bpq.estimators.lambda_return import ParentAdvantage as ParentAdvantage
 from pyro_bpq.estimators.lax import LAX as LAX
 from pyro_bpq.estimators.lax import LAXQ as LAXQ
 from pyro_bpq.estimators.noise import exponential as exponential
@@ -28,6 +26,8 @@ from pyro_bpq.estimators.noise import gumbel as gumbel
 from pyro_bpq.estimators.noise import uniform as uniform
 from pyro_bpq.estimators.noise import uniform_given as uniform_given
 from pyro_bpq.estimators.q_estimators import CriticBaseline as CriticBaseline
+from pyro_bpq.estimators.q_estimators import LambdaReturn as LambdaReturn
+from pyro_bpq.estimators.q_estimators import ParentAdvantage as ParentAdvantage
 from pyro_bpq.estimators.q_estimators import QAdvantage as QAdvantage
 from pyro_bpq.estimators.q_estimators import QAllAction as QAllAction
 from pyro_bpq.estimators.q_estimators import QControlVariate as QControlVariate

@@ -3,12 +3,12 @@ r"""Score functions with learned and exact control variates and adaptive scales,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, option, past, positive, share
 from pyro_bpq.estimators.requirements import alternative, needs_finite
 from pyro_bpq.estimators.scales import Adaptive, ScaledTerms
 
@@ -47,24 +47,16 @@ class AllAction(Adaptive):
         | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
     """
 
-    exact: bool | str = "auto"
+    exact: bool | str = option("auto", lambda exact: exact in (True, False, "auto"), 'True, False or "auto"')
     adaptive: bool = True
-    decay: float = 0.98
-    max_scale: float = 1.2
-    trace: float = 1.0
+    decay: float = past(0.98)
+    max_scale: float = positive(1.2)
+    trace: float = share(1.0)
 
     needs = frozenset({"table"})
     by_component = True
+    exact_costs = property(attrgetter("exact"))
     unsupported = needs_finite
-
-    def __post_init__(self) -> None:
-        check_option(self, "exact", self.exact in (True, False, "auto"), 'True, False or "auto"')
-        super().__post_init__()
-
-    @property
-    def exact_costs(self) -> bool | str:
-        """The option ``exact``."""
-        return self.exact
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its coefficient in the gradient."""
@@ -121,9 +113,9 @@ class QProp(Adaptive):
     """
 
     adaptive: bool = True
-    decay: float = 0.995
-    max_scale: float = 1.2
-    trace: float = 1.0
+    decay: float = past(0.995)
+    max_scale: float = positive(1.2)
+    trace: float = share(1.0)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves sites without finite components."""

@@ -3,7 +3,7 @@ r"""The protocol of a gradient estimator: tensors of like-shaped sites in, a sur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -44,19 +44,16 @@ class SiteProgram(Protocol):
     Every call of :meth:`cost` or :meth:`gradient` runs guide and model again for each site of the class. If particles
     run one after the other, it does so for each particle. The site takes the given value at all components and plate
     rows at once. The sites downstream are drawn afresh and independently. All other sites keep their values.
+
+    Attributes:
+        generator: Generator for the noise that the estimator itself draws; on the CPU.
+        value: The sampled values, ``(G, M, plates, event)``.
+        rows_meet: Whether a cost of one plate row reads the value of another row.
     """
 
-    @property
-    def generator(self) -> torch.Generator:
-        """Generator for the noise that the estimator itself draws; on the CPU."""
-
-    @property
-    def value(self) -> Tensor:
-        """The sampled values, ``(G, M, plates, event)``."""
-
-    @property
-    def rows_meet(self) -> bool:
-        """Whether a cost of one plate row reads the value of another row."""
+    generator: torch.Generator
+    value: Tensor
+    rows_meet: bool
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``."""
@@ -210,6 +207,14 @@ class Estimator:
         takes_outdated: Whether costs at other values that are outdated add variance and no bias. Else, if it needs
             ``"program"``, the recording gives the cost of the drawn value too, and what the run has cost beyond it is
             added with the score.
+        needs: Names of the inputs that it reads and that take extra work; inputs that no estimator needs are not
+            computed. ``"table"``: ``log_probs`` and ``index``. ``"slope"``: ``context.program.slope()``. All others are
+            rows of :data:`pyro_bpq.step.signal_table.SIGNALS`, such as ``"program"``, ``"crossed"`` and ``"baseline"``.
+        by_component: Whether each component of a site may get its own cost-to-go, in a dimension behind the plates. The
+            estimator then treats further dimensions of a site like plates. Subclasses do not inherit it.
+        exact_costs: Whether it asks for the model's immediate costs at every value; ``"auto"``: only if that pays.
+        trace_decay: The control variate of a later site has the weight ``trace_decay ** distance`` to that site.
+        return_weight: Weight of the return against the critics if the cost-to-go is a lambda-return, else ``None``.
     """
 
     is_unbiased: ClassVar[bool] = False
@@ -220,59 +225,33 @@ class Estimator:
     replaces_costs: ClassVar[bool] = False
     takes_discount: ClassVar[bool] = True
     takes_outdated: ClassVar[bool] = False
+    # Options, where estimators have them; else the same for all of a class.
+    needs: Any = frozenset({"table"})
+    by_component: Any = False
+    exact_costs: Any = False
+    trace_decay: Any = 1.0
+    return_weight: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # Not inherited, because a subclass may read inputs, or sum over components, where its base does not.
-        inherited: Any = cls.needs
-        if "needs" not in vars(cls) and not isinstance(inherited, property):
-            cls.needs = inherited | {"table"}  # type: ignore[method-assign]
+        if "needs" not in vars(cls) and not isinstance(cls.needs, property):
+            cls.needs = cls.needs | {"table"}
         if "by_component" not in vars(cls):
-            cls.by_component = False  # type: ignore[method-assign, assignment]
+            cls.by_component = False
 
     def __post_init__(self) -> None:
         """Checks the options."""
+        check_options(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names of the inputs that it reads and that take extra work; inputs that no estimator needs are not computed.
-
-        ``"table"``: ``log_probs`` and ``index``. ``"slope"``: ``context.program.slope()``. All others are rows of
-        :data:`pyro_bpq.step.signal_table.SIGNALS`, such as ``"program"``, ``"crossed"`` and ``"baseline"``.
-        """
-        return frozenset({"table"})
 
     @property
     def needs_costs_alone(self) -> bool:
         """Whether the score and the cost-to-go are all that it reads."""
         reads_more = self.needs or self.uses_critic or self.return_weight is not None
         return not (reads_more or self.is_pathwise or self.attaches)
-
-    @property
-    def by_component(self) -> bool:
-        """Whether each component of a site may get its own cost-to-go, in a dimension behind the plates.
-
-        The estimator then treats further dimensions of a site like plates. Subclasses do not inherit this property.
-        """
-        return False
-
-    @property
-    def exact_costs(self) -> bool | str:
-        """Whether it asks for the model's immediate costs at every value; ``"auto"``: only if that pays."""
-        return False
-
-    @property
-    def trace_decay(self) -> float:
-        """The control variate of a later site has the weight ``trace_decay ** distance`` to that site."""
-        return 1.0
-
-    @property
-    def return_weight(self) -> float | None:
-        """Weight of the return against the critics if the cost-to-go is a lambda-return, else ``None``."""
-        return None
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Reason why the site cannot be served, and what to write instead; ``None`` if it can be served."""
@@ -314,9 +293,37 @@ def initial_statistics(estimator: Estimator, width: int) -> Statistics:
     return {**estimator.statistics(), **estimator.sized_statistics(width)}
 
 
-def check_decay(owner: Any) -> None:
-    """Raises an OptionError if the field ``decay``, the weight of the past in running means, is out of range."""
-    check_option(owner, "decay", 0.0 <= owner.decay < 1.0, "a number in [0, 1)")
+def option(default: Any, is_valid: Callable[[Any], bool], advice: str) -> Any:
+    """A field of a dataclass whose value :func:`check_options` checks; ``advice`` says what to write."""
+    return field(default=default, metadata={"check": (is_valid, advice)})
+
+
+def past(default: float) -> Any:
+    """An option: the weight of the past in running means."""
+    return option(default, lambda decay: 0.0 <= decay < 1.0, "a number in [0, 1)")
+
+
+def share(default: float) -> Any:
+    """An option: a number from 0 to 1."""
+    return option(default, lambda number: 0.0 <= number <= 1.0, "a number in [0, 1]")
+
+
+def positive(default: float) -> Any:
+    """An option: a number above 0."""
+    return option(default, lambda number: number > 0, "a positive number")
+
+
+def is_number(value: Any) -> bool:
+    """Whether something is a number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_options(owner: Any) -> None:
+    """Raises an OptionError if a field of a dataclass is out of range."""
+    for item in fields(owner):
+        if "check" in item.metadata:
+            is_valid, advice = item.metadata["check"]
+            check_option(owner, item.name, is_valid(getattr(owner, item.name)), advice)
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float | Tensor) -> Tensor:

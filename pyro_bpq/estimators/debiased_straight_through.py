@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, check_decay, cost_per_row
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, cost_per_row, option, past
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
 
@@ -39,16 +38,12 @@ class DebiasedStraightThrough(Estimator):
         | Estimating or propagating gradients through stochastic neurons (Bengio et al., 2013)
     """
 
-    decay: float = 0.99
-    mixture: float = 0.2
+    decay: float = past(0.99)
+    mixture: float = option(0.2, lambda mixture: 0.0 < mixture <= 1.0, "a number in (0, 1]")
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "slope", "table"})
     unsupported = needs_float_value
-
-    def __post_init__(self) -> None:
-        check_decay(self)
-        check_option(self, "mixture", 0.0 < self.mixture <= 1.0, "a number in (0, 1]")
 
     def sized_statistics(self, width: int) -> Statistics:
         """Statistics of each entry: the number of its draws, the sum of its errors, the sum of their squares."""

@@ -8,12 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, past
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.reparameterise import parameter_names, reparameterise
 from pyro_bpq.estimators.requirements import needs_continuous
-from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
+from pyro_bpq.estimators.variates import (
+    NetworkVariate,
+    OptimalScale,
+    Scale,
+    Scaled,
+    centre,
+    network,
+    read_scale,
+)
 from pyro_bpq.rollout.features import base_distribution
 
 
@@ -37,14 +44,11 @@ class LAX(Estimator):
         | Backprop-Q (Xu et al., 2018), Eq. 24
     """
 
-    variate: NetworkVariate = NetworkVariate()
+    variate: NetworkVariate = network()
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution that can be reparameterised."""
@@ -79,8 +83,7 @@ class LAX(Estimator):
                     surrogate = surrogate + (gradient.detach() * param).sum()
                     unit = scores[name].square().flatten(1).mean(1).clamp(min=torch.finfo(value.dtype).tiny)
                     norms = norms.index_add(0, rows, gradient.square().flatten(1).mean(1) / unit)
-            statistics = self.variate.train(weights, norms, context)
-        statistics |= update_means(context.cost, control.detach(), context, self.variate.decay)
+            statistics = self.variate.train(weights, norms, control, context)
         flat = value.detach().reshape(len(context.names), -1, mean.shape[-1])
         for name, new in (("input_mean", flat.mean(1)), ("input_square", flat.square().mean(1))):
             statistics[name] = context.running_mean(name, new, self.variate.decay)
@@ -149,7 +152,7 @@ class LAXQ(Scaled):
     """
 
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"moved_value", "q_slope", "q_value"})

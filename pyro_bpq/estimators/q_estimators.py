@@ -1,4 +1,4 @@
-"""Estimators that use the learned Q as a baseline, as a control variate or in place of the costs.
+"""Estimators that use the learned Q as a baseline, as a control variate or in place of the costs, near or far ahead.
 
 ``Q`` is the critic plus the immediate costs that are known exactly at every value, up to a constant.
 """
@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.errors import UnsupportedSiteError, check_option
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
+from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, past, positive, share
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
-from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, centre, read_scale
+from pyro_bpq.estimators.score_function import LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled
 
 
 @dataclass(frozen=True)
@@ -39,20 +42,16 @@ class CriticBaseline(Scaled):
     """
 
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
         with torch.no_grad():
-            _, mean, _ = _critic(context)
             _, score = context.score_table
-            centred, control = (part[..., None, None] for part in centre(context.cost, mean, context))
-            a = read_scale(self.scale, context)
-            weight = centred - a[..., None, None] * control
-            statistics = self.updated(context, mean, centred * score, control * score)
-        return SiteTerm(weight[..., 0, 0] * context.score, statistics)
+            gradient, statistics = self.corrected(context, _critic(context)[1], score, torch.zeros_like(score))
+        return SiteTerm(gradient * context.table[0], statistics)
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,13 @@ class QControlVariate(Scaled):
         | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
-    num_samples: int = 4
+    num_samples: int = positive(4)
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_option(self, "num_samples", self.num_samples >= 1, "a positive number")
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the sample and of the fresh ones."""
@@ -95,11 +90,7 @@ class QControlVariate(Scaled):
                 drawn = one_hot((probs / noise).argmax(-1), probs.shape[-1]).to(probs.dtype)
                 advantage = ((drawn - probs) * table).sum((-1, -2))
                 fresh += advantage[..., None, None] * (drawn - probs) / self.num_samples
-            centred, control = (part[..., None, None] for part in centre(context.cost, mean + own, context))
-            a = read_scale(self.scale, context)[..., None, None]
-            plain, variate = centred * score, control * score - fresh
-            statistics = self.updated(context, mean + own, plain, variate)
-            gradient = plain - a * variate
+            gradient, statistics = self.corrected(context, mean + own, score, fresh)
         return SiteTerm(gradient * context.table[0], statistics)
 
 
@@ -226,6 +217,87 @@ class QPathwise(_LocalCost):
         """The slope of the critic times the value as a function of the parameters."""
         local_cost(context)
         return SiteTerm((context.signals["q_slope"] * context.signals["moved_value"]).sum(-1))
+
+
+@dataclass(frozen=True)
+class LambdaReturn(_LocalCost):
+    r"""**Biased**: the lambda-return of the critics in place of the cost-to-go.
+
+        g_X = (γ I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
+        G_X = γ (roots + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ])
+
+    ``I_X`` are the immediate costs that are known, ``b`` is a baseline, and ``λ`` is ``lam``. ``roots`` are the costs
+    that ``Q_X`` predicts directly. ``Y`` runs over the sites whose critics it backs up from, and ``avg`` averages over
+    those that predict the same costs.
+
+    Critics replace the costs that lie far ahead, so their errors bias the gradient. With ``lam=1`` there is no bias:
+    ``G_X`` is then the cost-to-go minus the graph-wise control variates. ``γ`` is the ELBO's ``gamma``, with which the
+    critics learn; below 1 it is a bias of its own. Finite sites apply :class:`AllAction` to ``G_X``. Other sites apply
+    the score function with leave-one-out or a running baseline.
+
+    Args:
+        lam: Weight of the return against the critics, in ``[0, 1]``. The critics learn with a lambda of their own.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
+        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
+    """
+
+    lam: float = share(0.9)
+
+    return_weight = property(attrgetter("lam"))
+
+    def statistics(self) -> Statistics:
+        """Running statistics of :class:`AllAction` and of a running baseline."""
+        return {**AllAction().statistics(), **LeaveOneOut().statistics()}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Applies :class:`AllAction` or the score function to the lambda-return in ``context.cost``."""
+        if context.log_probs is not None:
+            return AllAction()(context)
+        return ScoreFunction(LeaveOneOut())(context)
+
+
+@dataclass(frozen=True)
+class ParentAdvantage(Estimator):
+    r"""**Biased**: the advantage over what the parents' critics predicted, in place of the cost-to-go.
+
+        g_Y = A_Y ∇ log q(y)
+        A_Y = Q_Y(y) + λ (G_Y - Q_Y(y)) - avg_X [ Q_X(x) - Σ_S E[Q_S] ]
+
+    ``X`` runs over the sites whose critics predict ``Q_Y`` next, and ``S`` over the siblings of ``Y``: the other costs
+    and sites that ``Q_X`` predicts. ``G_Y`` is the lambda-return. With ``lam=0`` the critic of ``Y`` replaces its
+    costs. The errors of the critics of ``Y`` and of later sites bias the gradient; those of the parents' critics do
+    not. With ``lam=1`` there is no bias. A site without parents that have critics has no baseline.
+    :class:`LambdaReturn` takes its baseline from the site's own critic, other particles or earlier steps.
+
+    Args:
+        lam: Weight of the return against the site's critic, in ``[0, 1]``. Critics learn with a lambda of their own.
+
+    Raises:
+        OptionError: If ``lam`` is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
+        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
+    """
+
+    lam: float = share(0.9)
+
+    uses_critic: ClassVar[bool] = True
+    takes_discount: ClassVar[bool] = False
+    needs = frozenset({"advantage"})
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The advantage times ``log q``."""
+        advantage = context.signals.get("advantage")
+        if advantage is None:
+            sites = ", ".join(map(repr, context.names))
+            raise UnsupportedSiteError(
+                f"Sites {sites}: no site has a critic, so there are no advantages. Write critic=MLPCritic(), or use "
+                "ScoreFunction()."
+            )
+        return SiteTerm(advantage * context.score)
 
 
 def q_table(context: SiteContext, reads_value: bool = False) -> Tensor:

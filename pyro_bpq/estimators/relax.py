@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option, is_real
+from pyro_bpq.errors import is_real
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, option, past
 from pyro_bpq.estimators.q_estimators import local_cost, q_table
-from pyro_bpq.estimators.relaxation import Temperature, Tempered, fill
+from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
-from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, read_scale, update_means
+from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, fill, network
 
 
 class Relaxed(Tempered, Scaled):
@@ -33,12 +33,9 @@ class Relaxed(Tempered, Scaled):
         params = relaxation.parameters(log_probs)
         leaf = params.detach()
         value, path = self.variate(context, leaf)
-        score = relaxation.score(leaf, index)
-        centred, control = (fill(part, score) for part in centre(context.cost, value, context))
-        plain, variate = centred * score, control * score - path
-        gradient = plain - fill(read_scale(self.scale, context), plain) * variate
-        natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
-        return SiteTerm(gradient * params, self.updated(context, value, *natural))
+        score, natural = relaxation.score(leaf, index), lambda part: relaxation.natural(part, leaf, index)
+        gradient, statistics = self.corrected(context, value, score, path, natural)
+        return SiteTerm(gradient * params, statistics)
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class REBAR(Relaxed):
 
     temperature: Temperature = 0.5
     scale: Scale = OptimalScale(max_scale=1.5)
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
@@ -110,18 +107,15 @@ class RELAX(Estimator):
           (Grathwohl et al., 2018), Eq. 8
     """
 
-    variate: NetworkVariate = NetworkVariate()
-    temperature: float = 0.5
+    variate: NetworkVariate = network()
+    temperature: float = option(
+        0.5, lambda t: is_real(t) and t > 0.0, "the positive number that it starts from: RELAX learns it"
+    )
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
-
-    def __post_init__(self) -> None:
-        check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")
-        is_valid = is_real(self.temperature) and self.temperature > 0.0
-        check_option(self, "temperature", is_valid, "the positive number that it starts from: RELAX learns it")
 
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights, then ``log τ`` relative to its initial value."""
@@ -144,9 +138,8 @@ class RELAX(Estimator):
             score = relaxation.score(leaf.detach(), index)
             gradient = fill(centred - control, score) * score + path
             objective = relaxation.natural(gradient, leaf, index).square().flatten(1).mean(1)
-            statistics = variate.train(weights, objective, context)
-        means = update_means(context.cost, given.detach(), context, variate.decay)
-        return SiteTerm(gradient.detach() * params, {**statistics, **means})
+            statistics = variate.train(weights, objective, given, context)
+        return SiteTerm(gradient.detach() * params, statistics)
 
 
 def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
@@ -177,7 +170,7 @@ class RELAXQ(Relaxed):
 
     temperature: Temperature = 0.5
     scale: Scale = OptimalScale()
-    decay: float = 0.98
+    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
 

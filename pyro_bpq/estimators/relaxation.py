@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
 from pyro_bpq.errors import OptionError, check_option
-from pyro_bpq.estimators.base import Estimator, SiteProgram
+from pyro_bpq.estimators.base import Estimator, SiteProgram, is_number
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.rollout.schedule import at
 
@@ -69,8 +69,7 @@ class Tempered(Estimator):
 
     def __post_init__(self) -> None:
         given = self.temperature
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        is_valid = isinstance(given, Tensor) or callable(given) or (is_number and given > 0.0)
+        is_valid = isinstance(given, Tensor) or callable(given) or (is_number(given) and given > 0.0)
         check_option(self, "temperature", is_valid, "a positive number or a function of the step")
         super().__post_init__()
 
@@ -138,11 +137,6 @@ def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> tupl
     z = _given(params.detach(), index, _noise(params, index, generator))
     # Both families are location families: with the noise fixed, z shifts by the change of the parameters.
     return z + (params - params.detach()), _given(params, index, _noise(params, index, generator))
-
-
-def fill(tensor: Tensor, like: Tensor) -> Tensor:
-    """Adds trailing dimensions, up to those of ``like``."""
-    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
 
 
 def _noise(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, site_mean
 from pyro_bpq.estimators.score_function import leave_one_out
 
 SIZE = 5  # control variates
-PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 # A running moment covers at least this many samples, so that it contains rare values.
 _SAMPLES = 1000
 # The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
@@ -38,21 +37,12 @@ class Adaptive(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_decay(self)
-        check_option(self, "max_scale", self.max_scale > 0.0, "a positive number")
-        check_option(self, "trace", 0.0 <= self.trace <= 1.0, "a number in [0, 1]")
-
-    @property
-    def trace_decay(self) -> float:
-        """The option ``trace``."""
-        return self.trace
+    trace_decay = property(attrgetter("trace"))
 
     def statistics(self) -> Statistics:
         """Products of control variates with each other and the plain gradient, squares, means, and scales."""
         return {
-            "gram": (0.0,) * (len(PAIRS) + SIZE),
+            "gram": torch.zeros(SIZE + 1, SIZE + 1),
             "squares": (0.0,) * SIZE,
             "means": (0.0,) * 3,
             "scales": START,
@@ -130,13 +120,14 @@ class ScaledTerms:
         trusted = _NOT_LEARNED if context.correction is not None else (*_NOT_LEARNED, _LATER)
         if not present:
             return {} if context.num_particles > 1 else means
-        moments, elements = context.joint(torch.cat(self.moments(scales), 1))
+        new = torch.cat([part.flatten(1) for part in self.moments(scales)], 1)
+        moments, elements = context.joint(new)
         # Sites of half precision keep their statistics in the default precision.
         moments = moments.to(old["gram"].dtype)
         slow = 1.0 - elements / _SAMPLES
         slow = slow.clamp(min=options.decay) if isinstance(slow, Tensor) else max(slow, options.decay)
-        parts = torch.split(moments, [len(PAIRS) + SIZE, SIZE], 1)
-        gram, squares = (context.running_mean(*part, slow) for part in zip(("gram", "squares"), parts, strict=True))
+        gram = context.running_mean("gram", moments[:, :-SIZE].reshape(old["gram"].shape), slow)
+        squares = context.running_mean("squares", moments[:, -SIZE:], slow)
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
         if not set(present) <= set(trusted):
@@ -146,7 +137,7 @@ class ScaledTerms:
         return {**means, "gram": gram, "squares": squares, "scales": solved}
 
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean products ``v_i·v_j`` and ``u·v_i``, ``(G, 20)``, and mean squares ``((u - Σ_{j≠i} a_j v_j)·v_i)²``.
+        """Mean products of ``v_0`` to ``v_4`` and ``u``, ``(G, 6, 6)``; mean squares ``((u - Σ_{j≠i} a_j v_j)·v_i)²``.
 
         The squares have shape ``(G, 5)``; those of exact costs stay zero. Every ``v_i`` has mean zero given
         everything except the sampled value. So the known part of the gradient is subtracted from ``u``, which makes
@@ -165,10 +156,10 @@ class ScaledTerms:
         plain = self.cost[..., None, None] * self.score
         vectors.append(plain - sum(known[1:], known[0]) if known else plain)
         rows = torch.stack([vector.expand_as(plain) for vector in vectors], 1)
-        flat = rows.flatten(2)
-        products = (flat @ flat.mT).flatten(1) / self.cost[0].numel()
-        kept, found = _entries(present, products.device)
-        gram = products.new_zeros(products.shape[0], len(PAIRS) + SIZE).index_copy_(1, kept, products[:, found])
+        flat, at = rows.flatten(2), _index((*present, SIZE), rows.device)
+        products = flat @ flat.mT / self.cost[0].numel()
+        gram = products.new_zeros(len(products), SIZE + 1, SIZE + 1)
+        gram[:, at.unsqueeze(1), at] = products.masked_fill(_unrelated((*present, SIZE), rows.device), 0.0)
         return gram, self._squares(rows, present, scales)
 
     def _squares(self, rows: Tensor, present: tuple[int, ...], scales: Tensor) -> Tensor:
@@ -187,31 +178,22 @@ class ScaledTerms:
 
 
 @lru_cache(maxsize=32)
-def _entries(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Indices of the nonzero entries of the Gram vector, and their indices in the flat matrix of products."""
-    row = {i: n for n, i in enumerate(present)}
-    size = len(present) + 1
-    known = [(n, i, j) for n, (i, j) in enumerate(PAIRS) if i == j or j < _LATER]
-    pairs = [(n, row[i] * size + row[j]) for n, i, j in known if i in row and j in row]
-    pairs += [(len(PAIRS) + i, row[i] * size + size - 1) for i in present]
-    kept, found = torch.tensor(pairs, device=device).unbind(1)
-    return kept, found
+def _index(at: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(at, device=device)
 
 
 @lru_cache(maxsize=32)
-def _system(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices in the Gram vector of both sides of the normal equations, and indices of the present variates."""
-    square = [[PAIRS.index((min(i, j), max(i, j))) for j in present] for i in present]
-    right = [len(PAIRS) + i for i in present]
-    return tuple(torch.tensor(entries, device=device) for entries in (square, right, present))  # type: ignore[return-value]
+def _unrelated(at: tuple[int, ...], device: torch.device) -> Tensor:
+    """Products of later sites with other control variates, whose mean is zero, and of ``u``, which nobody asks for."""
+    found = [[(_LATER <= max(i, j) < SIZE and i != j) or min(i, j) == SIZE for j in at] for i in at]
+    return torch.tensor(found, device=device)
 
 
 def _partial(gram: Tensor, scales: Tensor) -> Tensor:
     """Means of ``(u - Σ_{j≠i} a_j v_j)·v_i``, ``(G, 5)``."""
-    at_square, at_right, _ = _system(tuple(range(SIZE)), gram.device)
-    square = gram[:, at_square]
+    square = gram[:, :SIZE, :SIZE]
     own = torch.diagonal(square, dim1=1, dim2=2) * scales
-    return gram[:, at_right] - (square @ scales.unsqueeze(-1)).squeeze(-1) + own
+    return gram[:, :SIZE, SIZE] - (square @ scales.unsqueeze(-1)).squeeze(-1) + own
 
 
 def solve(
@@ -231,11 +213,11 @@ def solve(
         a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   noise = e_i², its squared error
 
     Of the last two, later sites with and without their critics, only the one that takes off more is used: critics have
-    to do better than exact costs alone. ``gram`` holds running means of products, ``(G, 20)``. The scales of control
-    variates that are not ``present`` stay.
+    to do better than exact costs alone. ``gram`` holds running means of products, ``(G, 6, 6)``, with ``u`` last. The
+    scales of control variates that are not ``present`` stay.
     """
-    at_square, at_right, at = _system(present, gram.device)
-    square, right = gram[:, at_square], gram[:, at_right]
+    at = _index(present, gram.device)
+    square, right = gram[:, at.unsqueeze(1), at], gram[:, at, SIZE]
     diagonal = torch.diagonal(square, dim1=1, dim2=2)
     prior = ridge.unsqueeze(1) * diagonal
     tiny = torch.finfo(gram.dtype).tiny

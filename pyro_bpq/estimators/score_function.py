@@ -16,7 +16,8 @@ from pyro_bpq.estimators.base import (
     SiteInfo,
     SiteTerm,
     Statistics,
-    check_decay,
+    check_options,
+    past,
     site_mean,
     unit_scale,
     update_mean,
@@ -95,10 +96,10 @@ class RunningBaseline(Baseline):
         decay: Weight of the past, in ``[0, 1)``.
     """
 
-    decay: float = 0.95
+    decay: float = past(0.95)
 
     def __post_init__(self) -> None:
-        check_decay(self)
+        check_options(self)
 
     def statistics(self) -> Statistics:
         """The running mean."""
@@ -232,15 +233,12 @@ class SecondRun(Estimator):
         Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
     """
 
-    decay: float = 0.99
+    decay: float = past(0.99)
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program"})
     takes_outdated: ClassVar[bool] = True
     by_component = True
-
-    def __post_init__(self) -> None:
-        check_decay(self)
 
     def statistics(self) -> Statistics:
         """Running mean, and second moments of a pair of runs."""
@@ -288,14 +286,11 @@ class CrossedLeaveOneOut(Estimator):
         | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014), for signals by layer
     """
 
-    decay: float = 0.99
+    decay: float = past(0.99)
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"crossed"})
     unsupported = LeaveOneOut.unsupported
-
-    def __post_init__(self) -> None:
-        check_decay(self)
 
     def statistics(self) -> Statistics:
         """Moments of the change, and those of leave-one-out."""

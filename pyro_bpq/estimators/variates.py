@@ -5,14 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.critics.nets import check_hidden
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    Statistics,
+    check_options,
+    is_number,
+    option,
+    past,
+    positive,
+    site_mean,
+)
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import leave_one_out
 
@@ -36,12 +46,11 @@ class OptimalScale:
         | Black box variational inference (Ranganath et al., 2014)
     """
 
-    decay: float = 0.98
-    max_scale: float = 1.2
+    decay: float = past(0.98)
+    max_scale: float = positive(1.2)
 
     def __post_init__(self) -> None:
-        check_decay(self)
-        check_option(self, "max_scale", self.max_scale > 0.0, "a positive number")
+        check_options(self)
 
 
 Scale = float | OptimalScale
@@ -129,6 +138,11 @@ def update_means(
     return found
 
 
+def fill(tensor: Tensor, like: Tensor) -> Tensor:
+    """Adds trailing dimensions, up to those of ``like``."""
+    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
+
+
 class Scaled(Estimator):
     """Base of the estimators ``u - a v``, with fields ``scale``, ``a``, and ``decay`` of running means. Unbiased."""
 
@@ -139,13 +153,32 @@ class Scaled(Estimator):
     unsupported = needs_finite
 
     def __post_init__(self) -> None:
-        is_valid = isinstance(self.scale, int | float | OptimalScale) and not isinstance(self.scale, bool)
+        is_valid = is_number(self.scale) or isinstance(self.scale, OptimalScale)
         check_option(self, "scale", is_valid, "a number or OptimalScale()")
-        check_decay(self)
+        super().__post_init__()
 
     def statistics(self) -> Statistics:
         """Running means and products for the scale."""
         return {**means_statistics(), **scale_statistics(self.scale)}
+
+    def corrected(
+        self, context: SiteContext, value: Tensor, score: Tensor, path: Tensor, natural: Any = lambda part: part
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient ``u - a v``, and new running statistics.
+
+            u = (C - b) s,   v = (c - b_c) s - p
+
+        Args:
+            context: Tensors of the sites.
+            value: The predicted cost ``c``, ``(G, M, plates)``.
+            score: The derivative ``s`` of ``log q`` to parameters, ``(G, M, plates, ...)``.
+            path: The derivative ``p`` of the expectation of ``c`` to them.
+            natural: Converts gradients to those with respect to free logits.
+        """
+        centred, control = (fill(part, score) for part in centre(context.cost, value, context))
+        plain, variate = centred * score, control * score - path
+        gradient = plain - fill(read_scale(self.scale, context), plain) * variate
+        return gradient, self.updated(context, value, natural(plain), natural(variate))
 
     def updated(self, context: SiteContext, value: Tensor, *parts: Tensor) -> dict[str, Tensor]:
         """New running statistics, from the predicted cost and, if known, from ``u`` and ``v``."""
@@ -172,14 +205,13 @@ class NetworkVariate:
     """
 
     hidden: tuple[int, ...] = (32,)
-    lr: float = 0.01
-    decay: float = 0.98
+    lr: float = option(0.01, lambda lr: lr >= 0.0, "a number that is not negative")
+    decay: float = past(0.98)
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_hidden(self)
-        check_option(self, "lr", self.lr >= 0.0, "a number that is not negative")
-        check_decay(self)
+        check_options(self)
 
     def statistics(self, inputs: int, extra: tuple[float, ...] = ()) -> Statistics:
         """Initial weights and moments of their gradient, as flat vectors, and the spread of the costs.
@@ -208,21 +240,30 @@ class NetworkVariate:
                 value = value.tanh()
         return context.per_site(context.statistics["spread"]) * value.reshape(context.cost.shape)
 
-    def train(self, weights: Tensor, objective: Tensor, context: SiteContext) -> dict[str, Tensor]:
-        """New statistics after one step of Adam along the derivative of ``objective``, ``(G,)``, to ``weights``."""
+    def train(self, weights: Tensor, objective: Tensor, control: Tensor, context: SiteContext) -> dict[str, Tensor]:
+        """New statistics after one step of Adam along the derivative of ``objective``, ``(G,)``, to ``weights``.
+
+        ``control`` is the predicted cost, ``(G, M, plates)``.
+        """
         assert context.count is not None
         (gradient,) = torch.autograd.grad(objective.sum(), weights)
         with torch.no_grad():
             old, step = context.statistics, (context.count + 1.0).unsqueeze(1)
             first = torch.lerp(gradient, old["first"], 0.9)
             second = torch.lerp(gradient.square(), old["second"], 0.99)
-            moved = first / (1.0 - 0.9**step)
+            mean = first / (1.0 - 0.9**step)
             size = (second / (1.0 - 0.99**step)).sqrt()
-            new = weights.detach() - self.lr * moved / size.clamp(min=torch.finfo(size.dtype).tiny)
+            new = weights.detach() - self.lr * mean / size.clamp(min=torch.finfo(size.dtype).tiny)
             square = (context.cost - running_means(context)[0]).square()
             mean_square = context.running_mean("square", site_mean(square), self.decay)
             spread = mean_square.sqrt().clamp(min=torch.finfo(mean_square.dtype).tiny ** 0.5)
-            return {"phi": new, "first": first, "second": second, "square": mean_square, "spread": spread}
+            moved = {"phi": new, "first": first, "second": second, "square": mean_square, "spread": spread}
+            return moved | update_means(context.cost, control.detach(), context, self.decay)
 
     def _layers(self, inputs: int) -> list[tuple[int, int]]:
         return list(itertools.pairwise((inputs, *self.hidden, 1)))
+
+
+def network() -> Any:
+    """An option: a trained control variate."""
+    return option(NetworkVariate(), lambda variate: isinstance(variate, NetworkVariate), "NetworkVariate(...)")

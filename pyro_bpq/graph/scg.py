@@ -219,10 +219,14 @@ class StochasticComputationGraph:
         return transposed(self.cost_bits, len(self.nodes))
 
     @cached_property
+    def upstream_bits(self) -> list[int]:
+        """The nodes that each cost depends on, directly or not."""
+        return [closure(self.ancestor_bits, bits) for bits in self.cost_bits]
+
+    @cached_property
     def downstream_bits(self) -> list[int]:
         """The costs downstream of each stochastic node."""
-        upstream = [closure(self.ancestor_bits, bits) for bits in self.cost_bits]
-        return transposed(upstream, len(self.nodes))
+        return transposed(self.upstream_bits, len(self.nodes))
 
     def node(self, name: str) -> StochasticNode:
         """The stochastic node called ``name``."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.step.critic_inputs import NEEDS_LEAF
+from pyro_bpq.step.critic_step import NEEDS_LEAF
 from pyro_bpq.step.signal_table import moved_value, q_slope, q_value
 from pyro_bpq.step.signals import Signals
 
@@ -37,7 +37,7 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gam
                     terms.append(_continuous(one, c))
                     terms += [-entropy * _entropy(one, c, names)] if entropy else []
                 continue
-            learned, table = one.learned.get(c), one.exact[c]
+            learned, table = one.learned.get(c), one.exact(c)
             table = table if table is None or gamma == 1.0 else gamma * table
             if learned is not None and learned.table is not None:
                 table = learned.table if table is None else table + learned.table

@@ -12,7 +12,6 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_bpq.batching.layout import described
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators.all_action import AllAction
@@ -29,6 +28,7 @@ from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
+from pyro_bpq.step.critic_step import described
 from pyro_bpq.step.program_order import lone_step, order_step
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step

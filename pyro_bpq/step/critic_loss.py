@@ -1,22 +1,26 @@
-"""The regression loss of critics on their targets."""
+r"""The regression of critics on their targets, in units of the targets' running spread."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank, Write
-from pyro_bpq.rollout.distributed import writes_of_ranks
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Selection, Write
+from pyro_bpq.estimators.base import site_mean, update_mean
+from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
 from pyro_bpq.step.estimate import add_time
-from pyro_bpq.step.regression import CriticRows, regression
+from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Info, Learning
+from pyro_bpq.step.values import Info, Learning, total
 
+# Decay of the running moments of targets.
+DECAY = 0.98
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
@@ -34,7 +38,7 @@ def critic_loss(
     There is one of ``signals`` for all particles, or one for each in steered programs. Nothing is built or written:
     new running statistics are added to ``writes``, and diagnostics of sites to ``info``.
     """
-    pairs = [(one, _pairs(one, learning)) for one in signals]
+    pairs = [(one, values_and_targets(one, learning)) for one in signals]
     return _regress(pairs, bank, learning, [] if writes is None else writes, {} if info is None else info, chosen)
 
 
@@ -48,18 +52,13 @@ def expected_critic_loss(
     The rollouts have one structure, and the learning critics see the same values in all of them. The weights ``w_k``
     broadcast to ``(M, plates)``. Nothing is built or written.
     """
-    first = weighted[0][0]
-    found = [(_pairs(one, learning), weight) for one, weight in weighted]
-    learners = [g for g in found[0][0] if any(node.name in chosen for node in first.critics[g].group.nodes)]
+    (first, _), *_ = weighted
+    found = [(values_and_targets(one, learning), weight) for one, weight in weighted]
     pairs = {}
-    for g in learners:
-        terms = [weight * own[g][1] for own, weight in found]
-        pairs[g] = found[0][0][g][0], sum(terms[1:], terms[0])
+    for g, critic in first.critics.items():
+        if any(node.name in chosen for node in critic.group.nodes):
+            pairs[g] = critic.says.value, total([weight * own[g][1] for own, weight in found])
     return _regress([(first, pairs)], bank, learning, [], {}, chosen)
-
-
-def _pairs(signals: Signals, learning: Learning) -> Pairs:
-    return signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
 
 
 def _regress(
@@ -72,24 +71,22 @@ def _regress(
 ) -> Tensor | None:
     """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
-    learners: dict[Any, list[bool]] = {}
     for one, pairs in rollouts:
         for g, (value, target) in pairs.items():
-            critic = one.critics[g]
+            critic, group = one.critics[g], one.critics[g].group
             writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
-            weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
-            learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
-            if len(rollouts) == 1:
-                found[g, weight] = [(critic.rows(), value, target)]
-                learners[g, weight] = learns
-                continue
-            for i, node in enumerate(critic.group.nodes):
-                key = (node.name, critic.kind, value.shape[2:], weight)
-                found.setdefault(key, []).append((critic.row(i, bank), value[i : i + 1], target[i : i + 1]))
-                learners[key] = learns[i : i + 1]
+            weight = learning.level_weight if critic.batch.cls.spec.has_params else 1.0
+            # Particles of their own may have different Q-nodes.
+            alone = len(rollouts) > 1
+            for at in [slice(i, i + 1) for i in range(len(group.nodes))] if alone else [slice(None)]:
+                nodes, selection = group.nodes[at], bank.select(group.kind, group.keys[at], None)
+                assert selection is not None
+                rows = CriticRows(tuple(node.site for node in nodes), selection, critic.unit[at])
+                key = (tuple(node.name for node in nodes), group.kind, value.shape[2:], weight)
+                found.setdefault(key, []).append((rows, value[at], target[at]))
     losses = []
-    for key, parts in found.items():
-        learns, weight = learners[key], key[-1]
+    for (names, _, _, weight), parts in found.items():
+        learns = [chosen is None or name in chosen for name in names]
         if not any(learns):
             continue
         start = time.perf_counter()
@@ -102,4 +99,88 @@ def _regress(
         for i, site in enumerate(rows.sites):
             info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
         add_time(info, rows.sites, start)
-    return sum(losses[1:], losses[0]) if losses else None
+    return total(losses) if losses else None
+
+
+@dataclass(frozen=True)
+class CriticRows:
+    """Critics in a regression."""
+
+    sites: tuple[str, ...]  # Site of each
+    selection: Selection  # Their rows in the bank
+    unit: Tensor  # Scale of the sites (subsampling), broadcastable to `(Q, M, plates)`; targets are divided by it
+
+
+def regression(
+    critic: CriticRows,
+    value: Tensor,
+    target: Tensor,
+    level_weight: float,
+    chosen: Tensor | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
+    """Squared error of the critics, in units of their targets' spread.
+
+    With several particles, differences within a data point count fully and the level ``level_weight``:
+
+        L = |δ - mean_m δ|² / σ_A² + w |mean_m δ|² / σ_V²,   δ = q - target
+
+    ``value`` and ``target`` are in nats, ``(Q, M, plates)``. ``chosen`` holds a one for each Q-node that learns, else a
+    zero. The mean of the losses of several processes, ``ranks``, is that of the joint batch. The results are the loss,
+    the writes of the running statistics, and diagnostics per Q-node.
+    """
+    particles, samples = target.shape[1], value[0].numel()
+    error, scaled = (value - target) / critic.unit, target / critic.unit
+    selection, names = critic.selection, ("count", "mean", "spread_level", "spread_advantage")
+    count, mean, old_level, old_step = (selection.read(name, target.dtype) for name in names)
+    own_mean, number = joint_mean(ranks, site_mean(scaled), samples)
+    new_mean = update_mean(mean, own_mean, count, DECAY)
+    lead = (-1, *(1,) * (target.dim() - 1))
+    if particles > 1:
+        row = scaled.mean(1, keepdim=True)
+        inner = (scaled - row).square() * (particles / (particles - 1.0))
+        outer = row - new_mean.reshape(lead)
+    else:
+        # Not the critic's own error, because a scale that the critic moves itself feeds back.
+        outer = scaled - new_mean.reshape(lead)
+        inner = outer.square()
+    squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
+    level = update_mean(old_level.square(), squares[0], count, DECAY).sqrt()
+    step = update_mean(old_step.square(), squares[1], count, DECAY).sqrt()
+    floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
+    step = torch.maximum(step, floor)
+    # The mean over particles varies less than the particles. In its own unit it would drown their differences.
+    level = torch.maximum(level, step)
+    loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
+    # The first step only sets the statistics, because the level is still unknown.
+    seen = (count > 0).to(loss.dtype)
+    seen = seen if chosen is None else seen * chosen
+    writes = [
+        *selection.write("mean", new_mean),
+        *selection.write("spread_level", level),
+        *selection.write("spread_advantage", step),
+        *selection.write("rows", selection.read("rows") * 0.0 + number),
+        *selection.write("count", selection.read("count") + 1),
+    ]
+    with torch.no_grad():
+        variance = site_mean(_centre(scaled).square())
+        # A single particle and row has no variance.
+        explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
+    # The mean of the ranks' gradients weights all ranks alike, but they may have different numbers of rows.
+    weight = 1.0 if ranks is None else samples * ranks.size / number
+    return (weight * loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
+
+
+def _loss(error: Tensor, level: Tensor, step: Tensor, weight: float) -> Tensor:
+    particles = error.shape[1]
+    if particles == 1:
+        return site_mean((error / step).square())
+    row = error.mean(1, keepdim=True)
+    inner = site_mean(((error - row) / step).square()) * (particles / (particles - 1.0))
+    return inner + weight * site_mean((row / level).square())
+
+
+def _centre(value: Tensor) -> Tensor:
+    if value.shape[1] > 1:
+        return value - value.mean(1, keepdim=True)
+    return value - site_mean(value).reshape(-1, *(1,) * (value.dim() - 1))

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import SiteClass
-from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block, Selection, Write
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import writes_of_ranks
@@ -19,22 +19,24 @@ from pyro_bpq.step.values import Info, Learning
 
 
 def estimate(
-    cls: SiteClass, context: SiteContext, bank: CriticBank, step: int, build: bool, writes: list[Write], info: Info
+    estimator: Estimator,
+    context: SiteContext,
+    bank: CriticBank,
+    step: int,
+    build: bool,
+    writes: list[Write],
+    info: Info,
+    width: int = 1,
 ) -> Tensor:
-    """Calls an estimator with the running statistics of its sites; for the others see :func:`term_of`."""
-    estimator = cls.spec.estimator
-    initial = initial_statistics(estimator, cls.width)
-    selection, statistics = statistics_of(estimator, initial, context.names, context.cost, bank, build)
+    """The surrogate of a class of sites, by the estimator with the running statistics of the sites.
+
+    With ``build``, new statistics are added to ``writes``, and diagnostics to ``info``. ``width`` is the number of
+    features of an encoded value.
+    """
+    rows, statistics = _statistics(estimator, initial_statistics(estimator, width), context, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
-    return term_of(estimator.at(step), context, selection, build, writes, info)
-
-
-def term_of(
-    estimator: Estimator, context: SiteContext, rows: Selection | None, build: bool, writes: list[Write], info: Info
-) -> Tensor:
-    """Calls an estimator; with ``build``, notes new statistics of its ``rows`` in the bank, and diagnostics."""
     try:
-        term = estimator(context)
+        term = estimator.at(step)(context)
     except UnsupportedSiteError as error:
         raise error.at(*context.names) from error
     surrogate = term.surrogate
@@ -45,22 +47,22 @@ def term_of(
     if rows is not None:
         new = [write for name, value in term.statistics.items() for write in rows.write(name, value)]
         writes += writes_of_ranks(context.ranks, new, context.cost[0].numel())
-        count = context.count
+        count = statistics["count"]
         # Half precision cannot count far.
-        count = rows.read("count") if count is None or count.element_size() < 4 else count
-        writes += rows.write("count", count + 1)
+        writes += rows.write("count", (rows.read("count") if count.element_size() < 4 else count) + 1)
     shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
     for i, name in enumerate(context.names):
-        info[name] |= {k: v[i] for k, v in shown.items()}
+        info.setdefault(name, {}).update({k: v[i] for k, v in shown.items()})
     return surrogate
 
 
-def statistics_of(
-    estimator: Estimator, initial: Statistics, names: tuple[str, ...], like: Tensor, bank: CriticBank, build: bool
+def _statistics(
+    estimator: Estimator, initial: Statistics, context: SiteContext, bank: CriticBank, build: bool
 ) -> tuple[Selection | None, dict[str, Tensor]]:
     """Running statistics of a class of sites; initial values for sites that have none yet."""
     if not initial:
         return None, {}
+    names, like, every = context.names, context.cost, (*initial, "count")
 
     def make(keys: tuple[str, ...]) -> Block:
         tensors = {k: torch.as_tensor(v) for k, v in initial.items()}
@@ -73,16 +75,15 @@ def statistics_of(
     kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
     selection = bank.select(kind, names, make if build else None)
     if selection is not None:
-        return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
+        return selection, {name: selection.read(name, like.dtype) for name in every}
     # A site must not notice which other sites are missing, because that follows from sampled values.
-    rows = [bank.select(kind, (site,), None) for site in names]
-    new = make(names)
+    rows, new = [bank.select(kind, (site,), None) for site in names], make(names)
 
     def read(name: str) -> Tensor:
         values = [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
         return torch.cat([value.to(like.dtype) for value in values])
 
-    return None, {name: read(name) for name in (*initial, "count")}
+    return None, {name: read(name) for name in every}
 
 
 def may_learn(loss: Tensor, learning: Learning, told: Iterable[str] = ()) -> bool:

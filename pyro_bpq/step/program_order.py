@@ -11,19 +11,20 @@ values do not depend on this particle's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank, Write
-from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Write
+from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
-from pyro_bpq.step.estimate import may_learn, statistics_of, term_of
-from pyro_bpq.step.values import Info, Learning, Step
+from pyro_bpq.step.estimate import estimate, may_learn
+from pyro_bpq.step.values import Info, Learning, Step, total
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
 
@@ -158,45 +159,25 @@ def order_step(
     info: Info = {}
     terms = []
     for estimator, names, score, cost in _groups(runs):
-        number = score.shape[1]
-        initial = initial_statistics(estimator, 1)
-        rows, statistics = statistics_of(estimator, initial, names, cost, bank, build)
-        context = SiteContext(names, score, cost, number, statistics=statistics, count=statistics.get("count"))
+        context = SiteContext(names, score, cost, score.shape[1])
         info |= {name: {"estimator": estimator} for name in names if build}
-        terms.append((names, term_of(estimator.at(learning.num_steps), context, rows, build, writes, info)))
-    sums = [term.sum() for _, term in terms]
-    return Step(loss, _total(sums), None, writes, info, tuple(terms), build, _total([r.differentiable for r in runs]))
+        terms.append((names, estimate(estimator, context, bank, learning.num_steps, build, writes, info)))
+    surrogate, paths = total([term.sum() for _, term in terms]), total([run.differentiable for run in runs])
+    return Step(loss, surrogate, None, writes, info, tuple(terms), build, paths)
 
 
-def _groups(runs: Sequence[RunInOrder]) -> list[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:
+def _groups(runs: Sequence[RunInOrder]) -> Iterator[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:
     """Sites that are served together, since equally many particles have them: scores and losses, ``(sites, M)``."""
-    if len(runs) == 1 and runs[0].estimators:
-        (run,) = runs
-        first, *others = run.estimators.values()
-        if all(other is first for other in others):
-            scores = run.scores.unsqueeze(1)
-            return [(first, tuple(run.estimators), scores, run.loss.expand_as(scores))]
+    # The particles that have a site, and where its score is among all scores.
     found: dict[tuple[str, Estimator], list[tuple[int, int]]] = {}
-    for m, run in enumerate(runs):
-        for i, pair in enumerate(run.estimators.items()):
-            found.setdefault(pair, []).append((m, i))
-    groups: dict[tuple[Estimator, int], list[tuple[str, list[tuple[int, int]]]]] = {}
+    starts = accumulate((len(run.estimators) for run in runs), initial=0)
+    for m, (run, start) in enumerate(zip(runs, starts, strict=False)):
+        for row, pair in enumerate(run.estimators.items(), start):
+            found.setdefault(pair, []).append((m, row))
+    alike: dict[tuple[Estimator, int], dict[str, list[tuple[int, int]]]] = {}
     for (name, estimator), places in found.items():
-        groups.setdefault((estimator, len(places)), []).append((name, places))
-    starts, total = [], 0
-    for run in runs:
-        starts.append(total)
-        total += len(run.estimators)
-    if not total:
-        return []
+        alike.setdefault((estimator, len(places)), {})[name] = places
     scores, losses = torch.cat([run.scores for run in runs]), torch.stack([run.loss for run in runs])
-    served = []
-    for (estimator, _), members in groups.items():
-        at = torch.tensor([[starts[m] + i for m, i in places] for _, places in members])
-        run_of = torch.tensor([[m for m, _ in places] for _, places in members])
-        served.append((estimator, tuple(name for name, _ in members), scores[at], losses[run_of]))
-    return served
-
-
-def _total(values: Sequence[Tensor]) -> Tensor:
-    return sum(values[1:], values[0]) if values else torch.zeros(())
+    for (estimator, _), members in alike.items():
+        particle, at = torch.tensor(list(members.values())).unbind(-1)
+        yield estimator, tuple(members), scores[at], losses[particle]

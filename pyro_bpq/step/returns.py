@@ -1,8 +1,9 @@
-"""Lambda-returns of the stacked Q-nodes of a step."""
+"""Lambda-returns of the stacked Q-nodes of a step, and the critics' values that they are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,69 +12,127 @@ from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type
+from pyro_bpq.step.critic_step import CriticBatch
+from pyro_bpq.step.values import Learning
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return, network_rules, solve_rules
+
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
 
 # Largest number of Q-nodes whose rules are solved as one dense matrix.
 MOST_SOLVED = 2048
 
 
+class Prediction(NamedTuple):
+    """What critics say of a group of Q-nodes, ``(Q, M, plates)`` in nats, detached."""
+
+    group: QGroup
+    value: Tensor  # `q_X(x)`
+    # `E_X[q_X]`, plus what takes the (discounted) exact immediate costs to their expectation
+    ahead: Tensor
+
+
+def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
+    """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
+    found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
+    targets = lambda_returns(signals.layout, signals.costs, found, learning.lam, learning.gamma)
+    values = {g: critic.says.value for g, critic in signals.critics.items()}
+    return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+
+
+def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
+    """Lambda-return minus cost-to-go by class, for estimators with a ``return_weight``."""
+    estimators, key = [cls.spec.estimator for cls in signals.layout.classes], ("bootstraps", gamma)
+    wanted = {c: lam for c in signals.active if (lam := estimators[c].return_weight) is not None}
+    if not wanted or not signals.critics:
+        return {}
+    if key not in signals.shared:
+        layout, costs, shifts = signals.layout, signals.costs, dict[int, Tensor]()
+        found = predictions(signals, signals.critics, gamma)
+        none = {g: Prediction(own.group, *(torch.zeros_like(own.value),) * 2) for g, own in found.items()}
+        plain = lambda_returns(layout, costs, none, 1.0, 1.0)
+        for lam in sorted(set(wanted.values())):
+            targets = lambda_returns(layout, costs, found, lam, gamma)
+            for g, (group, *_) in found.items():
+                if wanted.get(group.c) == lam:
+                    # The cost-to-go, times gamma, contains the costs that are not immediate, too.
+                    shift = group.sum_to_sites(targets[g] - (plain[g] if gamma == 1.0 else gamma * plain[g]))
+                    shifts[group.c] = shifts[group.c] + shift if group.c in shifts else shift
+        signals.shared[key] = shifts
+    return signals.shared[key]
+
+
+def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> dict[int, Prediction]:
+    """What critics say, by group."""
+    return {g: Prediction(c.group, c.says.value.detach(), _ahead(signals, c, gamma)) for g, c in critics.items()}
+
+
+def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
+    """Replaces sampled immediate costs by their expectation if all tabled costs of the site are the Q-node's."""
+    group, tabled, mean = critic.group, signals.layout.tabled, critic.says.mean
+    exact = signals.exact(group.c)
+    if exact is None:
+        return mean
+
+    def is_whole() -> list[bool]:
+        return [set(node.immediate) >= set(tabled[node.site]) for node in group.nodes]
+
+    whole = group.constant("whole", is_whole, mean.device, mean.dtype)
+    centred = group.pick(critic.batch.centred(exact if gamma == 1.0 else gamma * exact))
+    return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
+
+
 def lambda_returns(
-    layout: Layout,
-    costs: Sequence[Tensor],
-    groups: Mapping[int, QGroup],
-    values: Mapping[int, Tensor],
-    ahead: Mapping[int, Tensor],
-    lam: float | Tensor,
-    gamma: float,
+    layout: Layout, costs: Sequence[Tensor], found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
 ) -> dict[int, Tensor]:
     """Targets of all learned Q-nodes, ``(Q, M, plates)`` in nats, by group.
 
-    They come from one triangular solve if all nodes and costs share their plates, else from a backward pass. ``values``
-    are ``q_X(x)``, detached; ``ahead`` are ``E_X[q_X]`` plus the correction of the (discounted) exact immediate costs
-    to their expectation.
+    They come from one triangular solve if all nodes and costs share their plates, else from a backward pass.
     """
+    if not found:
+        return {}
     assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
     check_discount(layout.network, gamma)
     is_like = len(plates) == 1 and 2 < len(layout.network.nodes) <= MOST_SOLVED
     if is_like and (gamma == 1.0 or not layout.network.skips_levels):
-        # Costs are in single precision at least, as a solve needs.
-        stacked = costs[0].to(common_type(costs[0], *values.values(), *ahead.values()))
-        size = (len(layout.rule_order), *stacked.shape[1:])
-        learned, mean, weight = stacked.new_zeros(size), stacked.new_zeros(size), stacked.new_ones(size[0])
-        where = {}
-        for g, value in values.items():
-            places = [layout.rule_order[node.name] for node in groups[g].nodes]
-            where[g] = rows = groups[g].constant("order", places, stacked.device, torch.long)
-            learned[rows], mean[rows] = value.to(stacked), ahead[g].to(stacked)
-            weight = weight.index_fill(0, rows, lam)
-        key = (stacked.dtype, stacked.device)
-        if key not in layout.rules:
-            layout.rules[key] = network_rules(layout.network, layout.rule_order, stacked)
-        returns = solve_rules(layout.rules[key], stacked, mean, learned, weight, gamma)
-        return {g: returns[rows] for g, rows in where.items()}
-    q, roots, expected = by_name(layout, costs, groups, values, ahead, gamma)
-    found = lambda_return(layout.network, q, roots, lam, gamma, expected)
+        return _solved(layout, costs[0], found, lam, gamma)
+    q, roots, expected = by_name(layout, costs, found, gamma)
+    returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
     return {
-        g: torch.stack([found[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
-        for g, value in values.items()
+        g: torch.stack([returns[node.name].expand(own.value.shape[1:]) for node in own.group.nodes])
+        for g, own in found.items()
     }
 
 
+def _solved(
+    layout: Layout, costs: Tensor, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
+) -> dict[int, Tensor]:
+    """The lambda-returns by one triangular solve."""
+    network, order = layout.network, layout.rule_order
+    assert network is not None
+    # Costs are in single precision at least, as a solve needs.
+    costs = costs.to(common_type(costs, *(part for own in found.values() for part in own[1:])))
+    size = (len(order), *costs.shape[1:])
+    learned, mean, weight = costs.new_zeros(size), costs.new_zeros(size), costs.new_ones(size[0])
+    places = {}
+    for g, (group, value, ahead) in found.items():
+        places[g] = rows = group.places(layout.rule_order, costs.device)
+        learned[rows], mean[rows] = value.to(costs), ahead.to(costs)
+        weight = weight.index_fill(0, rows, lam)
+    rules = layout.made("rules", lambda: network_rules(network, order, costs), costs.device, costs.dtype)
+    returns = solve_rules(rules, costs, mean, learned, weight, gamma)
+    return {g: returns[rows] for g, rows in places.items()}
+
+
 def by_name(
-    layout: Layout,
-    costs: Sequence[Tensor],
-    groups: Mapping[int, QGroup],
-    values: Mapping[int, Tensor],
-    ahead: Mapping[int, Tensor],
-    gamma: float,
+    layout: Layout, costs: Sequence[Tensor], found: Mapping[int, Prediction], gamma: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Q-values, costs, and expected Q-values plus immediate costs, by name, ``(M, plates)``; see lambda_returns."""
-    assert layout.network is not None
+    """Q-values, costs, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
     graph, roots = layout.graph, costs_by_name(layout, costs)
     q, expected = {}, {}
-    for g, value in values.items():
-        for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
+    for group, values, means in found.values():
+        for node, own, mean in zip(group.nodes, values.unbind(0), means.unbind(0), strict=True):
             plates, q[node.name] = graph.node(node.site).plates, own
             for cost in node.immediate:
                 mean = mean + gamma * sum_to_plates(roots[cost], graph.cost(cost).plates, plates)

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Relation
-from pyro_bpq.batching.cost_to_go import crossed_costs
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators.lambda_return import ParentAdvantage
+from pyro_bpq.estimators.q_estimators import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import reparameterise
 from pyro_bpq.rollout.features import base_distribution
-from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
+from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step import site_program
-from pyro_bpq.step.returns import by_name
+from pyro_bpq.step.critic_step import CriticBatch
+from pyro_bpq.step.returns import by_name, predictions
 from pyro_bpq.targets.advantages import advantages
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def moved_value(signals: Signals, c: int) -> Tensor:
 
 def q_value(signals: Signals, c: int) -> Tensor:
     """``Q(x)`` at the sample, ``(G, M, plates)`` in nats, detached; zero without critics."""
-    return _per_site(signals, c, {g: value.detach() for g, value in signals.q_values[0].items()}, ())
+    return _per_site(signals, c, lambda critic: critic.says.value.detach())
 
 
 def q_slope(signals: Signals, c: int) -> Tensor:
@@ -56,22 +55,24 @@ def q_slope(signals: Signals, c: int) -> Tensor:
 
     It is zero where there is no critic that reads the value as a whole.
     """
-    found = {}
-    for g, critic in signals.critics.items():
-        joint = critic.joint
-        if critic.group.c == c and joint is not None and joint.leaf is not None and joint.value.requires_grad:
-            (slope,) = torch.autograd.grad(joint.value.sum(), joint.leaf, retain_graph=True)
-            found[g] = slope.reshape(*joint.value.shape, -1)
-    return _per_site(signals, c, found, (signals.layout.classes[c].width,))
+
+    def slope(critic: CriticBatch) -> Tensor | None:
+        value = critic.says.value
+        if critic.leaf is None or not value.requires_grad:
+            return None
+        (found,) = torch.autograd.grad(value.sum(), critic.leaf, retain_graph=True)
+        return found.reshape(*value.shape, -1)
+
+    return _per_site(signals, c, slope, signals.layout.classes[c].width)
 
 
-def _per_site(signals: Signals, c: int, found: dict[int, Tensor], event: tuple[int, ...]) -> Tensor:
-    """Sums tensors of groups of Q-nodes over the Q-nodes of each site of a class."""
+def _per_site(signals: Signals, c: int, pick: Callable[[CriticBatch], Tensor | None], *event: int) -> Tensor:
+    """Sums what is picked of critics over the Q-nodes of each site of a class."""
     batch = signals.batches[c]
     total = batch.score.detach().new_zeros(len(batch.cls.names), *batch.batch_shape, *event)
-    for g, tensor in found.items():
-        if signals.critics[g].group.c == c:
-            total = total + signals.sum_over_nodes(signals.critics[g].group, tensor)
+    for critic in signals.critics.values():
+        part = pick(critic) if critic.group.c == c else None
+        total = total if part is None else total + critic.group.sum_to_sites(part)
     return total
 
 
@@ -84,14 +85,9 @@ def crossed(signals: Signals, c: int) -> Tensor | None:
     if rollout.num_particles == 1:
         return None
     if "crossed" not in signals.shared:
-        signals.shared["crossed"] = [crossed_costs(group, rollout, signals.costs) for group in layout.crossed]
-    found, plates = [], layout.classes[c].spec.plates
-    for g, change in enumerate(signals.shared["crossed"]):
-        selected = layout.matrix(Relation.CROSSED, c, g, change)
-        if selected is not None:
-            found.append(selected @ sum_to_plates(change, layout.crossed[g].cls.plates, plates))
-    shape = (len(layout.classes[c].names), *batch.batch_shape)
-    return sum(found[1:], found[0]).expand(shape) if found else None
+        signals.shared["crossed"] = [group.changes(rollout, signals.costs) for group in layout.crossed_costs]
+    found = layout.crossed.sums(c, signals.shared["crossed"])
+    return None if found is None else found.expand(len(layout.classes[c].names), *batch.batch_shape)
 
 
 def parent_advantage(signals: Signals, c: int) -> Tensor | None:
@@ -109,10 +105,8 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
         return None
     key = f"advantage {estimator.lam}"
     if key not in signals.shared:
-        groups = {g: critic.group for g, critic in signals.critics.items()}
-        values, means = signals.q_values
-        detached = {g: value.detach() for g, value in values.items()}
-        q, costs, expected = by_name(layout, signals.costs, groups, detached, signals.ahead(means, 1.0), 1.0)
+        told = predictions(signals, signals.critics, 1.0)
+        q, costs, expected = by_name(layout, signals.costs, told, 1.0)
         # All classes share one backward pass.
         signals.shared[key] = advantages(layout.network, q, costs, estimator.lam, 1.0, expected)
     found = signals.shared[key]

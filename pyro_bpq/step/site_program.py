@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.matrix import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Run
@@ -73,16 +73,12 @@ class SiteProgramRuns:
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
-        value = value.detach()
-        runs = [self._run(i, value[i]) for i in range(len(self.names))]
-        return torch.stack([self._cost_to_go(found)[i] for i, found in enumerate(runs)])
+        return torch.stack([self._cost_to_go(self._run(i, own))[i] for i, own in enumerate(value.detach())])
 
     @torch.no_grad()
     def sampled_cost(self) -> Tensor:
         """Costs-to-go at the sampled values of all sites, by the same way as at other values."""
-        runs = self.batch.rollout.runs
-        found = [self.rerun(name, self.value[i], runs) for i, name in enumerate(self.names)]
-        return torch.stack([self._cost_to_go(own)[i] for i, own in enumerate(found)])
+        return replace(self, downstream=[self.batch.rollout.runs] * len(self.names)).cost(self.value)
 
     def independent(self) -> Tensor:
         """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""
@@ -127,8 +123,8 @@ class SiteProgramRuns:
 
     def held(self, value: Tensor) -> SiteProgramRuns:
         """The program in which sites downstream keep the values that they take in a run at ``value``."""
-        value, graph = value.detach(), self.layout.graph
-        held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
+        descendants, pairs = self.layout.graph.descendants, zip(self.names, value.detach(), strict=True)
+        held = [self.rerun(name, own) if descendants(name) else None for name, own in pairs]
         return replace(self, downstream=held, means=False)
 
     def mean_field(self) -> SiteProgramRuns:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
-from pyro_bpq.critics.bank import CriticBank, Write, average_writes
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Write, average_writes
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.distributed import Ranks
@@ -25,7 +26,7 @@ from pyro_bpq.step.estimate import add_time, estimate, may_learn
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Info, Learning, Step
+from pyro_bpq.step.values import Info, Learning, Step, total
 
 
 def step(
@@ -38,35 +39,28 @@ def step(
     critics may learn in a sweep. Numbers leave the device only in :func:`may_learn`.
     """
     build = is_learning and may_learn(loss, learning, _told(signals))
-    writes: list[Write] = []
+    writes, terms, taught = list[Write](), [], None
     info: Info = {}
-    swept: dict[str, dict[str, Tensor]] = {}
-    if build and learning.sweep is not None:
-        for one in signals:
-            new, found = sweep(one, bank, learning.sweep, learning.lam, learning.gamma, learning.ranks)
-            writes, swept = writes + new, swept | found
-        signals = [one.again() for one in signals]
     if build:
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
-    terms = []
+        if learning.sweep is not None:
+            for one in signals:
+                sweep(one, bank, learning, writes, info)
+            signals = [one.again() for one in signals]
     for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
-        term = estimate(cls, context, bank, learning.num_steps, build, writes, info)
+        term = estimate(cls.spec.estimator, context, bank, learning.num_steps, build, writes, info, cls.width)
         terms.append((context.names, term))
         if build:
             add_time(info, context.names, start)
-    taught = None
     if build and learning.sweep is None and any(one.critics for one in signals):
         taught = critic_loss(signals, bank, learning, writes=writes, info=info)
-    for site, own in swept.items():
-        info.setdefault(site, {}).update(own)
     if len(signals) > 1:
         # Several particles, or sites that share a critic, may write to the same row.
         writes = average_writes(writes)
-    sums = [term.sum() for _, term in terms]
-    surrogate = sum(sums[1:], sums[0]) if sums else torch.zeros(())
-    paths = sum((cost for one in signals for cost in one.paths()), torch.zeros(()))
+    surrogate = total([term.sum() for _, term in terms])
+    paths = total([run.differentiable for one in signals for run in one.rollout.runs])
     return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
 
 
@@ -74,7 +68,7 @@ def _told(signals: Sequence[Signals]) -> Iterator[str]:
     """What has to be the same in all processes that learn together."""
     for one in signals:
         yield from (f"sites {one.layout.classes[c].names}" for c in one.active)
-        yield from (f"critics {critic.keys}" for critic in one.critics.values())
+        yield from (f"critics {critic.group.keys}" for critic in one.critics.values())
 
 
 def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
@@ -82,13 +76,13 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
     if len(signals) == 1:
         (only,) = signals
         return [(only.layout.classes[c], _context(only, c, gamma, ranks)) for c in only.active]
-    found: dict[Any, list[SiteContext]] = {}
+    found: dict[Any, list[tuple[SiteContext, int]]] = {}
     for one in signals:
         for c in one.active:
             spec, context = one.layout.classes[c].spec, _context(one, c, gamma, ranks)
             for i, name in enumerate(context.names):
-                found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
-    return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]
+                found.setdefault((name, spec, context.cost.shape[2:]), []).append((context, i))
+    return [(SiteClass(spec, (name,)), _of_site(name, rows)) for (name, spec, _), rows in found.items()]
 
 
 def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:
@@ -113,32 +107,22 @@ def _asked_for(signals: Signals, c: int) -> dict[str, Any]:
     return {name: SIGNALS[name](signals, c) for name in sorted(estimator.needs & SIGNALS.keys())}
 
 
-def _tensors(context: SiteContext) -> dict[tuple[str, str], Tensor]:
-    """All tensors of a context, by field and by name within the field."""
-    own: dict[tuple[str, str], Any] = {(item.name, ""): getattr(context, item.name) for item in fields(context)}
-    own |= {("signals", name): value for name, value in context.signals.items()}
-    own |= {} if context.moments is None else {("moments", n): v for n, v in context.moments._asdict().items()}
-    return {key: value for key, value in own.items() if isinstance(value, Tensor)}
+def _of_site(name: str, rows: Sequence[tuple[SiteContext, int]]) -> SiteContext:
+    """The input for one site of several particles, from each particle's input and the position of the site in it."""
+    parts = {item.name: [(getattr(own, item.name), i) for own, i in rows] for item in fields(SiteContext)}
+    number = sum(own.num_particles for own, _ in rows)
+    return replace(SiteContext(**{n: _joined(p) for n, p in parts.items()}), names=(name,), num_particles=number)
 
 
-def _with_tensors(context: SiteContext, tensors: Mapping[tuple[str, str], Tensor], **others: Any) -> SiteContext:
-    """A context with other tensors."""
-    inner = {name: {n: v for (part, n), v in tensors.items() if part == name} for name in ("signals", "moments")}
-    own: dict[str, Any] = {name: value for (name, inside), value in tensors.items() if not inside}
-    own["signals"] = {**context.signals, **inner["signals"]}
-    own["moments"] = Standardised(**inner["moments"]) if inner["moments"] else None
-    return replace(context, **own, **others)
-
-
-def _row(context: SiteContext, i: int) -> SiteContext:
-    rows = {key: value[i : i + 1] for key, value in _tensors(context).items()}
-    return _with_tensors(context, rows, names=(context.names[i],))
-
-
-def _join(contexts: Sequence[SiteContext]) -> SiteContext:
-    """One site of several particles; a tensor that some particles lack is zero there."""
-    found, joined = [_tensors(context) for context in contexts], {}
-    for key in dict.fromkeys(key for own in found for key in own):
-        like = next(own[key] for own in found if key in own)
-        joined[key] = torch.cat([own.get(key, torch.zeros_like(like)) for own in found], 1)
-    return _with_tensors(contexts[0], joined, num_particles=sum(context.num_particles for context in contexts))
+def _joined(parts: Sequence[tuple[Any, int]]) -> Any:
+    """The rows of a tensor in several particles, or of the tensors of a dictionary; zero where a particle lacks one."""
+    like = next((value for value, _ in parts if value is not None), None)
+    if isinstance(like, Tensor):
+        rows = [torch.zeros_like(like[:1]) if value is None else value[i : i + 1] for value, i in parts]
+        return torch.cat(rows, 1)
+    if isinstance(like, Standardised):
+        return Standardised(*(_joined([(value[n], i) for value, i in parts]) for n in range(len(like))))
+    if isinstance(like, Mapping):
+        names = dict.fromkeys(name for value, _ in parts for name in value)
+        return {name: _joined([(value.get(name), i) for value, i in parts]) for name in names}
+    return like

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import Write
+from pyro_bpq.critics.blocks import Write
 from pyro_bpq.rollout.distributed import Ranks
 
 # Estimator and detached diagnostics, by name of the site.
 Info = dict[str, dict[str, Any]]
 # Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.
 Seen = tuple[tuple[str, ...], float] | None
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors; zero for none."""
+    return sum(values[1:], values[0]) if values else torch.zeros(())
 
 
 @dataclass(frozen=True)

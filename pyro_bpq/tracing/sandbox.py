@@ -11,7 +11,7 @@ import torch
 from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import is_of_critic
+from pyro_bpq.critics.blocks import is_of_critic
 
 
 class LentBuffers:

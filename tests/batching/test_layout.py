@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -10,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import QGroup, Relation, SiteSpec
+from pyro_bpq.batching.classes import Known, QGroup, SiteSpec
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.nets import MLPCritic
+from pyro_bpq.batching.matrix import Matrix
+from pyro_bpq.critics.nets import MLPCritic, TabularCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
@@ -52,23 +55,27 @@ def graphs(draw: Any) -> Graph:
     return Graph.from_parents(nodes, costs, plates)
 
 
-def whole(found: Layout, kind: Relation, over: str) -> dict[str, set[str]]:
-    """The pairs that the matrices of one kind select."""
-    selected: dict[str, set[str]] = {}
-    columns = found.cost_classes if over == "costs" else found.classes
+def selected(found: Layout, matrix: Matrix, columns: Sequence[Sequence[str]], start: int = 0) -> dict[str, set[str]]:
+    """The names of the columns, from the ``start``-th ones on, that a matrix selects for each site."""
+    pairs: dict[str, set[str]] = {node.name: set() for node in found.graph.nodes}
     for c, cls in enumerate(found.classes):
-        for k, other in enumerate(columns):
-            array = found.matrix(kind, c, k, torch.zeros(()))
-            for i, name in enumerate(cls.names):
-                row = set() if array is None else {other.names[j] for j in dense(array)[i].nonzero().flatten().tolist()}
-                selected.setdefault(name, set()).update(row)
-    return selected
+        for k, names in enumerate(columns):
+            block = matrix.block(c, start + k, torch.zeros(()))
+            for i, j in () if block is None else dense(block).nonzero().tolist():
+                pairs[cls.names[i]].add(names[j])
+    return pairs
+
+
+def counted(found: Layout, over_rows: bool = True) -> dict[str, set[str]]:
+    """The costs that each site counts row by row, or summed over rows."""
+    names = [cls.names for cls in found.cost_classes]
+    return selected(found, found.counted, names, len(names) * over_rows)
 
 
 @hypothesis.given(graphs())
 def test_downstream_and_crossing_split_the_downstream_costs(graph: Graph) -> None:
     found = layout(graph)
-    down, crossing = whole(found, Relation.DOWNSTREAM, "costs"), whole(found, Relation.CROSSING, "costs")
+    down, crossing = counted(found, False), counted(found)
     for node in graph.nodes:
         assert down[node.name] | crossing[node.name] == set(graph.downstream_costs(node.name))
         assert not down[node.name] & crossing[node.name]
@@ -84,7 +91,7 @@ def paths(graph: Graph, name: str, cost: str) -> list[list[str]]:
 
 @hypothesis.given(graphs())
 def test_crossing_costs_are_reached_outside_of_a_plate(graph: Graph) -> None:
-    crossing = whole(layout(graph), Relation.CROSSING, "costs")
+    crossing = counted(layout(graph))
     for node in graph.nodes:
         for cost in graph.downstream_costs(node.name):
             ways = paths(graph, node.name, cost)
@@ -94,22 +101,25 @@ def test_crossing_costs_are_reached_outside_of_a_plate(graph: Graph) -> None:
 
 def test_nothing_is_cut_where_rows_met() -> None:
     graph = Graph.from_parents({"g": [], "z": ["g"]}, {"f": ["z"]}, {"z": [ROWS], "f": [ROWS]})
-    assert whole(layout(graph), Relation.CROSSING, "costs") == {"g": set(), "z": set()}
-    assert whole(layout(graph, cuts_plates=False), Relation.CROSSING, "costs") == {"g": set(), "z": {"f"}}
+    assert counted(layout(graph)) == {"g": set(), "z": set()}
+    assert counted(layout(graph, cuts_plates=False)) == {"g": set(), "z": {"f"}}
 
 
 @hypothesis.given(graphs())
-def test_later_sites_have_no_costs_beyond_those_of_the_site(graph: Graph) -> None:
-    later = whole(layout(graph), Relation.LATER, "sites")
-    order = list(graph.index)
-    for name in order:
-        own = set(graph.downstream_costs(name))
-        expected = {
-            other
-            for other in order[order.index(name) + 1 :]
-            if graph.downstream_costs(other) and set(graph.downstream_costs(other)) <= own
-        }
-        assert later[name] == expected
+def test_control_variates_have_no_costs_beyond_those_of_the_site(graph: Graph) -> None:
+    tabled = {name: costs for name, costs in graph.last_costs.items() if costs}
+    kinds = {node.name: frozenset({Known.MODEL} if node.name in tabled else ()) for node in graph.nodes}
+    specs = {node.name: spec(node.plates, tabled=kinds[node.name]) for node in graph.nodes}
+    network = BackpropQNetwork.build(graph, "per_cost", immediate=frozenset(sum(tabled.values(), ())))
+    found, parts, columns = Layout(graph, network, specs, tabled), {}, []
+    for k, variates in enumerate(found.variates):
+        columns.append([f"{found.classes[variates.c].names[i]} {k} {j}" for j, i in enumerate(variates.sites)])
+        parts |= zip(columns[k], map(set, map(graph.cost_names, variates.costs)), strict=True)
+    assert set().union(*parts.values()) == {cost for name in graph.index for cost in graph.downstream_costs(name)}
+    predicted, order = selected(found, found.predicted, columns), list(graph.index)
+    for i, name in enumerate(order):
+        own, later = set(graph.downstream_costs(name)), order[i + 1 :]
+        assert predicted[name] == {n for n, costs in parts.items() if n.split()[0] in later and costs <= own}
 
 
 def test_classes_stack_equal_specs_in_program_order() -> None:
@@ -140,10 +150,10 @@ def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     for i in range(1, 7):
         expected[i, :i] = i**-0.5
     np.testing.assert_allclose(dense(group.rest(0, torch.zeros(()))), expected, rtol=1e-6)
-    assert found.num_features(group) == 3 and found.cells(group) == 0
+    assert group.shape.features == 3
     wide = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=6)
     (group,) = wide.groups
-    assert group.contexts[0].rest is None and wide.num_features(group) == 6
+    assert group.contexts[0].rest is None and group.shape.features == 6
 
 
 def test_contexts_of_a_steered_program_follow_from_what_was_sampled_before() -> None:
@@ -152,7 +162,7 @@ def test_contexts_of_a_steered_program_follow_from_what_was_sampled_before() -> 
     for graph in (long, short):
         specs = {n.name: spec() for n in graph.nodes}
         found = Layout(graph, sequence_network(graph, {}), specs, {}, window=2, is_steered=True)
-        groups.append({n.site: (found.num_features(g), g) for g in found.groups for n in g.nodes})
+        groups.append({n.site: (g.shape.features, g) for g in found.groups for n in g.nodes})
     for name, (features, group) in groups[1].items():
         assert features == groups[0][name][0]
         i, j = ([n.site for n in g.nodes].index(name) for g in (group, groups[0][name][1]))
@@ -170,11 +180,11 @@ def group_of(layout: Layout, site: str) -> QGroup:
 def test_cells_count_the_joint_states_of_the_scope() -> None:
     graph = chain(4)
     network = BackpropQNetwork.build(graph, "chain", immediate="learned")
-    specs = {"x0": spec(components=DIE), "x1": spec(), "x2": spec(), "x3": spec(share="s")}
+    coin = replace(spec(), critic=TabularCritic())
+    specs = {"x0": replace(coin, components=DIE), "x1": coin, "x2": coin, "x3": replace(coin, share="s")}
     found = Layout(graph, network, specs, {})
     # x3 sees the die and two coins; like-shaped critics have tables of one size.
-    assert found.cells(group_of(found, "x3")) == 3 * 2 * 2
-    assert found.cells(group_of(found, "x0")) == 1
+    assert group_of(found, "x3").shape.cells == 3 * 2 * 2
+    assert group_of(found, "x0").shape.cells == 1
     specs["x0"] = SiteSpec((), None, (), Pathwise())
-    found = Layout(graph, network, specs, {})
-    assert found.cells(group_of(found, "x3")) == 0
+    assert group_of(Layout(graph, network, specs, {}), "x3").shape.cells == 0

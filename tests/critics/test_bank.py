@@ -11,7 +11,8 @@ import torch
 from steps import filtered
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import Block, CriticBank, Selection
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block, Selection
 from pyro_bpq.errors import BPQWarning
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from pyro_bpq.estimators import AllAction
 from pyro_bpq.estimators.all_action import _terms
 from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.estimators.scales import PAIRS, SIZE, solve
+from pyro_bpq.estimators.scales import SIZE, solve
 
 
 def gradient(estimator: AllAction, made: SiteContext, logits: Tensor) -> Tensor:
@@ -67,14 +68,14 @@ def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
     scales = torch.full((len(made.names), SIZE), 0.4)
     known = sum((0.4 * offset for offset in terms.offsets if offset is not None), torch.zeros_like(u))
     moments, squares = terms.moments(scales)
-    for n, (i, j) in enumerate(PAIRS):
+    for i, j in itertools.product(range(SIZE), repeat=2):
         expected = (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1)
         # What later sites add has mean zero given all that the others read.
-        expected = torch.zeros_like(expected) if i < j and j >= 3 else expected
-        torch.testing.assert_close(moments[:, n], expected, msg=lambda m, p=(i, j): f"v{p}: {m}")
+        expected = torch.zeros_like(expected) if i != j and max(i, j) >= 3 else expected
+        torch.testing.assert_close(moments[:, i, j], expected, msg=lambda m, p=(i, j): f"v{p}: {m}")
     for i in range(SIZE):
         expected = ((u - known) * parts[i]).sum((-1, -2)).flatten(1).mean(1)
-        torch.testing.assert_close(moments[:, len(PAIRS) + i], expected, msg=lambda m, i=i: f"u v{i}: {m}")
+        torch.testing.assert_close(moments[:, i, SIZE], expected, msg=lambda m, i=i: f"u v{i}: {m}")
         product = ((u - known) * parts[i]).sum((-1, -2))
         for j in range(SIZE):
             if j != i and max(i, j) < 3:
@@ -107,7 +108,7 @@ def test_all_action_term_of_the_gradient_leaves_the_products_as_they_are() -> No
     log_probs, table = logits.log_softmax(-1), torch.tensor([[1.0, -2.0, 0.5]])
     found = {}
     for scale in (0.0, 1.0):
-        total = torch.zeros(1, len(PAIRS) + SIZE)
+        total = torch.zeros(1, SIZE + 1, SIZE + 1)
         for k in range(3):
             made = SiteContext(
                 names=("x",),
@@ -125,8 +126,8 @@ def test_all_action_term_of_the_gradient_leaves_the_products_as_they_are() -> No
 
 
 def gram_of(v: Tensor, u: Tensor) -> Tensor:
-    square = v @ v.T
-    return torch.cat([torch.stack([square[i, j] for i, j in PAIRS]), v @ u]).unsqueeze(0)
+    rows = torch.cat((v, u.unsqueeze(0)))
+    return (rows @ rows.T).unsqueeze(0)
 
 
 def without_the_last(gram: Tensor, scales: Tensor, *args: Any) -> Tensor:
@@ -170,7 +171,7 @@ def test_solve_takes_later_sites_with_or_without_their_critics(learned: float, e
     v[4], v[3] = known, known + learned * noise
     u = 0.9 * v[3 if expected[0] else 4]
     gram = gram_of(v, u)
-    gram[:, PAIRS.index((3, 4))] = 0.0
+    gram[:, 3, 4] = gram[:, 4, 3] = 0.0
     found = solve(gram, torch.ones(1, SIZE), torch.zeros(1), 1.2)
     torch.testing.assert_close(found[:, 3:], torch.tensor([expected]))
 
@@ -178,7 +179,7 @@ def test_solve_takes_later_sites_with_or_without_their_critics(learned: float, e
 def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:
     estimator = AllAction()
     for is_good in (True, False):
-        statistics = {name: torch.tensor([value] * 2) for name, value in estimator.statistics().items()}
+        statistics = {name: torch.stack([torch.as_tensor(value)] * 2) for name, value in estimator.statistics().items()}
         for step in range(200):
             made, _ = context(seed=step)
             made = replace(made, exact=None, exact_cost=None, level=None, correction=None, exact_correction=None)

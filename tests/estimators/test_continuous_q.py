@@ -157,8 +157,7 @@ def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
 def value_of(elbo: ExpectedCost, policy: Any, node: float) -> Tensor:
     NodeNormal.nodes = iter([node])
     seen = elbo.observe(Program(None, policy, (), {}))
-    (value,) = seen.items[0].signals.q_values[0].values()
-    return value.detach().reshape(())
+    return seen.items[0].signals.critics[0].says.value.detach().reshape(())
 
 
 def step_cost(x: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: 
     runs, (staged,) = seen.runs, seen.items
     signals = staged.signals
     crossed(signals, 0)
-    (group,), (found,) = signals.layout.crossed, signals.shared["crossed"]
+    (group,), (found,) = signals.layout.crossed_costs, signals.shared["crossed"]
     assert set(group.sites) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
     for k, (cost, (site, _)) in enumerate(group.sites.items()):
         for i in range(particles):
@@ -254,13 +254,14 @@ def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None
     # log q(z2) reads z1.
     wrong = list(layout.crossings.own_law)
     wrong[first] |= graph.cost_bits_of(["log q(z2)"])
-    layout.crossings, layout._sums = layout.crossings._replace(own_law=tuple(wrong)), {}
+    layout.crossings = layout.crossings._replace(own_law=tuple(wrong))
+    del layout.crossed
     assert error_and_variance(elbo, program)[0] > 1e-3
 
 
 def test_what_the_guide_hands_over_does_not_cross() -> None:
     elbo = train(handed(), CrossedLeaveOneOut(), {})
-    assert [name for group in elbo.runner.plans.last.plan.layout.crossed for name in group.sites] == ["log q(y)"]
+    assert [name for group in elbo.runner.plans.last.plan.layout.crossed_costs for name in group.sites] == ["log q(y)"]
 
 
 def test_without_a_past_it_is_leave_one_out() -> None:
@@ -305,7 +306,7 @@ def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
     with pyro.validation_enabled(False):
         elbo = train(program, CrossedLeaveOneOut(), {})
         assert error_and_variance(elbo, program)[0] < 1e-10
-    assert [name for group in elbo.runner.plans.last.plan.layout.crossed for name in group.sites] == ["log q(b)"]
+    assert [name for group in elbo.runner.plans.last.plan.layout.crossed_costs for name in group.sites] == ["log q(b)"]
 
 
 def test_it_needs_two_particles() -> None:

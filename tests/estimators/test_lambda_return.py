@@ -43,11 +43,8 @@ def test_weights_by_distance_weigh() -> None:
     (plan,) = elbo.runner.plans.plans.values()
     layout, (a, i) = plan.layout, plan.layout.place["a"]
     assert layout.depth == {"a": 0, "b": 1, "c": 2}
-    found = {}
-    for name in ("b", "c"):
-        c, j = layout.place[name]
-        found[name] = layout.distance(a, c, torch.zeros(()))[i, j]
-    assert found == {"b": 1.0, "c": 2.0}
+    (b, j), (c, k) = layout.place["b"], layout.place["c"]
+    assert layout.distance(a, b)[i, j] == 1.0 and layout.distance(a, c)[i, k] == 2.0
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9])

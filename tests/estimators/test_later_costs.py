@@ -66,13 +66,13 @@ def test_a_cost_of_the_last_site_is_told_where_all_sites_gain(options: dict[str,
 def test_exact_costs_of_later_sites_count_in_full_beside_unlearned_critics(
     sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Signals._corrections
+    plain = Signals.later
 
     def signed(self: Signals, c: int) -> tuple[Tensor | None, Tensor | None]:
         learned, exact = plain(self, c)
         return learned, None if exact is None else sign * exact
 
-    monkeypatch.setattr(Signals, "_corrections", signed)
+    monkeypatch.setattr(Signals, "later", signed)
     elbo = stepped(TraceBackpropQ_ELBO(estimator=AllAction(exact=True), **MANY), 6, 25)
     scales = torch.stack([elbo.info[f"x_{t}"]["scales"] for t in range(4)])
     assert (scales[:, 3:].min(1).values == 0.0).all()

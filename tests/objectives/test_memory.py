@@ -17,7 +17,7 @@ from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import Block
+from pyro_bpq.critics.blocks import Block
 
 LONGEST = 6
 

@@ -13,7 +13,7 @@ from steps import CHAIN, assert_equal, bias, is_equal, run, state_of, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import Block
+from pyro_bpq.critics.blocks import Block
 
 
 def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:

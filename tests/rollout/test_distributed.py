@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_bpq import CriticLearner
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.scales import PAIRS, SIZE
+from pyro_bpq.estimators.scales import SIZE
 from pyro_bpq.rollout.distributed import Ranks
 
 pytestmark = [
@@ -83,7 +83,7 @@ def without_idle_scales(state: dict[str, Any]) -> dict[str, Any]:
     state = dict(state)
     for key in [key for key in state if key.endswith(".scales")]:
         gram = state[key.removesuffix("scales") + "gram"]
-        diagonal = gram[:, [PAIRS.index((i, i)) for i in range(SIZE)]]
+        diagonal = gram.diagonal(dim1=1, dim2=2)[:, :SIZE]
         state[key] = state[key].where(diagonal > 1e-20, 1.0)
     # What waits to be written has such scales too, without their names.
     extra = next(key for key in state if key.endswith("_extra_state") and "critics" not in key)

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from pyro_bpq.critics.bank import Block, CriticBank
-from pyro_bpq.step.critic_inputs import index_features, standardised
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block
+from pyro_bpq.step.critic_step import index_features, standardised
 
 
 def test_the_last_number_in_a_name_is_the_index() -> None:

@@ -15,7 +15,8 @@ from pyro.optim import SGD
 from torch import Tensor
 
 from pyro_bpq import CriticLearner, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import Block, CriticBank
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.blocks import Block
 from pyro_bpq.errors import OptionError
 
 IDLE = 20

@@ -1,0 +1,106 @@
+"""Crossed costs: those of other particles' values given a particle's own past.
+
+Leave-one-out subtracts the cost-to-go of particle ``j``, which has another past than particle ``i``. A closer baseline
+is the cost of the values of ``j``, from the site on, given the past of ``i``. A log-probability is known for such a
+pair without another run if its law reads only the past, ``log p(y_j | parents_i)``, or if its value lies in the past
+and its law reads nothing of the past, ``log p(y_i | parents_j)``. The values of ``i`` that enter do not depend on the
+site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.classes import Constants, CostClass, SiteSpec
+from pyro_bpq.graph.relations import Crossings
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
+
+# Least log-probability of a component's value in crossed costs, in nats.
+_LEAST = -100.0
+# Sites whose values have so many elements get a call each, because copies would take longer than calls.
+_LARGE = 1 << 14
+
+
+@dataclass(frozen=True, eq=False)
+class CrossedCosts(Constants):
+    """Log-probabilities of like-shaped sites that are known given another particle's past."""
+
+    cls: CostClass
+    k: int  # Position of that class
+    components: Components  # Finite components of the sites
+    at: tuple[int, ...]  # Positions of the costs in the class
+    sites: Mapping[str, tuple[str, bool]]  # Site of each cost, and whether the cost is the guide's, by name of the cost
+
+    @torch.no_grad()
+    def changes(self, rollout: Rollout, costs: Sequence[Tensor]) -> Tensor:
+        """Change of each cost given another particle's past, averaged over the other particles.
+
+        A change is the cost given particle ``i``'s past minus the cost of particle ``j``, averaged over ``j``. The
+        result holds the changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats.
+        """
+        own = costs[self.k]
+        own, names = own[self.constant("at", lambda: self.at, own.device)], list(self.sites)
+        size = rollout.runs[0].sites[self.sites[names[0]][0]].value.numel()
+        parts = [names] if size < _LARGE else [[name] for name in names]
+        pairs = torch.cat([self._pairs(rollout, part, own) for part in parts])
+        change = torch.cat((pairs, pairs.transpose(1, 2))) - torch.cat((own, own)).unsqueeze(1)
+        itself = torch.eye(rollout.num_particles, dtype=torch.bool, device=own.device)
+        itself = itself.reshape(*itself.shape, *(1,) * (own.dim() - 2))
+        return change.masked_fill(itself, 0.0).sum(2) / (rollout.num_particles - 1)
+
+    def _pairs(self, rollout: Rollout, names: Sequence[str], like: Tensor) -> Tensor:
+        """Costs under the law of particle ``i`` at the value of particle ``j``, ``(costs, i, j, plates)``.
+
+        They are linear in an encoded value, so one matrix product gives all pairs. Particle ``i``'s own value must not
+        enter the result, not even through rounding.
+        """
+        components = self.components
+
+        def stack(pick: Callable[[SiteRecord, bool], Tensor], event_ndim: int) -> Tensor:
+            def from_run(run: Run, name: str) -> Tensor:
+                site, of_guide = self.sites[name]
+                return pick(run.sites[site], of_guide)
+
+            return rollout.stack(from_run, names, self.cls.plates, event_ndim)
+
+        def law(site: SiteRecord, of_guide: bool) -> Tensor:
+            return components.parameters(site.fn if of_guide else site.prior)
+
+        def weight(site: SiteRecord, of_guide: bool) -> Tensor:
+            one, scale, mask = (1.0, site.scale, site.mask) if of_guide else (-1.0, site.prior_scale, site.prior_mask)
+            weight = like.new_full((), one) * scale
+            return weight if mask is None else weight * torch.as_tensor(mask, device=like.device)
+
+        slopes, base = components.linear(stack(law, components.event_ndim), _LEAST)
+        values = stack(lambda site, _: components.encoded(site.value.detach(), site.fn), 1).to(slopes.dtype)
+        log_prob = torch.einsum("ci...f,cj...f->cij...", slopes, values) + base.unsqueeze(2)
+        weights = stack(weight, 0).unsqueeze(2)
+        # Masked log-probabilities may be infinite or NaN.
+        return torch.where(weights == 0.0, 0.0, weights * log_prob)
+
+
+def crossed_groups(
+    graph: StochasticComputationGraph,
+    crossings: Crossings,
+    specs: Mapping[str, SiteSpec],
+    classes: Sequence[CostClass],
+) -> tuple[CrossedCosts, ...]:
+    """The costs that are known given another past, by class of costs and finite components."""
+    found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
+    used, of_guide = set(graph.cost_names(crossings.used)), set(graph.cost_names(crossings.of_guide))
+    for k, cls in enumerate(classes):
+        for i, name in enumerate(cls.names):
+            site = graph.cost(name).site
+            components = specs[site].components if name in used and site is not None else None
+            if site is not None and components is not None:
+                found.setdefault((k, components), {})[i] = (name, (site, name in of_guide))
+    return tuple(
+        CrossedCosts(classes[k], k, components, tuple(costs), dict(costs.values()))
+        for (k, components), costs in found.items()
+    )
