@@ -146,7 +146,7 @@ class Recordings:
         return f"Recordings({self.mode!r}, {len(self.known)} structures, steered by {self.escaping or 'nothing'})"
 
     def __reduce__(self) -> Any:
-        return _loaded, (self.mode, self.state_dict())
+        return Recordings, (self.mode,), self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What runs have shown of the program; recordings are made again."""
@@ -160,6 +160,8 @@ class Recordings:
         self.escaping, self.crosses = tuple(state["escaping"]), state["crosses"]
         self.in_order, self.needs_graphs = state["in_order"], state["needs_graphs"]
         self.jumps = frozenset(state["jumps"])
+
+    __setstate__ = load_state_dict  # of another process, or of a copy: recordings are made again
 
     @property
     def escapes(self) -> bool:
@@ -374,13 +376,6 @@ class Recordings:
     def _say(self, text: str) -> None:
         self.said = text
         LOG.info("%s", text)
-
-
-def _loaded(mode: str, state: Mapping[str, Any]) -> Recordings:
-    """Recordings of another process, or of a copy: they are made again."""
-    found = Recordings(mode)
-    found.load_state_dict(state)
-    return found
 
 
 def _crossing(traced: TracedRun) -> str:

@@ -150,20 +150,6 @@ def test_a_shared_critic_does_a_chain_no_harm() -> None:
     assert variance(share="z") < 2.0 * variance()
 
 
-WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
-    "estimator": ({"estimator": AllAction()}, "One particle runs, because you wrote estimator=AllAction()."),
-    "dynamic": ({"structure": "dynamic"}, 'One particle runs, because you wrote structure="dynamic".'),
-    "vectorize": ({"vectorize_particles": True}, "because of vectorize_particles=True"),
-}
-
-
-@pytest.mark.parametrize(("options", "words"), WRITTEN.values(), ids=WRITTEN)
-@pytest.mark.parametrize("make", [chain, few])
-def test_an_option_that_changes_the_number_is_named(make: Any, options: dict[str, Any], words: str) -> None:
-    elbo = trained(make(), **options)
-    assert elbo.num_particles == 1 and words in str(elbo)
-
-
 def test_an_estimator_at_all_sites_is_named() -> None:
     elbo = trained(few(estimator=AllAction()))
     assert elbo.num_particles == 1
