@@ -84,6 +84,9 @@ class Reader:
         labels: Any
         try:
             labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
+            # Of tensors that are given by name, each element reads all.
+            named = [over(self(value), None, False) for value in values_in([*node.kwargs.values()])]
+            labels = [combined(own, *named) for own in labels] if isinstance(labels, list) else combined(labels, *named)
         except Unknown as error:
             labels = error
         except (ValueError, IndexError, TypeError, ArithmeticError, RuntimeError):
@@ -364,8 +367,9 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d": partial(
             _last, 2
         ),
-        "upsample_bilinear2d max_pool2d mkldnn_max_pool2d grid_sampler_2d": lambda read, tensor, *_: over(
-            read(tensor), (-2, -1)
+        "upsample_bilinear2d max_pool2d mkldnn_max_pool2d": lambda read, tensor, *_: over(read(tensor), (-2, -1)),
+        "grid_sampler_2d": lambda read, tensor, grid, *_: combined(
+            over(read(tensor), (-2, -1)), over(read(grid), -1, False)[:, None]
         ),
         "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": partial(_last, 3),
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm": _batch_norm,

@@ -107,10 +107,10 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, counts: bool) -> t
     guide, model = traced.guide_trace.nodes, traced.model_trace.nodes
     q, p = rows.log_probs(guide, plan.parents), rows.log_probs(model, plan.priors)
     laws = Laws({name: rows.table(law.exp(), name, plan.parents[name]) for name, law in q.items()})
-    # Tables of the same sites are added up.
+    # Tables of the same sites in the same plates are added up.
     found, tables = list[Tensor](), dict[tuple[tuple[str, ...], Sequence[int]], Tensor]()
 
-    def add(table: Table, plates: Sequence[int] = (), sign: int = 1) -> None:
+    def add(table: Table, plates: Sequence[int], sign: int = 1) -> None:
         key, numbers = (table.sites, plates), table.values
         known = tables.get(key)
         if known is None:
@@ -127,7 +127,7 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, counts: bool) -> t
         if other is None:
             found.append(numbers.sum())
         else:
-            add(Table((other,), numbers))
+            add(Table((other,), numbers), numbers.shape[1:])
     pairs = [_contracted(laws.of(sites), numbers, plates) for (sites, plates), numbers in tables.items()]
     return _averages(pairs, found, counts)
 

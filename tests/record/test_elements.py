@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
-from torch.nn.functional import group_norm, one_hot, scaled_dot_product_attention
+from torch.nn.functional import grid_sample, group_norm, one_hot, scaled_dot_product_attention
 
 from pyro_bpq.record.elements import MANY, NONE, Unknown, rule_of
 from pyro_bpq.record.recording import Recording
@@ -73,6 +73,10 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "solved": lambda z: solve_triangular(torch.eye(2) + torch.ones(2, 2).tril(), z, upper=False)[1],
     "solved_from_the_right": lambda z: solve_triangular(torch.ones(3, 3).triu(), z, upper=True, left=False),
     "group_norm": lambda z: group_norm(z.view(1, 6), 2),
+    "attention_mask": lambda z: scaled_dot_product_attention(
+        *torch.arange(9.0).sin().view(3, 1, 1, 3, 1), attn_mask=z[:1].view(1, 1, 1, 3)
+    ),
+    "grid": lambda z: grid_sample(torch.arange(9.0).view(1, 1, 3, 3), z.view(1, 1, 3, 2) - 0.3, align_corners=False),
 }
 
 
