@@ -273,26 +273,6 @@ def test_recorded_steps_are_those_of_eager_ones(backend: str) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_costs_that_read_a_site_within_a_plate_and_outside_are_summed_alike(number: int) -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
-        for i in range(number):
-            pyro.sample(f"y{i}", dist.Normal(z, 1.0), obs=torch.tensor(0.7))
-        with pyro.plate("rows", 4):
-            pyro.sample("x", dist.Normal(2.0 * z, 1.0), obs=torch.tensor([0.3, 1.2, -0.4, 0.9]))
-        with pyro.plate("columns", 3, dim=-2):
-            pyro.sample("w", dist.Normal(1.0 - z, 1.0), obs=torch.arange(3.0).unsqueeze(-1))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.2))))
-
-    elbo = TraceBackpropQ_ELBO()
-    repeat(3, elbo.loss_and_grads, model, guide)
-    assert elbo.plan and elbo.plan.sums
-    assert_unbiased(elbo, model, guide)
-
-
 def test_an_evaluation_is_exact_too() -> None:
     programs = Chain()
     elbo = trained(programs)
