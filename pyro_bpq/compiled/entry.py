@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import Recording, distinct, first_line
-from pyro_bpq.compiled.subject import Subject, Updates, all_hold, numbers_of
+from pyro_bpq.compiled.recorder import Recording, first_line
+from pyro_bpq.compiled.subject import Subject, Updates, all_hold, distinct, numbers_of
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.rollout.schedule import scheduled

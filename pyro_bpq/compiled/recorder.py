@@ -6,7 +6,7 @@ leaves them as they were. A step is recorded twice, and counts if both runs are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from pyro_bpq.compiled.subject import (
     Subject,
     Updates,
     apply_all,
+    distinct,
+    gradients_of,
     numbers_of,
     tensors_of,
     untraced,
@@ -148,7 +150,7 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
                 before = [tensor.clone() for tensor in own]
             result = subject.recorded_step(program, RecordedStep.of(number, watch.value))
             leaves = inputs_of(result.surrogate)
-            gradients = torch.autograd.grad(result.surrogate, leaves, allow_unused=True) if leaves else ()
+            graded = gradients_of(result.surrogate, leaves)
             subject.learn()
             with torch.no_grad():
                 is_finite = torch.isfinite(result.loss)
@@ -157,7 +159,6 @@ def look(subject: Subject, program: Any, call: Call, number: int, updates: Updat
             announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
             updated = () if updates is None else updates.of(distinct(map(leaf_of, announced.values())), leaves)
             numbers = [watch.given(partial(numbers_of, updated))] if updated else []
-            graded = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
             if updated:
                 apply_all(updated, graded, *numbers)
         made = noise.number - made
@@ -208,14 +209,11 @@ def _guards_of(watch: StepWatch) -> fx.GraphModule | None:
     """A function of all inputs: what Python has read of the data of the call."""
     if not watch.guards:
         return None
-    graph, wanted, copies = fx.Graph(), [node for node, *_ in watch.guards], dict[fx.Node, fx.Node]()
-    needed = set(wanted)
-    for node in reversed(watch.graph.nodes):
-        needed.update(node.all_input_nodes if node in needed else ())
-    for node in watch.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies[node] for node in wanted])
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(watch.graph, copies)
+    graph.output([copies[node] for node, *_ in watch.guards])
+    # Nothing that is read of the call was written before, so writes go as well.
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return fx.GraphModule(watch.numbers, graph)
 
 
@@ -226,11 +224,6 @@ def _cut(node: Any) -> Cut:
         path = (node.args[1:], *path)
         node = node.args[0]
     return Cut(node, path)
-
-
-def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors of some groups in their order, each once."""
-    return list({id(tensor): tensor for group in groups for tensor in group}.values())
 
 
 def first_line(error: BaseException) -> str:

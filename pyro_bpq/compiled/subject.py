@@ -56,6 +56,19 @@ def tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:
     return tuple(place.value for place in places if isinstance(place.value, Tensor))
 
 
+def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of some groups in their order, each once."""
+    return list({id(tensor): tensor for group in groups for tensor in group}.values())
+
+
+def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: bool) -> dict[Tensor, Tensor]:
+    """The gradient of a scalar to each of the leaves that it reads; ``options`` are those of ``torch.autograd``."""
+    if not (leaves and value.requires_grad):
+        return {}
+    found = torch.autograd.grad(value, leaves, allow_unused=True, **options)
+    return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
 @dataclass(frozen=True)
 class RecordedResult:
     """What a step yields while it is recorded."""

@@ -115,6 +115,4 @@ class ActorCriticSVI(SVI):
                 return
             *_, args, kwargs = drawn[0].programs[0]
         loss = functools.partial(self.elbo.bootstrapped_loss, self.model, self.guide, entropy=self.entropy)
-        objective, leaves = captured(lambda: loss(*args, **kwargs))
-        if objective.requires_grad and leaves:
-            descend(self.optim, objective, leaves)
+        descend(self.optim, *captured(lambda: loss(*args, **kwargs)))

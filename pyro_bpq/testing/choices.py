@@ -18,8 +18,6 @@ from pyro.ops.provenance import detach_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import constraints
-from torch.distributions.utils import broadcast_all
 
 from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError, UnsupportedProgramError, UnsupportedSiteError
 
@@ -28,7 +26,7 @@ T = TypeVar("T")
 _MAX_MISSING_PROBABILITY = 1e-5
 
 
-class TwoPoint(dist.TorchDistribution):
+class TwoPoint(dist.Normal):
     r"""Replaces a reparameterised distribution in tests whose expectations must be exact.
 
     The value is a differentiable function of two-point noise,
@@ -45,20 +43,10 @@ class TwoPoint(dist.TorchDistribution):
         validate_args: As in ``torch.distributions``.
     """
 
-    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
-    support = constraints.real
-    has_rsample = True
-
-    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
-        self.loc, self.scale = broadcast_all(loc, scale)
-        super().__init__(self.loc.shape, validate_args=validate_args)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> TwoPoint:
-        """Returns a copy with the parameters expanded to ``batch_shape``."""
-        shape = torch.Size(batch_shape)
-        new = TwoPoint(self.loc.expand(shape), self.scale.expand(shape), validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws a value without a gradient."""
+        return self.rsample(sample_shape)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws the noise and returns ``loc + scale * noise``."""
@@ -71,39 +59,17 @@ class TwoPoint(dist.TorchDistribution):
         """Returns ``loc + scale * noise``, differentiable in ``loc`` and ``scale``."""
         return self.loc + self.scale * noise
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Returns the log-density of ``Normal(loc, scale)`` at ``value``, in nats."""
-        if self._validate_args:
-            self._validate_sample(value)
-        standardised = (value - self.loc) / self.scale
-        return -0.5 * standardised**2 - self.scale.log() - 0.5 * math.log(2 * math.pi)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean, ``loc``."""
-        return self.loc
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance, ``scale ** 2``."""
-        return self.scale**2
-
 
 class _Choice:
     """One choice on the current path: ``num_elements`` independent picks among ``num_values``."""
 
     def __init__(self, name: str, log_probs: Tensor) -> None:
-        self.name = name
-        self.shape = tuple(log_probs.shape)
+        self.name, self.shape = name, tuple(log_probs.shape)
+        self.what = (name, *self.shape)
         self.index = (0,) * log_probs.shape[1]
-        self._log_probs = log_probs
+        self.is_left, self._log_probs = False, log_probs
         self._table: list[list[float]] | None = None
         self._rest: Iterator[tuple[int, ...]] = iter(())
-        self.is_left = False
-
-    def fits(self, name: str, num_values: int, num_elements: int) -> bool:
-        """Whether it is a choice of these values."""
-        return self.name == name and self.shape == (num_values, num_elements)
 
     def settle(self) -> bool:
         """Reads the probabilities once the first run is over; returns whether ``index`` is possible.
@@ -191,17 +157,20 @@ class ChoiceMessenger(Messenger):
 
         ``log_probs`` is called when the choice is first met, and returns shape ``(num_values, num_elements)``.
         """
+        what = name, num_values, num_elements
         while self._position < self._met and self._path[self._position].is_left:
             self._position += 1
-        if self._position < self._met and not self._path[self._position].fits(name, num_values, num_elements):
+        if self._position < self._met and self._path[self._position].what != what:
             self.leave_undone()
         if self._position == len(self._path):
-            self._check_size(name, num_values, num_elements)
+            size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
+            if size * num_values**num_elements > self.num_outcomes:
+                self.raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
             with torch.no_grad():
                 self._path.append(_Choice(name, log_probs()))
         choice = self._path[self._position]
-        if not choice.fits(name, num_values, num_elements):
-            self._raise_changed(f"site {name!r} with {num_elements} elements of {num_values} values")
+        if choice.what != what:
+            self.raise_changed(f"site {name!r} with {num_elements} elements of {num_values} values")
         self._position += 1
         self._met = max(self._met, self._position)
         return choice.index
@@ -212,18 +181,15 @@ class ChoiceMessenger(Messenger):
             choice.leave()
         self._position = self._met
 
-    def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
-        size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
-        if size * num_values**num_elements > self.num_outcomes:
-            self._raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
-
-    def _raise_too_many(self, where: str = "") -> NoReturn:
+    def raise_too_many(self, where: str = "") -> NoReturn:
+        """Refuses to list so many outcomes."""
         raise TooManyOutcomesError(
             f"More than num_outcomes={self.num_outcomes} joint outcomes{where}. Use a smaller program, fewer particles "
             "or a larger num_outcomes; for large programs use sample_gradients and z_scores."
         )
 
-    def _raise_changed(self, found: str) -> NoReturn:
+    def raise_changed(self, found: str) -> NoReturn:
+        """Refuses a program that is not deterministic given its choices."""
         expected = self._path[self._position]
         raise StructureChangedError(
             f"Under the same choices the program met {found} where it had met site {expected.name!r} with "
@@ -335,7 +301,7 @@ class ChoiceNoise:
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._choices: ChoiceMessenger | None = None
+        self.choices: ChoiceMessenger | None = None
 
     def __repr__(self) -> str:
         return f"ChoiceNoise(seed={self._generator.initial_seed()})"
@@ -351,10 +317,10 @@ class ChoiceNoise:
         """
         *rows, num_values = probabilities.shape
         flat = probabilities.detach().reshape(-1, num_values)
-        if self._choices is None:
+        if self.choices is None:
             drawn = torch.multinomial(flat.cpu(), 1, generator=self._generator)
             return drawn.reshape(rows).to(probabilities.device)
-        index = self._choices.choose("noise", num_values, flat.shape[0], lambda: flat.log().T)
+        index = self.choices.choose("noise", num_values, flat.shape[0], lambda: flat.log().T)
         return torch.tensor(index, dtype=torch.long, device=probabilities.device).reshape(rows)
 
 
@@ -384,16 +350,14 @@ def walk(
     choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None = None
 ) -> Iterator[tuple[float, T]]:
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
-    count, total = 0, 0.0
-    while True:
-        found = _run_settled(choices, step, noise, may_draw=count == 0)
-        if found:
+    count, total, is_left = 0, 0.0, True
+    while is_left:
+        for result in _run_settled(choices, step, noise, may_draw=count == 0):
             count, total = count + 1, total + choices.probability
             if count > choices.num_outcomes:
-                choices._raise_too_many()
-            yield choices.probability, found[0]
-        if not choices.advance():
-            break
+                choices.raise_too_many()
+            yield choices.probability, result
+        is_left = choices.advance()
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
         raise UnsupportedProgramError(
             f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "
@@ -416,7 +380,7 @@ def _run_settled(
         return ()  # the first value of a new choice may be impossible, and the program may fail at it
     choices.leave_undone()
     if choices._position < len(choices._path):
-        choices._raise_changed("nothing")
+        choices.raise_changed("nothing")
     if has_drawn:
         raise UnsupportedProgramError(
             "The step drew from torch's global generator behind the choices, so its expectation cannot be "
@@ -428,16 +392,14 @@ def _run_settled(
 
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:
     """Runs ``step`` once; returns its result and whether it moved the global generator, which is restored."""
-    state = torch.get_rng_state()
+    state, noise = torch.get_rng_state(), noise or ChoiceNoise()
     choices.begin()
-    if noise is not None:
-        noise._choices = choices
+    noise.choices = choices
     try:
         with choices:
             result = step()
     finally:
-        if noise is not None:
-            noise._choices = None
+        noise.choices = None
         has_drawn = not torch.equal(state, torch.get_rng_state())
         torch.set_rng_state(state)
     return result, has_drawn
