@@ -11,6 +11,7 @@ added up in another order, so results agree up to rounding.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,14 +98,7 @@ def _can_join(node: fx.Node, storage: Storage) -> bool:
 
 def _signature(node: fx.Node) -> Any:
     """Equal for operators that are alike but for their tensors."""
-
-    def all_told(item: Any) -> Any:
-        if isinstance(item, (tuple, list)):
-            return tuple(map(all_told, item))
-        return ("tensor", kind_of_node(item)) if isinstance(item, fx.Node) else told(item)
-
-    kwargs = tuple((name, all_told(value)) for name, value in node.kwargs.items())
-    return node.target, all_told(node.args), kwargs, kind_of_node(node)
+    return node.target, told((node.args, node.kwargs), kind_of_node), kind_of_node(node)
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ class _Writer:
             return
         for node, row in zip(group, rows, strict=True):
             if node.target is sum_of:
-                self._found[node] = self._sum(list(nodes_in(node.args)))
+                self._found[node] = self._sum(nodes_in(node.args))
             elif row is not None:
                 self._found[node] = row
             elif node.target is _ATEN.stack.default and self._is_first(node):
@@ -242,7 +236,7 @@ class _Writer:
 
     def _own_stack(self, node: fx.Node) -> fx.Node:
         """The result of a stack."""
-        members = list(nodes_in(node.args[0]))
+        members = nodes_in(node.args[0])
         stack = self._stack(members)
         is_result = any(user.op == "output" for user in node.users)
         if is_result or any(map(self._storage.is_written, (node, *members))):
@@ -286,17 +280,12 @@ class _Writer:
         """An argument for all rows at once."""
         first = items[0]
         if isinstance(first, (tuple, list)) and any(isinstance(part, fx.Node) for part in first):
-            parts = zip(*items, strict=True)
-            return [self._argument("", list(part), rank, node) for part in parts]
+            return [self._argument("", [*part], rank, node) for part in zip(*items, strict=True)]
         if isinstance(first, fx.Node):
             return self._tensors(items, rank, node)
-        if rank is not None:
-            return first
-        if name in _SHAPES:
+        if rank is None and name in _SHAPES:
             return [len(items), *first]
-        if name in _DIMENSIONS and first is not None:
-            return _moved(first)
-        return first
+        return _moved(first) if rank is None and name in _DIMENSIONS and first is not None else first
 
     def _tensors(self, members: list[fx.Node], rank: int | None, node: fx.Node) -> fx.Node:
         size, value = len(members), members[0].meta["val"]
@@ -330,17 +319,8 @@ def _moved(dim: Any) -> Any:
 
 def _runs(found: Sequence[_Found]) -> Iterator[list[_Found]]:
     """Cuts a sequence where rows are not neighbours in one tensor."""
-    run: list[_Found] = []
-    for each in found:
-        if run and not _follows(run[-1], each):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
 
+    def lane(at: tuple[int, _Found]) -> tuple[fx.Node, int] | None:
+        return (at[1].base, at[1].index - at[0]) if isinstance(at[1], _Row) else None
 
-def _follows(one: _Found, other: _Found) -> bool:
-    if isinstance(one, _Row) and isinstance(other, _Row):
-        return one.base is other.base and other.index == one.index + 1
-    return isinstance(one, fx.Node) and isinstance(other, fx.Node)
+    return ([each for _, each in run] for _, run in itertools.groupby(enumerate(found), lane))

@@ -78,12 +78,16 @@ class Recording:
         is_same = self.watch.digest == other.watch.digest and self.reads == other.reads
         return is_same and [*map(id, self.constants)] == [*map(id, other.constants)]
 
+    @property
+    def shown(self) -> tuple[fx.Node, ...]:
+        """The results that are known of sites, or that this is cut out of."""
+        return tuple(dict.fromkeys(value.base for *_, value in self.info if isinstance(value, Cut)))
+
     @cached_property
     def graph(self) -> fx.GraphModule:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
         graph = self.watch.graph
-        shown = (value.base for _, _, value in self.info if isinstance(value, Cut))
-        graph.output([*self.results, *dict.fromkeys(shown)])
+        graph.output([*self.results, *self.shown])
         graph.eliminate_dead_code()
         return fx.GraphModule(self.watch.numbers, graph)
 
@@ -100,13 +104,9 @@ class Recording:
 
     def build(self, values: Sequence[Tensor]) -> Info:
         """What is known of each site, from the last results of the graph."""
-        built: Info = {}
-        found = dict[fx.Node, Tensor]()
-        rest = iter(values)
+        built, found = Info(), dict(zip(self.shown, values, strict=True))
         for site, key, value in self.info:
             if isinstance(value, Cut):
-                if value.base not in found:
-                    found[value.base] = next(rest)
                 value = reduce(lambda own, at: own.select(*at), value.path, found[value.base])
             built.setdefault(site, {})[key] = value
         return built

@@ -8,7 +8,6 @@ tensors, and numbers that are no tensors are counted after each step.
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from pyro.optim import PyroLRScheduler, PyroOptim
 from pyro.optim.clipped_adam import ClippedAdam
 from pyro.optim.optim import is_scheduler
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
@@ -61,7 +61,7 @@ def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for group in groups for tensor in group}.values())
 
 
-def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: bool) -> dict[Tensor, Tensor]:
+def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dict[Tensor, Tensor]:
     """The gradient of a scalar to each of the leaves that it reads; ``options`` are those of ``torch.autograd``."""
     if not (leaves and value.requires_grad):
         return {}
@@ -126,7 +126,7 @@ def untraced(subject: Subject) -> Iterator[None]:
     """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    before = get_rng_state()
     try:
         with torch.random.fork_rng(devices), pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -137,12 +137,10 @@ def untraced(subject: Subject) -> Iterator[None]:
         created = set(pyro.get_param_store().keys()) - known
         for name in created:
             del pyro.get_param_store()[name]
-        moved = random.getstate() != of_python
-        random.setstate(of_python)
-        now: Any = numpy.random.get_state()
-        moved = moved or not all(numpy.array_equal(a, b) for a, b in zip(now, of_numpy, strict=True))
-        numpy.random.set_state(of_numpy)
-    if moved:
+        after = get_rng_state()
+        set_rng_state(before)
+    pairs = zip(before["numpy"], after["numpy"], strict=True)
+    if before["random"] != after["random"] or not all(numpy.array_equal(a, b) for a, b in pairs):
         raise Unrecordable(
             "it draws from random or numpy.random, whose numbers a recording would freeze: draw with torch, as by "
             "torch.rand(()), or hand the numbers over as arguments of step()"
@@ -268,8 +266,8 @@ class Updates:
         if any(each not in self.optim.optim_objs for each in wanted):
             raise NotYet("the optimiser has not met all parameters yet")
         found = tuple(map(self._of, wanted))
-        with_state = [each for each in found if not isinstance(each.optimizer, torch.optim.SGD)]
-        if any(each.parameter not in each.optimizer.state for each in with_state):
+        bare = [each for each in found if each.parameter not in each.optimizer.state]
+        if not all(isinstance(each.optimizer, torch.optim.SGD) for each in bare):
             raise NotYet("the optimiser has no state for some parameters yet")
         return found
 

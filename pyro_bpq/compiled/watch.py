@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -179,11 +180,7 @@ class StepWatch(TorchDispatchMode):
 
     def _nodes_of(self, item: Any) -> Any:
         """The arguments of an operator with nodes in place of tensors."""
-        if isinstance(item, Tensor):
-            return self.node_of(item)
-        if isinstance(item, dict):
-            return {name: self._nodes_of(part) for name, part in item.items()}
-        return type(item)(map(self._nodes_of, item)) if item.__class__ in (list, tuple) else item
+        return map_aggregate(item, lambda part: self.node_of(part) if isinstance(part, Tensor) else part)
 
     def _number(self, tensor: Tensor) -> fx.Node:
         name = f"number_{len(self.numbers)}"

@@ -143,15 +143,11 @@ def take_own_step(elbo: Any, program: Program, reader: GradientReader) -> Gradie
 def _enumerated(elbo: Any, program: Program, step: Callable[[], Gradient], num_outcomes: int) -> RunningMoments | None:
     """Moments over all outcomes of a step; ``None`` if there are too many, or if they cannot be listed."""
     found, noises = RunningMoments(is_exact=True), getattr(elbo, "num_noises", 0)
-
-    def run_guide() -> None:
-        with torch.no_grad():
-            program.guide(*program.args, **program.kwargs)
-
+    guide = torch.no_grad()(partial(program.guide, *program.args, **program.kwargs))
     try:
         # A guide is quick, and leaves the ELBO alone if there are too many.
         own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
-        for _ in iter_outcomes(run_guide, num_outcomes=own):
+        for _ in iter_outcomes(guide, num_outcomes=own):
             pass
         for probability, gradient in iter_outcomes(step, num_outcomes=num_outcomes):
             if getattr(elbo, "num_noises", 0) != noises:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph
+from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 
 # Okabe and Ito's colours, which remain distinct for the colour-blind.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D00")
@@ -124,7 +124,8 @@ def _scg_lines(graph: StochasticComputationGraph) -> list[str]:
     colours, lines = _cost_colours(graph), list[str]()
     drawn = [(node.plates, _statement(f"scg {node.name}", label=node.name, shape="ellipse")) for node in graph.nodes]
     drawn += [(cost.plates, _cost_box("scg", cost, colours)) for cost in graph.costs]
-    for child in (*graph.nodes, *graph.costs):
+    children: Sequence[StochasticNode | CostNode] = (*graph.nodes, *graph.costs)
+    for child in children:
         colour = {"color": colours[child.name]} if child.name in colours else {}
         lines += [_statement(f"scg {parent}", f"scg {child.name}", **colour) for parent in child.parents]
     return _in_plates("cluster scg", drawn) + lines

@@ -86,11 +86,9 @@ class _Choice:
             raise UnsupportedSiteError(
                 f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
             )
-        is_possible = all(values[0] == 0 for values in possible)
         self._rest = itertools.product(*possible)
-        if is_possible:
-            next(self._rest)
-        return is_possible
+        # The path has taken the first value of each element.
+        return not any(values[0] for values in possible) and next(self._rest) is not None
 
     def leave(self) -> None:
         """Stays at its index, since nothing depends on it."""
@@ -98,11 +96,9 @@ class _Choice:
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
-        index = next(self._rest, None)
-        if index is None:
-            return False
-        self.index = index
-        return True
+        found = next(self._rest, None)
+        self.index = self.index if found is None else found
+        return found is not None
 
     @property
     def probability(self) -> float:
@@ -141,11 +137,9 @@ class ChoiceMessenger(Messenger):
 
     def advance(self) -> bool:
         """Moves on to the next path; returns False when all have been taken."""
-        while self._path:
-            if self._path[-1].advance():
-                return True
+        while self._path and not self._path[-1].advance():
             self._path.pop()
-        return False
+        return bool(self._path)
 
     @property
     def probability(self) -> float:
@@ -229,7 +223,7 @@ class ChoiceMessenger(Messenger):
             return None  # Pyro draws nothing here
         count = math.comb(size, chosen)
         found = self._indices(name, count, torch.Size(), lambda: torch.full((count, 1), -math.log(count)).double())
-        subsets = torch.tensor(list(itertools.combinations(range(size), chosen)), device=fn.device)
+        subsets = torch.combinations(torch.arange(size, device=fn.device), chosen)
         return subsets[found.to(fn.device)]
 
     def _value(self, name: str, fn: Any) -> Tensor | None:
@@ -242,10 +236,8 @@ class ChoiceMessenger(Messenger):
             even = torch.full((2, shape.numel()), -math.log(2.0), dtype=torch.float64)
             return core.transport(2 * self._indices(name, 2, shape, lambda: even).to(core.loc) - 1)
         support = _support(name, core)
-        num_values = support.shape[0]
-        index = self._indices(name, num_values, shape, lambda: _log_probs(core, support))
-        rows = support.reshape((num_values, *core.event_shape))
-        value = rows[index.to(rows.device)]
+        index = self._indices(name, len(support), shape, lambda: _log_probs(core, support))
+        value = support.reshape((len(support), *core.event_shape))[index.to(support.device)]
         if self.keep_score:
             self.score.append(core.log_prob(value).sum())
             return value
@@ -278,7 +270,7 @@ def _support(name: str, core: Any) -> Tensor:
 def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
     table: Tensor = core.log_prob(support)
-    return table.expand((support.shape[0], *core.batch_shape)).reshape(support.shape[0], -1)
+    return table.expand((len(support), *core.batch_shape)).reshape(len(support), -1)
 
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:

@@ -395,5 +395,5 @@ def _check_sites_apart(estimator: Estimator, problem: Problem) -> None:
         cost = torch.stack([context.cost[i] for i, context in enumerate(contexts)])
         context = with_statistics(estimator, replace(context, cost=cost))
         gradients.append(gradient_of(estimator.at(0), context, leaf)[1][0])
-    same = torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
+    same = torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
     assert same, f"{estimator!r}: the cost of one site enters the gradient of another. {problem}"

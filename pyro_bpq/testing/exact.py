@@ -54,13 +54,9 @@ def _total(trace: Any, sign: float, only_costs: bool = False) -> Tensor:
 
 def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
     """Sums ``q(state) * cost(state)`` over all states, differentiably."""
-
-    def scored() -> tuple[Tensor, Tensor]:
-        cost = step()
-        return cost, torch.stack(choices.score).sum() if choices.score else torch.zeros_like(cost)
-
     total = torch.zeros(())
-    for probability, (cost, score) in walk(choices, scored):
+    for probability, cost in walk(choices, step):
+        score = sum(choices.score, torch.zeros_like(cost))
         # The exponential is one; its gradient makes the probability differentiable.
         total = total + probability * (score - score.detach()).exp() * cost
     return total

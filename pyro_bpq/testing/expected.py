@@ -211,8 +211,7 @@ def assert_unbiased(
     exact = exact_gradient(model, guide, *args, **{k: v for k, v in kwargs.items() if k not in of_step})
     _largest(exact, atol)
     expected = expected_gradient(elbo, model, guide, *args, **kwargs)
-    report = _differences(exact, expected, atol)
-    if report:
+    if report := _differences(exact, expected, atol):
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
 
 
