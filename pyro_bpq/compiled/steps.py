@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import first_line, look, record
+from pyro_bpq.compiled.recorder import Recording, first_line, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
@@ -168,7 +168,7 @@ class CompiledSteps:
         try:
             subject.meet(program)
             # The first run may make functions of a new recording of the programs.
-            runs = (look(subject, program, call, number, entry.updates) for _ in range(2))
+            runs = (Recording(subject, program, call, number, entry.updates) for _ in range(2))
             if not any(now.is_like(recording) for now in runs):
                 text = "the programs do other things now"
         except Unrecordable as error:

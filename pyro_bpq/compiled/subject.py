@@ -149,15 +149,24 @@ def untraced(subject: Subject) -> Iterator[None]:
         raise NotYet(f"it makes parameters: {', '.join(sorted(created))}")
 
 
-@dataclass(frozen=True, eq=False)
 class OptimizerUpdate:
-    """The update of one parameter."""
+    """The update of one parameter by its optimiser.
 
-    parameter: Tensor  # the parameter
-    optimizer: torch.optim.Optimizer  # its optimiser
-    clip: Callable[[Tensor], None] | None  # clips its gradient in place; ``None`` if nothing is clipped
-    settings: dict[str, Any]  # the optimiser's settings but for the step size
-    places: tuple[Place, ...]  # where parameter, optimiser and state were found
+    Attributes:
+        clip: Clips its gradient in place; ``None`` if nothing is clipped.
+        settings: The optimiser's settings but for the step size.
+        places: Where parameter, optimiser and state were found.
+    """
+
+    def __init__(self, parameter: Tensor, optim: PyroOptim) -> None:
+        owner = optim.optim_objs[parameter]
+        self.parameter, self.optimizer = parameter, (own := _without_schedule(owner))
+        self.clip: Callable[[Tensor], None] | None = optim.grad_clip[parameter]
+        self.settings = {**self.group}
+        self.places = [Place(optim.optim_objs, parameter, owner), Place(vars(own), "state", own.state)]
+        if (state := own.state.get(parameter)) is not None:
+            self.places.append(Place(own.state, parameter, state))
+            self.places += [Place(state, name, value) for name, value in state.items() if isinstance(value, Tensor)]
 
     @property
     def group(self) -> dict[str, Any]:
@@ -265,23 +274,11 @@ class Updates:
         wanted = [each for each in parameters if id(each) in graded or each.grad is not None]
         if any(each not in self.optim.optim_objs for each in wanted):
             raise NotYet("the optimiser has not met all parameters yet")
-        found = tuple(map(self._of, wanted))
+        found = tuple(OptimizerUpdate(each, self.optim) for each in wanted)
         bare = [each for each in found if each.parameter not in each.optimizer.state]
         if not all(isinstance(each.optimizer, torch.optim.SGD) for each in bare):
             raise NotYet("the optimiser has no state for some parameters yet")
         return found
-
-    def _of(self, parameter: Tensor) -> OptimizerUpdate:
-        owner = self.optim.optim_objs[parameter]
-        optimizer = _without_schedule(owner)
-        state = optimizer.state.get(parameter)
-        places = [Place(self.optim.optim_objs, parameter, owner), Place(vars(optimizer), "state", optimizer.state)]
-        if state is not None:
-            places.append(Place(optimizer.state, parameter, state))
-            places += [Place(state, name, value) for name, value in state.items() if isinstance(value, Tensor)]
-        settings = {**optimizer.param_groups[0]}
-        clip = self.optim.grad_clip[parameter]
-        return OptimizerUpdate(parameter, optimizer, clip, settings, tuple(places))
 
 
 def numbers_of(updates: Iterable[OptimizerUpdate]) -> Tensor:

@@ -67,44 +67,39 @@ class _Choice:
         self.name, self.shape = name, tuple(log_probs.shape)
         self.what = (name, *self.shape)
         self.index = (0,) * log_probs.shape[1]
-        self.is_left, self._log_probs = False, log_probs
-        self._table: list[list[float]] | None = None
-        self._rest: Iterator[tuple[int, ...]] = iter(())
+        self.probability = 1.0  # of the index, given the choices before it
+        self.is_left = False
+        self._log_probs: Tensor | None = log_probs
+        self._rest: Iterator[tuple[tuple[int, float], ...]] = iter(())
 
     def settle(self) -> bool:
         """Reads the probabilities once the first run is over; returns whether ``index`` is possible.
 
         This waits until the end of the run, because a dependency tracker would report values that leave torch.
         """
-        if self._table is not None:
+        if self._log_probs is None:
             return True
-        self._table = detach_provenance(self._log_probs).exp().T.tolist()
+        log_probs, self._log_probs = detach_provenance(self._log_probs), None
         # torch clamps the probabilities of a categorical distribution to eps; such a value counts as impossible.
-        zero = 2 * torch.finfo(self._log_probs.dtype).eps
-        possible = [[value for value, p in enumerate(row) if p > zero] for row in self._table]
+        zero = 2 * torch.finfo(log_probs.dtype).eps
+        possible = [[(value, p) for value, p in enumerate(row) if p > zero] for row in log_probs.exp().T.tolist()]
         if not all(possible):
             raise UnsupportedSiteError(
                 f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
             )
         self._rest = itertools.product(*possible)
         # The path has taken the first value of each element.
-        return not any(values[0] for values in possible) and next(self._rest) is not None
+        return not any(first for (first, _), *_ in possible) and self.advance()
 
     def leave(self) -> None:
         """Stays at its index, since nothing depends on it."""
-        self.is_left, self._table, self._rest = True, [[1.0]] * len(self.index), iter(())
+        self.is_left, self.probability, self._log_probs, self._rest = True, 1.0, None, iter(())
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
-        found = next(self._rest, None)
-        self.index = self.index if found is None else found
+        if (found := next(self._rest, None)) is not None:
+            self.index, self.probability = tuple(value for value, _ in found), math.prod(p for _, p in found)
         return found is not None
-
-    @property
-    def probability(self) -> float:
-        """Probability of ``index`` given the choices before it."""
-        assert self._table is not None
-        return math.prod(row[value] for row, value in zip(self._table, self.index, strict=True))
 
 
 class ChoiceMessenger(Messenger):

@@ -52,10 +52,10 @@ def _total(trace: Any, sign: float, only_costs: bool = False) -> Tensor:
     return total
 
 
-def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
+def _objective(program: Program, num_outcomes: int, only_costs: bool, keep_score: bool) -> Tensor:
     """Sums ``q(state) * cost(state)`` over all states, differentiably."""
-    total = torch.zeros(())
-    for probability, cost in walk(choices, step):
+    choices, total = ChoiceMessenger(num_outcomes, keep_score), torch.zeros(())
+    for probability, cost in walk(choices, lambda: _cost(program, num_outcomes, only_costs)):
         score = sum(choices.score, torch.zeros_like(cost))
         # The exponential is one; its gradient makes the probability differentiable.
         total = total + probability * (score - score.detach()).exp() * cost
@@ -93,8 +93,7 @@ def exact_loss(
         UnsupportedSiteError: If a site has no finite support.
     """
     with torch.no_grad():
-        program = Program(model, guide, args, kwargs)
-        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(program, num_outcomes, only_costs))
+        return _objective(Program(model, guide, args, kwargs), num_outcomes, only_costs, keep_score=False)
 
 
 def exact_gradient(
@@ -134,10 +133,8 @@ def exact_gradient(
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If the program draws outside of its sites.
     """
-    choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
-        program = Program(model, guide, args, kwargs)
-        objective = _objective(choices, lambda: _cost(program, num_outcomes, only_costs))
+        objective = _objective(Program(model, guide, args, kwargs), num_outcomes, only_costs, keep_score=True)
     return reader.gradient(objective)
 
 
