@@ -174,8 +174,7 @@ def make(entry: Entry, options: Compile) -> None:
     examples, background = recording.watch.inputs, options.background
     if background is None:
         background = recording.num_operators > _LONG
-    lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
-    if lack:
+    if lack := missing(backend, examples[0].device if examples else torch.device("cpu")):
         entry.note = f"{lack}, so the recorded operators run as they are"
         warnings.warn(f"compile: {entry.note}.", BPQWarning, stacklevel=2)
         return

@@ -83,15 +83,13 @@ class CompiledSteps:
                 return None
         if refusal := outdated(torch.__version__) or subject.refuses():
             self._tell(refusal)
-            return None
-        if not subject.is_settled():
+        if refusal or not subject.is_settled():
             return None
         program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
-        new_arrays = self._arguments.new_arrays(call) if call.arrays else []
-        if new_arrays:
+        if new_arrays := self._arguments.new_arrays(call) if call.arrays else []:
             if self._arguments.has_many_new_arrays:
                 path, _ = call.arrays[new_arrays[0]]
                 text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
@@ -220,8 +218,7 @@ class Arguments:
     def with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
         leaves, tree = tree_flatten((program.args, program.kwargs))
-        floats = {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}
-        if not floats:
+        if not (floats := {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}):
             return program
         self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
         self._floats = floats

@@ -293,9 +293,7 @@ def apply_all(
     own = iter(numbers)
     with torch.no_grad():
         for update in updates:
-            gradient = gradients.get(update.parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(update.parameter)
+            gradient = gradients.get(update.parameter, torch.zeros_like(update.parameter))
             update.apply(gradient, [next(own) for _ in update.numbers])
 
 

@@ -107,8 +107,7 @@ def gradient_moments(
     program = Program(model, guide, args, kwargs)
     with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, None) as reader:
         step = partial(take_own_step, elbo, program, reader)
-        found = _enumerated(elbo, program, step, num_outcomes)
-        if found is None:
+        if (found := _enumerated(elbo, program, step, num_outcomes)) is None:
             found = RunningMoments(is_exact=False)
             for _ in range(num_samples):
                 found.add(1.0, step())

@@ -50,8 +50,7 @@ class Drawing:
         Raises:
             BPQError: If the program ``dot`` of Graphviz is missing, or does not know the format.
         """
-        program = shutil.which("dot")
-        if program is None:
+        if (program := shutil.which("dot")) is None:
             raise BPQError(
                 "Drawing a picture needs the program dot of Graphviz (https://graphviz.org/download), which is not "
                 'installed; drawing.save("name.dot") does without.'
