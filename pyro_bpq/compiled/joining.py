@@ -14,8 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -101,12 +100,11 @@ def _signature(node: fx.Node) -> Any:
     return node.target, told((node.args, node.kwargs), kind_of_node), kind_of_node(node)
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A row of a tensor."""
 
     base: fx.Node  # the tensor
-    index: int  # which row
+    number: int  # which row
 
 
 _Found = fx.Node | _Row
@@ -199,7 +197,7 @@ class _Writer:
         if isinstance(found, fx.Node):
             return found
         if found not in self._rows:
-            self._rows[found] = self._editor.call(_ATEN.select.int, found.base, 0, found.index)
+            self._rows[found] = self._editor.call(_ATEN.select.int, found.base, 0, found.number)
         return self._rows[found]
 
     def _result(self, node: fx.Node) -> fx.Node:
@@ -223,8 +221,8 @@ class _Writer:
             elif len(run) == len(first.base.meta["val"]):
                 pieces.append(first.base)
             else:
-                stop = first.index + len(run)
-                pieces.append(self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.index, stop))
+                stop = first.number + len(run)
+                pieces.append(self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.number, stop))
         stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
         if not stack.meta["val"].is_contiguous():
             stack = self._editor.call(_ATEN.clone.default, stack, memory_format=torch.contiguous_format)
@@ -307,7 +305,7 @@ class _Writer:
         """Sorts rows of a tensor by their number."""
         if isinstance(found, fx.Node):
             found = self._stacked.get(found, found)
-        return (found.base.name, found.index) if isinstance(found, _Row) else ("", 0)
+        return (found.base.name, found.number) if isinstance(found, _Row) else ("", 0)
 
 
 def _moved(dim: Any) -> Any:
@@ -321,6 +319,6 @@ def _runs(found: Sequence[_Found]) -> Iterator[list[_Found]]:
     """Cuts a sequence where rows are not neighbours in one tensor."""
 
     def lane(at: tuple[int, _Found]) -> tuple[fx.Node, int] | None:
-        return (at[1].base, at[1].index - at[0]) if isinstance(at[1], _Row) else None
+        return (at[1].base, at[1].number - at[0]) if isinstance(at[1], _Row) else None
 
     return ([each for _, each in run] for _, run in itertools.groupby(enumerate(found), lane))

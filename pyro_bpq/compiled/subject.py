@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import pyro
@@ -33,8 +32,7 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _RECORDED = (("differentiable", True), ("foreach", False), ("fused", False))
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """Where a recording found something that has to be there still."""
 
     container: MutableMapping[Any, Any]  # what holds it
@@ -69,8 +67,7 @@ def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dic
     return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
-@dataclass(frozen=True)
-class RecordedResult:
+class RecordedResult(NamedTuple):
     """What a step yields while it is recorded."""
 
     loss: Tensor  # the loss in nats, detached

@@ -213,7 +213,6 @@ def _scale(site: Any) -> float:
 
 
 def _unscaled(site: Any, is_own: bool) -> Tensor:
-    log_prob, mask = site["unscaled_log_prob"], site["mask"]
-    if is_own or mask is None:
-        return log_prob.sum()
-    return torch.where(torch.as_tensor(mask), log_prob, log_prob.new_zeros(())).sum()
+    own: Tensor = site["unscaled_log_prob"]
+    is_whole = is_own or site["mask"] is None
+    return (own if is_whole else torch.where(torch.as_tensor(site["mask"]), own, 0.0)).sum()
