@@ -93,8 +93,7 @@ def _options(graph: fx.GraphModule) -> dict[str, Any]:
     A long program of small tensors spends its compilation on vectorised loops that never run: there the plain ones
     are as fast, and made in two thirds of the time. Its many small kernels run faster as few large ones.
     """
-    found = (kind_in(node) for node in graph.graph.nodes if node.op == "call_function")
-    kinds = [kind for kind in found if kind is not None]
+    kinds = [kind for node in graph.graph.nodes if node.op == "call_function" and (kind := kind_in(node))]
     elements = sum(shape.numel() for shape, *_ in kinds)
     # The shapes of inputs are compared before each step.
     options: dict[str, Any] = {"max_fusion_size": _FUSED, "size_asserts": False}

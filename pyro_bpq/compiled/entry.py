@@ -12,7 +12,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import Recording, distinct, first_line
-from pyro_bpq.compiled.subject import Subject, Updates, all_hold, numbers_of
+from pyro_bpq.compiled.recorder import Recording, first_line
+from pyro_bpq.compiled.subject import Subject, Updates, all_hold, distinct, numbers_of
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.rollout.schedule import scheduled
@@ -57,8 +57,7 @@ class LastInfo(UserDict[str, dict[str, Any]]):
         return LastInfo(lambda: self.data)
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """The results of a compiled step."""
 
     loss: Tensor  # the loss in nats
@@ -120,12 +119,11 @@ class Entry:
         if call.spec != recording.call.spec or not self.holds:
             return None
         store = dict(pyro.get_param_store().named_parameters())
-        if not all(name in store for name in recording.params):
-            return None
-        params = [store[name] for name in recording.params]
+        params = [store[name] for name in recording.params if name in store]
         present = set(map(id, params))
-        if not all(id(update.parameter) in present for update in recording.updates):
-            # The store was cleared: an optimiser keeps its state by parameter, not by name.
+        # If the store was cleared: an optimiser keeps its state by parameter, not by name.
+        is_other = not all(id(update.parameter) in present for update in recording.updates)
+        if is_other or len(params) < len(recording.params):
             return None
         checked = distinct(call.tensors, params, recording.state, recording.extras)
         tensors = distinct(checked, recording.optimizer_state)
@@ -174,8 +172,7 @@ def make(entry: Entry, options: Compile) -> None:
     examples, background = recording.watch.inputs, options.background
     if background is None:
         background = recording.num_operators > _LONG
-    lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
-    if lack:
+    if lack := missing(backend, examples[0].device if examples else torch.device("cpu")):
         entry.note = f"{lack}, so the recorded operators run as they are"
         warnings.warn(f"compile: {entry.note}.", BPQWarning, stacklevel=2)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -104,7 +104,7 @@ def _shares(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an operator writes in place."""
-    return list(nodes_in(written_arguments(kind_of(node.target), node.args, node.kwargs)))
+    return nodes_in(written_arguments(kind_of(node.target), node.args, node.kwargs))
 
 
 def draws(node: fx.Node) -> bool:
@@ -116,12 +116,11 @@ def levels_of(nodes: Sequence[fx.Node], storage: Storage, from_start: bool, keep
     """A number for each operator that grows along every way: operators of one level do not wait for each other."""
     ahead = _waited_for(nodes, storage, keeps_draws)
     levels = dict.fromkeys(nodes, 0)
-    if from_start:
-        for node in nodes:
-            levels[node] = max((levels[each] + 1 for each in ahead[node]), default=0)
-    else:
-        for node in reversed(nodes):
-            for each in ahead[node]:
+    for node in nodes if from_start else reversed(nodes):
+        for each in ahead[node]:
+            if from_start:
+                levels[node] = max(levels[node], levels[each] + 1)
+            else:
                 levels[each] = min(levels[each], levels[node] - 1)
     return levels
 
@@ -148,13 +147,11 @@ def _waited_for(nodes: Sequence[fx.Node], storage: Storage, keeps_draws: bool) -
     return found
 
 
-def nodes_in(item: Any) -> Iterator[fx.Node]:
+def nodes_in(item: Any) -> list[fx.Node]:
     """The operators among the arguments of another one."""
-    if isinstance(item, fx.Node):
-        yield item
-    elif isinstance(item, (tuple, list)):
-        for part in item:
-            yield from nodes_in(part)
+    found: list[fx.Node] = []
+    map_arg(item, found.append)
+    return found
 
 
 def simplify(graph: fx.Graph) -> None:
@@ -173,7 +170,7 @@ def simplify(graph: fx.Graph) -> None:
             same = node.all_input_nodes[0]
         else:
             seen = tuple((each, versions[storage.root(each)]) for each in node.all_input_nodes)
-            same = known.setdefault((node.target, told(node.args), told(node.kwargs), seen), node)
+            same = known.setdefault((node.target, told((node.args, node.kwargs)), seen), node)
         # Each result of the graph has memory of its own.
         if same is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(same)
@@ -186,14 +183,14 @@ def sum_of(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms)).sum(0)
 
 
-def told(item: Any) -> Any:
-    """What tells arguments of operators apart."""
+def told(item: Any, of: Callable[[fx.Node], Any] = lambda node: node) -> Any:
+    """What tells arguments of operators apart; of a tensor what ``of`` says."""
     if isinstance(item, (tuple, list)):
-        return tuple(map(told, item))
+        return tuple(told(part, of) for part in item)
     if isinstance(item, dict):
-        return tuple((key, told(value)) for key, value in item.items())
+        return tuple((key, told(value, of)) for key, value in item.items())
     # True == 1 == 1.0, but not for an operator.
-    return item if isinstance(item, fx.Node) else (type(item), str(item))
+    return of(item) if isinstance(item, fx.Node) else (type(item), str(item))
 
 
 def kind_of_node(node: fx.Node) -> Any:

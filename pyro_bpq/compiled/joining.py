@@ -11,10 +11,10 @@ added up in another order, so results agree up to rounding.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -97,22 +97,14 @@ def _can_join(node: fx.Node, storage: Storage) -> bool:
 
 def _signature(node: fx.Node) -> Any:
     """Equal for operators that are alike but for their tensors."""
-
-    def all_told(item: Any) -> Any:
-        if isinstance(item, (tuple, list)):
-            return tuple(map(all_told, item))
-        return ("tensor", kind_of_node(item)) if isinstance(item, fx.Node) else told(item)
-
-    kwargs = tuple((name, all_told(value)) for name, value in node.kwargs.items())
-    return node.target, all_told(node.args), kwargs, kind_of_node(node)
+    return node.target, told((node.args, node.kwargs), kind_of_node), kind_of_node(node)
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A row of a tensor."""
 
     base: fx.Node  # the tensor
-    index: int  # which row
+    number: int  # which row
 
 
 _Found = fx.Node | _Row
@@ -161,7 +153,7 @@ class _Writer:
             return
         for node, row in zip(group, rows, strict=True):
             if node.target is sum_of:
-                self._found[node] = self._sum(list(nodes_in(node.args)))
+                self._found[node] = self._sum(nodes_in(node.args))
             elif row is not None:
                 self._found[node] = row
             elif node.target is _ATEN.stack.default and self._is_first(node):
@@ -205,7 +197,7 @@ class _Writer:
         if isinstance(found, fx.Node):
             return found
         if found not in self._rows:
-            self._rows[found] = self._editor.call(_ATEN.select.int, found.base, 0, found.index)
+            self._rows[found] = self._editor.call(_ATEN.select.int, found.base, 0, found.number)
         return self._rows[found]
 
     def _result(self, node: fx.Node) -> fx.Node:
@@ -229,8 +221,8 @@ class _Writer:
             elif len(run) == len(first.base.meta["val"]):
                 pieces.append(first.base)
             else:
-                stop = first.index + len(run)
-                pieces.append(self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.index, stop))
+                stop = first.number + len(run)
+                pieces.append(self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.number, stop))
         stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
         if not stack.meta["val"].is_contiguous():
             stack = self._editor.call(_ATEN.clone.default, stack, memory_format=torch.contiguous_format)
@@ -242,7 +234,7 @@ class _Writer:
 
     def _own_stack(self, node: fx.Node) -> fx.Node:
         """The result of a stack."""
-        members = list(nodes_in(node.args[0]))
+        members = nodes_in(node.args[0])
         stack = self._stack(members)
         is_result = any(user.op == "output" for user in node.users)
         if is_result or any(map(self._storage.is_written, (node, *members))):
@@ -286,17 +278,12 @@ class _Writer:
         """An argument for all rows at once."""
         first = items[0]
         if isinstance(first, (tuple, list)) and any(isinstance(part, fx.Node) for part in first):
-            parts = zip(*items, strict=True)
-            return [self._argument("", list(part), rank, node) for part in parts]
+            return [self._argument("", [*part], rank, node) for part in zip(*items, strict=True)]
         if isinstance(first, fx.Node):
             return self._tensors(items, rank, node)
-        if rank is not None:
-            return first
-        if name in _SHAPES:
+        if rank is None and name in _SHAPES:
             return [len(items), *first]
-        if name in _DIMENSIONS and first is not None:
-            return _moved(first)
-        return first
+        return _moved(first) if rank is None and name in _DIMENSIONS and first is not None else first
 
     def _tensors(self, members: list[fx.Node], rank: int | None, node: fx.Node) -> fx.Node:
         size, value = len(members), members[0].meta["val"]
@@ -318,7 +305,7 @@ class _Writer:
         """Sorts rows of a tensor by their number."""
         if isinstance(found, fx.Node):
             found = self._stacked.get(found, found)
-        return (found.base.name, found.index) if isinstance(found, _Row) else ("", 0)
+        return (found.base.name, found.number) if isinstance(found, _Row) else ("", 0)
 
 
 def _moved(dim: Any) -> Any:
@@ -330,17 +317,8 @@ def _moved(dim: Any) -> Any:
 
 def _runs(found: Sequence[_Found]) -> Iterator[list[_Found]]:
     """Cuts a sequence where rows are not neighbours in one tensor."""
-    run: list[_Found] = []
-    for each in found:
-        if run and not _follows(run[-1], each):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
 
+    def lane(at: tuple[int, _Found]) -> tuple[fx.Node, int] | None:
+        return (at[1].base, at[1].number - at[0]) if isinstance(at[1], _Row) else None
 
-def _follows(one: _Found, other: _Found) -> bool:
-    if isinstance(one, _Row) and isinstance(other, _Row):
-        return one.base is other.base and other.index == one.index + 1
-    return isinstance(one, fx.Node) and isinstance(other, fx.Node)
+    return ([each for _, each in run] for _, run in itertools.groupby(enumerate(found), lane))

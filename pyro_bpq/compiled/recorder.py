@@ -6,8 +6,7 @@ leaves them as they were. A step is recorded twice, and counts if both runs are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
@@ -17,18 +16,18 @@ from pyro import poutine
 from torch import Tensor, fx
 
 from pyro_bpq.compiled.subject import (
-    OptimizerUpdate,
-    Place,
     Subject,
     Updates,
     apply_all,
+    distinct,
+    gradients_of,
     numbers_of,
     tensors_of,
     untraced,
 )
 from pyro_bpq.compiled.watch import NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.key import Call, Kind, kind_of
+from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.tracing.watch import leaf_of
@@ -43,45 +42,97 @@ class Cut(NamedTuple):
     path: tuple[tuple[int, int], ...]  # dimension and index of each selection
 
 
-@dataclass(frozen=True, eq=False)
 class Recording:
     """A recorded step."""
 
-    call: Call  # what its call looked like
-    params: tuple[str, ...]  # names in Pyro's parameter store
-    places: tuple[Place, ...]  # critics, statistics, and the state of their optimiser
-    extras: tuple[Tensor, ...]  # leaves of autograd that are reached in no other way
-    messages: Mapping[str, Any]  # the values of the parameters that the programs announce to handlers, by name
-    # The updates of parameters by an optimiser; none if the step ends with gradients.
-    updates: tuple[OptimizerUpdate, ...]
-    state: tuple[Tensor, ...]  # the tensors among the places
-    optimizer_state: tuple[Tensor, ...]  # those of the optimiser
-    constants: tuple[Tensor, ...]  # tensors that were found in no other way and stay
-    # What the graph takes, as positions: the tensors that are found in each call, each once, in the order of ``call``,
-    # ``params``, ``state``, ``extras`` and ``optimizer_state``; then the noise, the schedules, the numbers of the
-    # optimiser, if it is part of the step; then the constants.
-    reads: tuple[int, ...]
-    num_found: int  # number of tensors that are found in each call
-    # Shapes and types of those, but for the optimiser's state, which stays as long as it is in its place.
-    kinds: tuple[Kind, ...]
-    num_generators: int  # number of generators that the objective makes for itself
-    watch: StepWatch  # what the step has done
-    guards: fx.GraphModule | None  # a function of what the graph reads: what Python has read of the data of the call
-    graded: tuple[int, ...]  # positions of the leaves with a gradient that no optimiser in the graph uses
-    results: tuple[fx.Node, ...]  # the loss, and the gradients of these leaves
-    info: tuple[tuple[str, str, Any], ...]  # what is known of each site: its name, a key and a value
+    def __init__(self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> None:
+        """Takes a step that leaves no trace, and writes it down."""
+        noise = subject.noise
+        data = (tensor for tensor in call.tensors if not tensor.requires_grad)
+        # What its call looked like, and what it has done.
+        self.call, self.watch = call, (watch := StepWatch(noise.seed_of(noise.number + 1), data))
+        # Critics, statistics and the state of their optimiser, and the tensors among these.
+        self.places = subject.places()
+        self.state = tensors_of(self.places)
+        messages = poutine.trace(param_only=True)
+        torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
+        with untraced(subject):
+            made = noise.number
+            # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
+            with messages, watch, RecordedIndexing(watch):
+                with torch.no_grad():
+                    before = [tensor.clone() for tensor in self.state]
+                result = subject.recorded_step(program, RecordedStep.of(number, watch.value))
+                leaves = inputs_of(result.surrogate)
+                graded = gradients_of(result.surrogate, leaves)
+                subject.learn()
+                with torch.no_grad():
+                    is_finite = torch.isfinite(result.loss)
+                    for tensor, old in zip(self.state, before, strict=True):
+                        tensor.copy_(torch.where(is_finite, tensor, old))
+                # The values of the parameters that the programs announce to handlers, by name.
+                announced = ((name, site) for name, site in messages.trace.nodes.items() if site["type"] == "param")
+                self.messages = {name: site["value"] for name, site in announced}
+                parameters = distinct(map(leaf_of, self.messages.values()))
+                # The updates of parameters by an optimiser; none if the step ends with gradients.
+                self.updates = () if updates is None else updates.of(parameters, leaves)
+                numbers = [watch.given(partial(numbers_of, self.updates))] if self.updates else []
+                if self.updates:
+                    apply_all(self.updates, graded, *numbers)
+            self.num_generators = noise.number - made  # that the objective makes for itself
+            now = subject.places()
+        if len(now) != len(self.places) or any(a.value is not b.value for a, b in zip(now, self.places, strict=True)):
+            raise NotYet("its critics are not built yet")
+        for update in self.updates:
+            graded.pop(update.parameter, None)
+        store = dict(pyro.get_param_store().named_parameters())
+        self.params = [name for name in self.messages if name in store]
+        known = distinct(call.tensors, [store[name] for name in self.params], self.state)
+        checked = distinct(known, leaves)
+        self.extras = checked[len(known) :]  # leaves of autograd that are reached in no other way
+        self.optimizer_state = tensors_of(place for update in self.updates for place in update.places)
+        found = distinct(checked, self.optimizer_state)
+        self.num_found = len(found)  # number of tensors that are found in each call
+        # Shapes and types of those, but for the optimiser's state, which stays as long as it is in its place.
+        self.kinds = tuple(map(kind_of, checked))
+        # The loss, and the gradients of leaves that no optimiser in the graph uses.
+        self.results = [watch.node_of(tensor) for tensor in (result.loss, *graded.values())]
+        # What is known of each site: its name, a key and a value.
+        self.info = [
+            (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
+            for site, entry in result.info.items()
+            for key, value in entry.items()
+            if key != "ms"
+        ]
+        tensors = [*found, *watch.drawn, *watch.scheduled, *numbers]
+        everything = distinct(tensors, watch.inputs)
+        self.constants = everything[len(tensors) :]  # tensors that were found in no other way and stay
+        # What the graph takes, as positions: the tensors that are found in each call, each once, in the order of
+        # ``call``, ``params``, ``state``, ``extras`` and ``optimizer_state``; then the noise, the schedules, the
+        # numbers of the optimiser, if it is part of the step; then the constants.
+        place = {id(tensor): i for i, tensor in enumerate(everything)}
+        self.reads = [place[id(tensor)] for tensor in watch.inputs]
+        self.graded = [place[id(leaf)] for leaf in graded]  # positions of these leaves
+        self.guards = _guards_of(watch)
+        # What tells the operators of two runs apart: their names, their numbers, and which results they read.
+        numbers_of_python = [(own.dtype, own.shape, own.tolist()) for own in watch.numbers.values()]
+        self.digest = hash((str(watch.graph), str(numbers_of_python)))
 
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""
-        is_same = self.watch.digest == other.watch.digest and self.reads == other.reads
+        is_same = self.digest == other.digest and self.reads == other.reads
         return is_same and [*map(id, self.constants)] == [*map(id, other.constants)]
+
+    @property
+    def shown(self) -> tuple[fx.Node, ...]:
+        """The results that are known of sites, or that this is cut out of."""
+        return tuple(dict.fromkeys(value.base for *_, value in self.info if isinstance(value, Cut)))
 
     @cached_property
     def graph(self) -> fx.GraphModule:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
         graph = self.watch.graph
-        shown = (value.base for _, _, value in self.info if isinstance(value, Cut))
-        graph.output([*self.results, *dict.fromkeys(shown)])
+        graph.output([*self.results, *self.shown])
         graph.eliminate_dead_code()
         return fx.GraphModule(self.watch.numbers, graph)
 
@@ -98,13 +149,9 @@ class Recording:
 
     def build(self, values: Sequence[Tensor]) -> Info:
         """What is known of each site, from the last results of the graph."""
-        built: Info = {}
-        found = dict[fx.Node, Tensor]()
-        rest = iter(values)
+        built, found = Info(), dict(zip(self.shown, values, strict=True))
         for site, key, value in self.info:
             if isinstance(value, Cut):
-                if value.base not in found:
-                    found[value.base] = next(rest)
                 value = reduce(lambda own, at: own.select(*at), value.path, found[value.base])
             built.setdefault(site, {})[key] = value
         return built
@@ -118,7 +165,7 @@ class Recording:
 def record(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> Recording:
     """Records a step."""
     try:
-        found, again = (look(subject, program, call, number, updates) for _ in range(2))
+        found, again = (Recording(subject, program, call, number, updates) for _ in range(2))
     except Unrecordable:
         raise
     except RuntimeError as error:  # of tensors that no graph can hold
@@ -132,90 +179,15 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     return found
 
 
-def look(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> Recording:
-    """Takes a step that leaves no trace, and writes it down."""
-    places = subject.places()
-    own = tensors_of(places)
-    noise = subject.noise
-    watch = StepWatch(noise.seed_of(noise.number + 1), (tensor for tensor in call.tensors if not tensor.requires_grad))
-    messages = poutine.trace(param_only=True)
-    torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
-    with untraced(subject):
-        made = noise.number
-        # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
-        with messages, watch, RecordedIndexing(watch):
-            with torch.no_grad():
-                before = [tensor.clone() for tensor in own]
-            result = subject.recorded_step(program, RecordedStep.of(number, watch.value))
-            leaves = inputs_of(result.surrogate)
-            gradients = torch.autograd.grad(result.surrogate, leaves, allow_unused=True) if leaves else ()
-            subject.learn()
-            with torch.no_grad():
-                is_finite = torch.isfinite(result.loss)
-                for tensor, old in zip(own, before, strict=True):
-                    tensor.copy_(torch.where(is_finite, tensor, old))
-            announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
-            updated = () if updates is None else updates.of(distinct(map(leaf_of, announced.values())), leaves)
-            numbers = [watch.given(partial(numbers_of, updated))] if updated else []
-            graded = {leaf: gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
-            if updated:
-                apply_all(updated, graded, *numbers)
-        made = noise.number - made
-        now = subject.places()
-    if len(now) != len(places) or any(a.value is not b.value for a, b in zip(now, places, strict=True)):
-        raise NotYet("its critics are not built yet")
-    for update in updated:
-        graded.pop(update.parameter, None)
-    store = dict(pyro.get_param_store().named_parameters())
-    params = tuple(name for name in announced if name in store)
-    known = distinct(call.tensors, [store[name] for name in params], own)
-    checked = distinct(known, leaves)
-    of_optimizer = tensors_of(place for update in updated for place in update.places)
-    found = distinct(checked, of_optimizer)
-    results = [watch.node_of(tensor) for tensor in (result.loss, *graded.values())]
-    info = [
-        (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
-        for site, entry in result.info.items()
-        for key, value in entry.items()
-        if key != "ms"
-    ]
-    tensors = [*found, *watch.drawn, *watch.scheduled, *numbers]
-    everything = distinct(tensors, watch.inputs)
-    place = {id(tensor): i for i, tensor in enumerate(everything)}
-    return Recording(
-        call=call,
-        params=params,
-        places=tuple(places),
-        extras=tuple(checked[len(known) :]),
-        messages=announced,
-        updates=updated,
-        state=own,
-        optimizer_state=of_optimizer,
-        constants=tuple(everything[len(tensors) :]),
-        reads=tuple(place[id(tensor)] for tensor in watch.inputs),
-        num_found=len(found),
-        kinds=tuple(map(kind_of, checked)),
-        num_generators=made,
-        watch=watch,
-        guards=_guards_of(watch),
-        graded=tuple(place[id(leaf)] for leaf in graded),
-        results=tuple(results),
-        info=tuple(info),
-    )
-
-
 def _guards_of(watch: StepWatch) -> fx.GraphModule | None:
     """A function of all inputs: what Python has read of the data of the call."""
     if not watch.guards:
         return None
-    graph, wanted, copies = fx.Graph(), [node for node, *_ in watch.guards], dict[fx.Node, fx.Node]()
-    needed = set(wanted)
-    for node in reversed(watch.graph.nodes):
-        needed.update(node.all_input_nodes if node in needed else ())
-    for node in watch.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies[node] for node in wanted])
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(watch.graph, copies)
+    graph.output([copies[node] for node, *_ in watch.guards])
+    # Nothing that is read of the call was written before, so writes go as well.
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return fx.GraphModule(watch.numbers, graph)
 
 
@@ -226,11 +198,6 @@ def _cut(node: Any) -> Cut:
         path = (node.args[1:], *path)
         node = node.args[0]
     return Cut(node, path)
-
-
-def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors of some groups in their order, each once."""
-    return list({id(tensor): tensor for group in groups for tensor in group}.values())
 
 
 def first_line(error: BaseException) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_bpq.compiled.arguments import Arguments
 from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import first_line, look, record
+from pyro_bpq.compiled.recorder import Recording, first_line, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
@@ -30,6 +31,8 @@ _EAGER_STEPS = 3
 _OPERATORS_PER_STEP = 400
 # Number of kinds of calls that are counted.
 _MOST_KINDS = 256
+# Number of calls in a row with new arrays from which on they are told of.
+_MANY_ARRAYS = 4
 # Number of kinds of calls whose first step looks at the structure again. Where there are more, numbers change often.
 _MOST_LOOKS = 32
 
@@ -80,15 +83,13 @@ class CompiledSteps:
                 return None
         if refusal := outdated(torch.__version__) or subject.refuses():
             self._tell(refusal)
-            return None
-        if not subject.is_settled():
+        if refusal or not subject.is_settled():
             return None
         program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
-        new_arrays = self._arguments.new_arrays(call) if call.arrays else []
-        if new_arrays:
+        if new_arrays := self._arguments.new_arrays(call) if call.arrays else []:
             if self._arguments.has_many_new_arrays:
                 path, _ = call.arrays[new_arrays[0]]
                 text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
@@ -165,7 +166,7 @@ class CompiledSteps:
         try:
             subject.meet(program)
             # The first run may make functions of a new recording of the programs.
-            runs = (look(subject, program, call, number, entry.updates) for _ in range(2))
+            runs = (Recording(subject, program, call, number, entry.updates) for _ in range(2))
             if not any(now.is_like(recording) for now in runs):
                 text = "the programs do other things now"
         except Unrecordable as error:
@@ -188,3 +189,40 @@ class CompiledSteps:
         if (kind or reason) not in self.reasons:
             self.reasons[kind or reason] = reason
             warnings.warn(f"compile: steps run eagerly, because {reason}.", BPQWarning, stacklevel=2)
+
+
+class Arguments:
+    """The arguments of the last call, as far as a recording cannot take them as they are."""
+
+    def __init__(self) -> None:
+        # The arrays of numpy of the last call, and the number of calls in a row that had new ones.
+        self._arrays: list[weakref.ref[Any]] = []
+        self._new_arrays = 0
+        # The float arguments of the last call, by position, and those that have changed.
+        self._floats: dict[int, float] = {}
+        self._varying: set[int] = set()
+
+    def new_arrays(self, call: Call) -> list[int]:
+        """The arrays of numpy that were not there in the last call: a recording holds for the very same ones."""
+        last, self._arrays = self._arrays, [weakref.ref(array) for _, array in call.arrays]
+        known = {id(array) for array in (reference() for reference in last) if array is not None}
+        new = [i for i, (_, array) in enumerate(call.arrays) if id(array) not in known]
+        self._new_arrays = self._new_arrays + 1 if new else 0
+        return new
+
+    @property
+    def has_many_new_arrays(self) -> bool:
+        """Whether several calls in a row had new arrays."""
+        return self._new_arrays >= _MANY_ARRAYS
+
+    def with_tensors(self, program: Any) -> Any:
+        """The program with tensors in place of float arguments that change from step to step."""
+        leaves, tree = tree_flatten((program.args, program.kwargs))
+        if not (floats := {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}):
+            return program
+        self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
+        self._floats = floats
+        for i in self._varying & floats.keys():
+            leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
+        args, kwargs = tree_unflatten(leaves, tree)
+        return program._replace(args=args, kwargs=kwargs)

@@ -8,11 +8,9 @@ tensors, and numbers that are no tensors are counted after each step.
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import pyro
@@ -20,6 +18,7 @@ import torch
 from pyro.optim import PyroLRScheduler, PyroOptim
 from pyro.optim.clipped_adam import ClippedAdam
 from pyro.optim.optim import is_scheduler
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
@@ -33,8 +32,7 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _RECORDED = (("differentiable", True), ("foreach", False), ("fused", False))
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """Where a recording found something that has to be there still."""
 
     container: MutableMapping[Any, Any]  # what holds it
@@ -56,8 +54,20 @@ def tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:
     return tuple(place.value for place in places if isinstance(place.value, Tensor))
 
 
-@dataclass(frozen=True)
-class RecordedResult:
+def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of some groups in their order, each once."""
+    return list({id(tensor): tensor for group in groups for tensor in group}.values())
+
+
+def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dict[Tensor, Tensor]:
+    """The gradient of a scalar to each of the leaves that it reads; ``options`` are those of ``torch.autograd``."""
+    if not (leaves and value.requires_grad):
+        return {}
+    found = torch.autograd.grad(value, leaves, allow_unused=True, **options)
+    return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+class RecordedResult(NamedTuple):
     """What a step yields while it is recorded."""
 
     loss: Tensor  # the loss in nats, detached
@@ -113,7 +123,7 @@ def untraced(subject: Subject) -> Iterator[None]:
     """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    before = get_rng_state()
     try:
         with torch.random.fork_rng(devices), pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -124,12 +134,10 @@ def untraced(subject: Subject) -> Iterator[None]:
         created = set(pyro.get_param_store().keys()) - known
         for name in created:
             del pyro.get_param_store()[name]
-        moved = random.getstate() != of_python
-        random.setstate(of_python)
-        now: Any = numpy.random.get_state()
-        moved = moved or not all(numpy.array_equal(a, b) for a, b in zip(now, of_numpy, strict=True))
-        numpy.random.set_state(of_numpy)
-    if moved:
+        after = get_rng_state()
+        set_rng_state(before)
+    pairs = zip(before["numpy"], after["numpy"], strict=True)
+    if before["random"] != after["random"] or not all(numpy.array_equal(a, b) for a, b in pairs):
         raise Unrecordable(
             "it draws from random or numpy.random, whose numbers a recording would freeze: draw with torch, as by "
             "torch.rand(()), or hand the numbers over as arguments of step()"
@@ -138,15 +146,24 @@ def untraced(subject: Subject) -> Iterator[None]:
         raise NotYet(f"it makes parameters: {', '.join(sorted(created))}")
 
 
-@dataclass(frozen=True, eq=False)
 class OptimizerUpdate:
-    """The update of one parameter."""
+    """The update of one parameter by its optimiser.
 
-    parameter: Tensor  # the parameter
-    optimizer: torch.optim.Optimizer  # its optimiser
-    clip: Callable[[Tensor], None] | None  # clips its gradient in place; ``None`` if nothing is clipped
-    settings: dict[str, Any]  # the optimiser's settings but for the step size
-    places: tuple[Place, ...]  # where parameter, optimiser and state were found
+    Attributes:
+        clip: Clips its gradient in place; ``None`` if nothing is clipped.
+        settings: The optimiser's settings but for the step size.
+        places: Where parameter, optimiser and state were found.
+    """
+
+    def __init__(self, parameter: Tensor, optim: PyroOptim) -> None:
+        owner = optim.optim_objs[parameter]
+        self.parameter, self.optimizer = parameter, (own := _without_schedule(owner))
+        self.clip: Callable[[Tensor], None] | None = optim.grad_clip[parameter]
+        self.settings = {**self.group}
+        self.places = [Place(optim.optim_objs, parameter, owner), Place(vars(own), "state", own.state)]
+        if (state := own.state.get(parameter)) is not None:
+            self.places.append(Place(own.state, parameter, state))
+            self.places += [Place(state, name, value) for name, value in state.items() if isinstance(value, Tensor)]
 
     @property
     def group(self) -> dict[str, Any]:
@@ -254,23 +271,11 @@ class Updates:
         wanted = [each for each in parameters if id(each) in graded or each.grad is not None]
         if any(each not in self.optim.optim_objs for each in wanted):
             raise NotYet("the optimiser has not met all parameters yet")
-        found = tuple(map(self._of, wanted))
-        with_state = [each for each in found if not isinstance(each.optimizer, torch.optim.SGD)]
-        if any(each.parameter not in each.optimizer.state for each in with_state):
+        found = tuple(OptimizerUpdate(each, self.optim) for each in wanted)
+        bare = [each for each in found if each.parameter not in each.optimizer.state]
+        if not all(isinstance(each.optimizer, torch.optim.SGD) for each in bare):
             raise NotYet("the optimiser has no state for some parameters yet")
         return found
-
-    def _of(self, parameter: Tensor) -> OptimizerUpdate:
-        owner = self.optim.optim_objs[parameter]
-        optimizer = _without_schedule(owner)
-        state = optimizer.state.get(parameter)
-        places = [Place(self.optim.optim_objs, parameter, owner), Place(vars(optimizer), "state", optimizer.state)]
-        if state is not None:
-            places.append(Place(optimizer.state, parameter, state))
-            places += [Place(state, name, value) for name, value in state.items() if isinstance(value, Tensor)]
-        settings = {**optimizer.param_groups[0]}
-        clip = self.optim.grad_clip[parameter]
-        return OptimizerUpdate(parameter, optimizer, clip, settings, tuple(places))
 
 
 def numbers_of(updates: Iterable[OptimizerUpdate]) -> Tensor:
@@ -285,9 +290,7 @@ def apply_all(
     own = iter(numbers)
     with torch.no_grad():
         for update in updates:
-            gradient = gradients.get(update.parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(update.parameter)
+            gradient = gradients.get(update.parameter, torch.zeros_like(update.parameter))
             update.apply(gradient, [next(own) for _ in update.numbers])
 
 

@@ -10,20 +10,19 @@ step is recorded, operators give the same results without reading.
 
 from __future__ import annotations
 
-import hashlib
 import linecache
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,8 +49,7 @@ class NotYet(Unrecordable):
     """A step cannot be recorded yet: an eager step has to make its parameters or its critics first."""
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(NamedTuple):
     """A tensor that the step draws from a generator of the objective's own."""
 
     source: int  # which of the generators that the step asks for, counted from 0
@@ -98,7 +96,6 @@ class StepWatch(TorchDispatchMode):
         self._made: WeakSet[torch.UntypedStorage] = WeakSet()
         # Memory that was written into, and what was there before.
         self._before: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
-        self._hash = hashlib.sha256()
         self._outer: FrameType | None = None
 
     def __enter__(self) -> StepWatch:
@@ -113,11 +110,6 @@ class StepWatch(TorchDispatchMode):
         self._before.clear()
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
-
-    @property
-    def digest(self) -> str:
-        """What tells the operators of two runs apart: their names, their numbers, and which results they read."""
-        return self._hash.hexdigest()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,9 +144,7 @@ class StepWatch(TorchDispatchMode):
         elif func is _ATEN.detach.default:
             made = self.node_of(args[0])  # nothing in the graph has a gradient of its own
         else:
-            nodes = self._nodes_of(args), self._nodes_of(kwargs)
-            made = self.graph.call_function(func, *nodes)
-            self._hash.update(f"{func} {nodes}".encode())
+            made = self.graph.call_function(func, self._nodes_of(args), self._nodes_of(kwargs))
         result = func(*args, **kwargs)
         self._bind(result, made)
         own = set(_memory(result))
@@ -179,17 +169,12 @@ class StepWatch(TorchDispatchMode):
 
     def _nodes_of(self, item: Any) -> Any:
         """The arguments of an operator with nodes in place of tensors."""
-        if isinstance(item, Tensor):
-            return self.node_of(item)
-        if isinstance(item, dict):
-            return {name: self._nodes_of(part) for name, part in item.items()}
-        return type(item)(map(self._nodes_of, item)) if item.__class__ in (list, tuple) else item
+        return map_aggregate(item, lambda part: self.node_of(part) if isinstance(part, Tensor) else part)
 
     def _number(self, tensor: Tensor) -> fx.Node:
         name = f"number_{len(self.numbers)}"
         with torch._C.DisableTorchFunction():
             self.numbers[name] = tensor.clone()
-            self._hash.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.tolist()}".encode())
         return self.graph.get_attr(name)
 
     def _bind(self, result: Any, node: fx.Node) -> None:

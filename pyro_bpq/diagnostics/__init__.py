@@ -9,9 +9,9 @@ Read ``diagnose.py`` first, then ``compare.py``.
 from pyro_bpq.diagnostics.compare import compare_estimators as compare_estimators
 from pyro_bpq.diagnostics.comparison import Comparison as Comparison
 from pyro_bpq.diagnostics.comparison import Row as Row
+from pyro_bpq.diagnostics.diagnose import Diagnosis as Diagnosis
+from pyro_bpq.diagnostics.diagnose import Finding as Finding
 from pyro_bpq.diagnostics.diagnose import diagnose as diagnose
-from pyro_bpq.diagnostics.findings import Diagnosis as Diagnosis
-from pyro_bpq.diagnostics.findings import Finding as Finding
 from pyro_bpq.diagnostics.moments import GradientMoments as GradientMoments
 from pyro_bpq.diagnostics.moments import gradient_moments as gradient_moments
 from pyro_bpq.diagnostics.plot import plot_comparison as plot_comparison

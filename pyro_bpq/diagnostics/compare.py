@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bpq.diagnostics.comparison import DEFAULT, LIMIT, Comparison, Row, recommend
-from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, take_step, untouched
+from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, take_own_step, untouched
 from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
@@ -179,14 +179,14 @@ def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, parti
 
 def took(elbo: Any) -> dict[str, str]:
     """The estimator of each site, and its critic; empty for ELBOs of other libraries, and before the first step."""
-    plan = elbo.plan if isinstance(elbo, TraceBackpropQ_ELBO) else None
-    if not plan:
-        return {}
-    critics = {name: plan.critic(name) for name in plan.layout.specs}
-    return {
-        name: short(spec.estimator) + ("" if critics[name].startswith("none") else f" with {critics[name]}")
-        for name, spec in plan.layout.specs.items()
-    }
+    found = {name: short(spec.estimator) for name, spec in (_specs(elbo) or {}).items()}
+    critics = {name: elbo.plan.critic(name) for name in found}
+    return {n: text if critics[n].startswith("none") else f"{text} with {critics[n]}" for n, text in found.items()}
+
+
+def _specs(elbo: Any) -> Mapping[str, Any] | None:
+    """What the plan says of each site; ``None`` for ELBOs of other libraries, and before the first step."""
+    return elbo.plan.layout.specs if isinstance(elbo, TraceBackpropQ_ELBO) and elbo.plan else None
 
 
 class AveragedGraphELBO(TraceGraph_ELBO):
@@ -265,7 +265,7 @@ def _warm_up(elbo: Any, program: Program, steps: int) -> int:
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The number of particles has to stay: moments and times would be those of different numbers.
         while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(elbo.runner)):
-            take_step(elbo, program, reader)
+            take_own_step(elbo, program, reader)
             taken += 1
     return taken
 
@@ -277,12 +277,12 @@ def _row(name: str, elbo: Any, moments: GradientMoments, truth: Truth) -> Row:
     own = 0.0 if moments.is_exact else moments.total_variance / moments.num_samples
     bias, error = math.sqrt(square), math.sqrt(own + truth.square_error)
     rounding = max((1e4 * torch.finfo(g.dtype).eps for g in truth.gradient.values()), default=0.0)
-    specs = elbo.plan.layout.specs.values() if isinstance(elbo, TraceBackpropQ_ELBO) and elbo.plan else None
+    specs = _specs(elbo)
     return Row(
         name,
         num_particles=elbo.num_particles,
         took=took(elbo),
-        claims_unbiased=None if specs is None else all(spec.estimator.is_unbiased for spec in specs),
+        claims_unbiased=None if specs is None else all(spec.estimator.is_unbiased for spec in specs.values()),
         variance=moments.total_variance,
         variance_error=moments.total_variance_error,
         bias=bias,
@@ -303,7 +303,7 @@ def _times(elbos: Mapping[str, Any], program: Program, rounds: int, seed: int) -
                     elbo.train()
                 pyro.set_rng_seed(seed + turn)
                 start = time.perf_counter()
-                take_step(elbo, program, reader)
+                take_own_step(elbo, program, reader)
                 times.append(1e3 * (time.perf_counter() - start))
     medians = [statistics.median(times[1:]) for times in found]
     return [(m, statistics.median(abs(t - m) for t in times[1:])) for m, times in zip(medians, found, strict=True)]

@@ -1,20 +1,273 @@
-r"""Reports in sentences the problems that keep a program from learning, and possible remedies."""
+"""Reports in sentences the problems that keep a program from learning, and possible remedies.
+
+Functions, each of which looks for one mistake and says it, stand in a table.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyro_bpq.diagnostics.findings import Diagnosis, Look, findings, listed
-from pyro_bpq.diagnostics.moments import gradient_moments, untouched
+from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number
+from pyro_bpq.tracing.traced_run import TracedRun
+
+# A site draws one value only if it does so with at least this probability.
+_CERTAIN = 0.999
+# Problem, remedy, and the sites concerned, if any.
+_Found = tuple[str, str] | tuple[str, str, tuple[str, ...]]
+# Two particles that draw the same value have a gradient of zero: in fewer steps that tells nothing.
+_ZERO_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding of a diagnosis.
+
+    Args:
+        kind: A short fixed name, for programs that read it.
+        severity: ``"error"``: results are wrong; ``"warning"``: learning is slower than it could be; ``"hint"``.
+        message: Description of the problem, with the figures behind it.
+        advice: Suggested remedy.
+        sites: The sites concerned.
+    """
+
+    kind: str
+    severity: str
+    message: str
+    advice: str
+    sites: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        body = textwrap.wrap(f"{self.severity}: {self.message}", 110, subsequent_indent="    ")
+        advice = textwrap.wrap(f"-> {self.advice}", 110, initial_indent="    ", subsequent_indent="       ")
+        return "\n".join([*body, *advice])
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, the most severe first.
+
+    Args:
+        findings: The findings.
+        checked: Description of the examined steps, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: str = ""
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def kinds(self) -> frozenset[str]:
+        """The kinds that were found."""
+        return frozenset(finding.kind for finding in self.findings)
+
+    def __str__(self) -> str:
+        found = [str(finding) for finding in self.findings] or ["No problem was found."]
+        return "\n".join([*found, *([f"({self.checked})"] if self.checked else [])])
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What is looked at: an ELBO, its program, and what a step shows of both."""
+
+    elbo: TraceBackpropQ_ELBO
+    runs: Sequence[TracedRun]  # runs of guide and model, one for each particle or one of all
+    moments: GradientMoments  # of the gradient of a step
+    plan: Plan  # what the step does
+
+    @cached_property
+    def laws(self) -> dict[str, Any]:
+        """The guide's distribution at each latent site."""
+        return {name: site.fn for name, site in self.runs[0].run.sites.items()}
+
+    @cached_property
+    def pathwise(self) -> list[str]:
+        """The sites whose values carry the gradient."""
+        return [name for name, spec in self.plan.layout.specs.items() if spec.estimator.is_pathwise]
+
+    @cached_property
+    def scored(self) -> list[str]:
+        """All other sites."""
+        return [name for name in self.plan.layout.specs if name not in self.pathwise]
+
+    @cached_property
+    def still(self) -> list[str]:
+        """Parameters of the guide that no step moves."""
+        nodes = [(name, node) for run in self.runs for name, node in run.guide_trace.nodes.items()]
+        of_guide = {name for name, node in nodes if node["type"] == "param"}
+        mean, variance = self.moments.mean, self.moments.variance
+        # Parameters of a module that no pyro statement names are called after the program.
+        own = [name for name in mean if (name in of_guide or name.startswith("guide.")) and mean[name].numel()]
+        return [name for name in own if not (mean[name].any() or variance[name].any())]
+
+    @property
+    def count(self) -> str:
+        """The number of steps, in words."""
+        return f"{self.moments.num_samples} {'outcomes' if self.moments.is_exact else 'sampled steps'}"
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Names in quotes, the first few of many."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
+
+
+def _errors(look: Look) -> Iterator[_Found]:
+    """A loss or a gradient that is no number."""
+    bad = [name for name, mean in look.moments.mean.items() if not bool(torch.isfinite(mean).all())]
+    if bad or not all(bool(torch.isfinite(run.run.loss)) for run in look.runs):
+        yield (
+            f"The loss or the gradient of {listed(bad) or 'some parameter'} is not finite.",
+            "Look for a value outside a support, a logarithm of zero, or a too large learning rate; "
+            "pyro.enable_validation(True) names the site.",
+        )
+
+
+def _untrained(look: Look) -> Iterator[_Found]:
+    """An ELBO that has not learned anything."""
+    if not look.elbo.num_steps:
+        yield (
+            "This ELBO has taken no step of training, so its critics and running means know nothing.",
+            "Hand over the ELBO that was trained. It keeps what it has learned: make it once, not in each step.",
+        )
+
+
+def _gradients(look: Look) -> Iterator[_Found]:
+    """Parameters of the guide that no site's gradient reaches."""
+    cut, nodes = [name for name in look.still if name not in look.moments.reached], look.runs[0].guide_trace.nodes
+    densities = {name: nodes[name].get("log_prob") for name in look.laws if name in nodes}
+    sites = [name for name, value in densities.items() if isinstance(value, Tensor) and not value.requires_grad]
+    where = f" The distribution of {listed(sites)} has no gradient to any parameter: look there." if sites else ""
+    none = "" if look.moments.reached else " No parameter of model or guide gets one."
+    if cut:
+        yield (
+            f"The guide's parameters {listed(cut)} get no gradient in any of {look.count}: they will never learn."
+            f"{where}{none}",
+            "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
+            "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay "
+            "as it is, this is right.",
+            tuple(sites),
+        )
+
+
+def _zeros(look: Look) -> Iterator[_Found]:
+    """Parameters of the guide that sites read, whose gradient is zero in every step."""
+    zero = [name for name in look.still if name in look.moments.reached]
+    if zero and (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
+        yield (
+            f"The gradient of the guide's parameters {listed(zero)} is exactly zero in each of {look.count}, although "
+            "sites read them.",
+            "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
+            "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
+        )
+
+
+def _collapsed(look: Look) -> Iterator[_Found]:
+    """Sites that draw one value only, in all rows, and what each site diverges from its prior."""
+    still = [name for name, fn in look.laws.items() if _draws_one(fn)]
+    nats = dict[str, float]()
+    for guide, model in ((run.guide_trace.nodes, run.model_trace.nodes) for run in look.runs if still):
+        for name in (name for name in look.laws if name in guide and name in model):
+            cost = float((guide[name]["log_prob_sum"] - model[name]["log_prob_sum"]).detach())
+            nats[name] = nats.get(name, 0.0) + cost / look.elbo.num_particles
+    if still:
+        shown = ", ".join(f"{name!r} {number(own)}" for name, own in nats.items())
+        yield (
+            f"{listed(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns "
+            f"next to nothing about others. log q - log p of each site in this step, in nats: {shown}.",
+            "If the posterior is that sure, this is right. Else the guide has settled too early: begin with logits "
+            "near zero, take a smaller learning rate for the guide or more particles, or scale log q - log p up slowly "
+            "(pyro.poutine.scale). Bounded logits, as by 5 * torch.tanh(logits / 5), keep other values in play.",
+            tuple(still),
+        )
+
+
+def _draws_one(fn: Any) -> bool:
+    split = finite_components(fn)
+    if split is None or split.cardinality < 2:
+        return False
+    laws = split.log_probs(split.parameters(fn).detach()).exp().reshape(-1, split.size, split.cardinality)
+    return bool((laws.mean(0).amax(-1) > _CERTAIN).all())
+
+
+def _hidden_rsample(look: Look) -> Iterator[_Found]:
+    """Sites whose distribution could be reparameterised, if ``has_rsample`` were not switched off."""
+    # Who has chosen an estimator at the site knows; for some of these rsample is hidden by the library itself.
+    sites, nodes = look.laws.keys() - look.elbo.runner.recordings.jumps, look.runs[0].guide_trace.nodes
+    chosen = {name for name in nodes if nodes[name].get("infer", {}).get("bpq", {}).get("estimator")}
+    kinds = {n: kind for n in look.scored if n in sites - chosen and (kind := _hides_rsample(look.laws[n]))}
+    if kinds:
+        yield (
+            f"{listed([*kinds])}: {', '.join(dict.fromkeys(kinds.values()))} can be reparameterised, but its "
+            "has_rsample is False here. So the gradient does not follow the sampled value into the costs (the pathwise "
+            "gradient, which has little noise).",
+            "Write the plain distribution (dist.Normal, not NonreparameterizedNormal), and leave fn.has_rsample alone. "
+            "If costs have no gradient with respect to the value, leave it as it is.",
+            tuple(kinds),
+        )
+
+
+def _hides_rsample(fn: Any) -> str:
+    """Name of the class whose ``rsample`` is switched off, in the distribution or in what it wraps."""
+    while fn is not None:
+        if not fn.has_rsample and any(vars(base).get("has_rsample") is True for base in type(fn).__mro__):
+            return type(fn).__name__
+        fn = getattr(fn, "base_dist", None)
+    return ""
+
+
+def _values_that_leave(look: Look) -> Iterator[_Found]:
+    """Sampled values that leave torch."""
+    met = " Rows of a plate may have met: then each row is charged with the costs of all rows."
+    if sites := sorted(frozenset().union(*(run.escaped_sites for run in look.runs))):
+        yield (
+            f"The values of {listed(sites)} leave torch (.item(), int(), if, .numpy(), a list index): the model is not "
+            "run at other values, and later sites count as dependent on them."
+            f"{met * any(run.crosses for run in look.runs)}",
+            "Where Python need not look at the value, write torch.where, tensor indexing or masks instead. Where it "
+            "must, this is the right behaviour.",
+            tuple(sites),
+        )
+
+
+def _particles(look: Look) -> Iterator[_Found]:
+    """Rows of data that another particle would give a baseline, where somebody has asked for one particle."""
+    sites = [name for name in look.scored if name in look.plan.noisy and look.runs[0].plates.get(name)]
+    # A loss that is summed over all values needs no baseline.
+    if sites and look.elbo.num_particles == 1 and not (look.elbo.particles.is_open or look.plan.sums):
+        yield (
+            f"With one particle the costs of {listed(sites)} are compared with earlier steps or with a second run, not "
+            "with another sample of the same data point.",
+            "Leave num_particles out: then several particles run in one call wherever the program allows it, and "
+            "compare each data point with other samples of its own (leave-one-out).",
+            tuple(sites),
+        )
+
+
+_FINDERS = (
+    ("not finite", "error", _errors),
+    ("no gradient", "warning", _gradients),
+    ("collapsed", "warning", _collapsed),
+    ("rsample hidden", "warning", _hidden_rsample),
+    ("untrained", "hint", _untrained),
+    ("zero gradient", "hint", _zeros),
+    ("values leave torch", "hint", _values_that_leave),
+    ("one particle", "hint", _particles),
+)
 
 
 def diagnose(
@@ -70,4 +323,5 @@ def diagnose(
         checked += f"; costs jump with the values of {listed(jumps)}, which get the score function"
     if look.pathwise:
         checked += f"; jumps of costs with {listed(look.pathwise)} that no draw has met stay unseen"
-    return Diagnosis(tuple(findings(look)), checked)
+    found = (Finding(kind, severity, *each) for kind, severity, find in _FINDERS for each in find(look))
+    return Diagnosis(tuple(found), checked)

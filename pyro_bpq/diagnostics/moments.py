@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -17,10 +18,8 @@ from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number, table
 from pyro_bpq.testing import Moments, iter_outcomes
-from pyro_bpq.testing.expected import backward
+from pyro_bpq.testing.expected import Gradient, RunningMoments, take_step
 from pyro_bpq.testing.parameters import GradientReader
-
-Gradient = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,9 @@ def gradient_moments(
         raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")
     program = Program(model, guide, args, kwargs)
     with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, None) as reader:
-
-        def step() -> Gradient:
-            take_step(elbo, program, reader)
-            return reader.read()
-
-        found = _enumerated(elbo, program, step, num_outcomes)
-        if found is None:
-            found = _Running(is_exact=False)
+        step = partial(take_own_step, elbo, program, reader)
+        if (found := _enumerated(elbo, program, step, num_outcomes)) is None:
+            found = RunningMoments(is_exact=False)
             for _ in range(num_samples):
                 found.add(1.0, step())
     mean, variance = reader.named(found.mean), reader.named(found.variance)
@@ -139,61 +133,20 @@ def untouched(elbo: Any, seed: int) -> Iterator[None]:
             elbo.num_noises = noises
 
 
-def take_step(elbo: Any, program: Program, reader: GradientReader) -> None:
-    """Leaves the gradient of a step in ``.grad``."""
-    reader.clear()
+def take_own_step(elbo: Any, program: Program, reader: GradientReader) -> Gradient:
+    """Takes a step of any ELBO."""
     # ``loss_and_grads`` would put critics that the user's optimiser trains into Pyro's param store.
-    backward(elbo, program, isinstance(elbo, torch.nn.Module))
+    return take_step(elbo, program, reader, isinstance(elbo, torch.nn.Module))
 
 
-class _Running:
-    """Weighted mean and variance of gradients; a parameter without a gradient counts as zero."""
-
-    def __init__(self, is_exact: bool) -> None:
-        self.is_exact, self.weight, self.count = is_exact, 0.0, 0
-        self.mean: dict[int, Any] = {}
-        self._squares: dict[int, Any] = {}
-        self._last: Gradient = {}
-        self._pairs: list[float] = []
-
-    def add(self, weight: float, gradient: Gradient) -> None:
-        before, self.weight, self.count = self.weight, self.weight + weight, self.count + 1
-        for key in {**self.mean, **gradient}:
-            old = self.mean.get(key, 0.0)
-            change = gradient.get(key, 0.0) - old
-            self.mean[key] = old + change * (weight / self.weight)
-            self._squares[key] = self._squares.get(key, 0.0) + change.square() * (weight * before / self.weight)
-        if self.count % 2 == 0:
-            parts: list[Any] = [gradient.get(k, 0.0) - self._last.get(k, 0.0) for k in {**gradient, **self._last}]
-            self._pairs.append(0.5 * sum(float(part.square().sum()) for part in parts))
-        self._last = gradient
-
-    @property
-    def variance(self) -> Gradient:
-        """Of a single step; an unbiased estimate if steps were sampled."""
-        return {key: square / (self.weight - (not self.is_exact)) for key, square in self._squares.items()}
-
-    @property
-    def error(self) -> float:
-        """Standard error of the total variance, from independent pairs of steps."""
-        pairs = torch.tensor(self._pairs, dtype=torch.float64)
-        if self.is_exact:
-            return 0.0
-        return float(pairs.std()) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
-
-
-def _enumerated(elbo: Any, program: Program, step: Callable[[], Gradient], num_outcomes: int) -> _Running | None:
+def _enumerated(elbo: Any, program: Program, step: Callable[[], Gradient], num_outcomes: int) -> RunningMoments | None:
     """Moments over all outcomes of a step; ``None`` if there are too many, or if they cannot be listed."""
-    found, noises = _Running(is_exact=True), getattr(elbo, "num_noises", 0)
-
-    def run_guide() -> None:
-        with torch.no_grad():
-            program.guide(*program.args, **program.kwargs)
-
+    found, noises = RunningMoments(is_exact=True), getattr(elbo, "num_noises", 0)
+    guide = torch.no_grad()(partial(program.guide, *program.args, **program.kwargs))
     try:
         # A guide is quick, and leaves the ELBO alone if there are too many.
         own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
-        for _ in iter_outcomes(run_guide, num_outcomes=own):
+        for _ in iter_outcomes(guide, num_outcomes=own):
             pass
         for probability, gradient in iter_outcomes(step, num_outcomes=num_outcomes):
             if getattr(elbo, "num_noises", 0) != noises:

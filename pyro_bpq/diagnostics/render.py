@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph
+from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 
 # Okabe and Ito's colours, which remain distinct for the colour-blind.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D00")
@@ -50,8 +50,7 @@ class Drawing:
         Raises:
             BPQError: If the program ``dot`` of Graphviz is missing, or does not know the format.
         """
-        program = shutil.which("dot")
-        if program is None:
+        if (program := shutil.which("dot")) is None:
             raise BPQError(
                 "Drawing a picture needs the program dot of Graphviz (https://graphviz.org/download), which is not "
                 'installed; drawing.save("name.dot") does without.'
@@ -121,15 +120,14 @@ def render_network(network: BackpropQNetwork) -> Drawing:
 
 
 def _scg_lines(graph: StochasticComputationGraph) -> list[str]:
-    colours = _cost_colours(graph)
+    colours, lines = _cost_colours(graph), list[str]()
     drawn = [(node.plates, _statement(f"scg {node.name}", label=node.name, shape="ellipse")) for node in graph.nodes]
     drawn += [(cost.plates, _cost_box("scg", cost, colours)) for cost in graph.costs]
-    lines = _in_plates("cluster scg", drawn)
-    for node in graph.nodes:
-        lines += [_edge(f"scg {parent}", f"scg {node.name}") for parent in node.parents]
-    for cost in graph.costs:
-        lines += [_edge(f"scg {parent}", f"scg {cost.name}", color=colours[cost.name]) for parent in cost.parents]
-    return lines
+    children: Sequence[StochasticNode | CostNode] = (*graph.nodes, *graph.costs)
+    for child in children:
+        colour = {"color": colours[child.name]} if child.name in colours else {}
+        lines += [_statement(f"scg {parent}", f"scg {child.name}", **colour) for parent in child.parents]
+    return _in_plates("cluster scg", drawn) + lines
 
 
 def _network_lines(network: BackpropQNetwork) -> list[str]:
@@ -146,9 +144,9 @@ def _network_lines(network: BackpropQNetwork) -> list[str]:
             for child in average.children:
                 carried = dict.fromkeys(colours[cost] for cost in sources.get(child, (child,)))
                 colour = ":".join(carried) if len(sources.get(child, ())) <= _PARALLEL else "black"
-                lines.append(_edge(end, f"q {child}", dir="back", style=style, color=colour))
+                lines.append(_statement(end, f"q {child}", dir="back", style=style, color=colour))
         for cost in node.immediate:
-            lines.append(_edge(end, f"q {cost}", dir="back", style="dotted", color=colours[cost]))
+            lines.append(_statement(end, f"q {cost}", dir="back", style="dotted", color=colours[cost]))
     return lines
 
 
@@ -172,9 +170,8 @@ def _in_plates(prefix: str, drawn: Sequence[tuple[tuple[Plate, ...], str]]) -> l
     lines = [line for plates, line in drawn if not plates]
     boxes: dict[Plate, list[tuple[tuple[Plate, ...], str]]] = {}
     for plates, line in drawn:
-        if plates:
-            outer, *inner = sorted(plates, key=lambda plate: plate.dim)
-            boxes.setdefault(outer, []).append((tuple(inner), line))
+        for outer in sorted(plates, key=lambda plate: plate.dim)[:1]:
+            boxes.setdefault(outer, []).append((tuple({*plates} - {outer}), line))
     for outer, inside in boxes.items():
         name = f"{prefix} {outer.name}"
         lines += _box(name, outer.name, _in_plates(name, inside))
@@ -190,17 +187,10 @@ def _box(name: str, label: str, lines: Iterable[str]) -> list[str]:
     return [*head, *(f"  {line}" for line in lines), "}"]
 
 
-def _statement(name: str, **attributes: str) -> str:
-    return _quoted(name) + _attributes(attributes)
-
-
-def _edge(start: str, end: str, **attributes: str) -> str:
-    return f"{_quoted(start)} -> {_quoted(end)}" + _attributes(attributes)
-
-
-def _attributes(attributes: dict[str, str]) -> str:
+def _statement(*names: str, **attributes: str) -> str:
+    """A node, or an edge between two."""
     text = ", ".join(f"{key}={_quoted(value)}" for key, value in attributes.items())
-    return f" [{text}];" if text else ";"
+    return " -> ".join(map(_quoted, names)) + (f" [{text}];" if text else ";")
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, option, past, positive, share
 from pyro_bpq.estimators.requirements import alternative, needs_finite
-from pyro_bpq.estimators.scales import Adaptive, ScaledTerms
+from pyro_bpq.estimators.scales import CRITIC, EXACT, Adaptive, ScaledTerms
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class AllAction(Adaptive):
             terms = _terms(context, probs, score)
             scales = self.scales(context)
             weights = terms.residual(scales)[..., None, None] * (score + probs)
-            for i, table in ((0, context.exact), (2, context.learned)):
+            for i, table in ((EXACT, context.exact), (CRITIC, context.learned)):
                 if table is not None:
                     weights = weights + terms.scale(scales, i)[..., None, None] * probs * table
             statistics = terms.updated(context, scales, self)
@@ -134,7 +134,7 @@ class QProp(Adaptive):
         surrogate = residual * context.score
         if context.moments is not None and context.learned is not None:
             expected = (context.learned * context.moments.expected).sum((-1, -2))
-            surrogate = surrogate + terms.scale(scales, 2) * expected
+            surrogate = surrogate + terms.scale(scales, CRITIC) * expected
         return SiteTerm(surrogate, statistics)
 
 

@@ -18,9 +18,9 @@ SIZE = 5  # control variates
 _SAMPLES = 1000
 # The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
 _ERRORS = 2.0
-# Indices of control variates: the exact costs, the later sites, their exact costs.
-_EXACT, _LATER, _LATER_EXACT = 0, 3, 4
-_NOT_LEARNED = _EXACT, _LATER_EXACT
+# Indices of control variates: exact costs, level and differences of the critic, later sites, their exact costs.
+EXACT, _LEVEL, CRITIC, _LATER, _LATER_EXACT = range(SIZE)
+_NOT_LEARNED = EXACT, _LATER_EXACT
 # One of the last two is zero.
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
 # Of a gradient or a control variate; `None` if it is absent.

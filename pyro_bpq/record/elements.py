@@ -253,8 +253,8 @@ def _selected(read: Reader, table: Any, index: Any) -> Labels:
     parts = index if isinstance(index, tuple) else (index,)
     chosen = [part for part in values_in(parts) if read.shape(part) == ()]
     labels = _moved(partial(_at, len(read.shape(table))), read, table, parts)
-    mixed = over(read(table), None, False) if (read(table) != NONE).any() else labels
-    return combined(mixed if mixed is not labels else labels, *map(read, chosen))
+    found = over(read(table), None, False) if (read(table) != NONE).any() else labels
+    return combined(found, *map(read, chosen))
 
 
 def _at(rank: int, table: Tensor, index: Any) -> Tensor:

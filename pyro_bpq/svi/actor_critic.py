@@ -110,11 +110,8 @@ class ActorCriticSVI(SVI):
                 )
         else:
             assert self.elbo.replay_buffer is not None
-            drawn = self.elbo.replay_buffer.draw(1, self.elbo.runner.noise())
-            if not drawn:
+            if not (drawn := self.elbo.replay_buffer.draw(1, self.elbo.runner.noise())):
                 return
             *_, args, kwargs = drawn[0].programs[0]
         loss = functools.partial(self.elbo.bootstrapped_loss, self.model, self.guide, entropy=self.entropy)
-        objective, leaves = captured(lambda: loss(*args, **kwargs))
-        if objective.requires_grad and leaves:
-            descend(self.optim, objective, leaves)
+        descend(self.optim, *captured(lambda: loss(*args, **kwargs)))

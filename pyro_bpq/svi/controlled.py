@@ -14,6 +14,7 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
+from pyro_bpq.compiled.subject import distinct, gradients_of
 from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import warn_of_overrides
@@ -250,14 +251,11 @@ class TrustRegionSVI(_ControlledSVI):
             nearby, leaves = captured(objective.nearby)
             shared = set(objective.model_leaves())
             leaves = [leaf for leaf in leaves if leaf not in shared]
-            pairs = dict[Tensor, Tensor]()
-            if leaves and nearby.total_kl.requires_grad:
-                slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
-                pairs = {leaf: slope for leaf, slope in zip(leaves, slopes, strict=True) if slope is not None}
+            slopes = gradients_of(nearby.total_kl, leaves, create_graph=True)
             self.last = ControlledStep(loss)
-            if pairs:
-                self._move(loss, objective, nearby, [*pairs], _flat(pairs.values(), [*pairs]))
-            self.optim(set(parameters) - pairs.keys())
+            if slopes:
+                self._move(loss, objective, nearby, [*slopes], _flat(slopes, slopes))
+            self.optim(set(parameters) - slopes.keys())
         finally:
             # A gradient that stayed would be added to that of the next step.
             zero_grads(parameters)
@@ -266,7 +264,7 @@ class TrustRegionSVI(_ControlledSVI):
     def _move(
         self, loss: float, objective: LocalObjective, nearby: Nearby, own: Sequence[Tensor], slope: Tensor
     ) -> None:
-        gradient = _flat([leaf.grad for leaf in own], own)
+        gradient = _flat({leaf: leaf.grad for leaf in own if leaf.grad is not None}, own)
         each = objective.value(nearby)
         rest = gradient - _gradient(each.mean(), own)
 
@@ -314,8 +312,7 @@ def _numbers(kl: Mapping[str, Tensor]) -> dict[str, float]:
 
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
     """One step of a Pyro optimiser on an objective; leaves that the objective does not read do not move."""
-    found = torch.autograd.grad(objective, leaves, allow_unused=True)
-    moved = {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+    moved = gradients_of(objective, leaves)
     for leaf, gradient in moved.items():
         leaf.grad = gradient
     optim(set(moved))
@@ -326,20 +323,16 @@ def captured(function: Callable[[], _T]) -> tuple[_T, list[Tensor]]:
     """What a function returns, and the unconstrained parameters that it reads, each once."""
     with poutine.trace(param_only=True) as capture:
         result = function()
-    found = {id(leaf): leaf for leaf in (leaf_of(site["value"]) for site in capture.trace.nodes.values())}
-    return result, list(found.values())
+    return result, distinct(leaf_of(site["value"]) for site in capture.trace.nodes.values())
 
 
-def _flat(tensors: Iterable[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    pairs = zip(tensors, like, strict=True)
-    return torch.cat([(torch.zeros_like(leaf) if t is None else t).reshape(-1) for t, leaf in pairs])
+def _flat(tensors: Mapping[Tensor, Tensor], leaves: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensors.get(leaf, torch.zeros_like(leaf)).reshape(-1) for leaf in leaves])
 
 
 def _gradient(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     """The gradient of a scalar to some leaves, whether or not it reads them."""
-    if not value.requires_grad:
-        return _flat([None] * len(leaves), leaves)
-    return _flat(torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True), leaves)
+    return _flat(gradients_of(value, leaves, retain_graph=True), leaves)
 
 
 @torch.no_grad()

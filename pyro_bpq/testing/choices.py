@@ -18,8 +18,6 @@ from pyro.ops.provenance import detach_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import constraints
-from torch.distributions.utils import broadcast_all
 
 from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError, UnsupportedProgramError, UnsupportedSiteError
 
@@ -28,7 +26,7 @@ T = TypeVar("T")
 _MAX_MISSING_PROBABILITY = 1e-5
 
 
-class TwoPoint(dist.TorchDistribution):
+class TwoPoint(dist.Normal):
     r"""Replaces a reparameterised distribution in tests whose expectations must be exact.
 
     The value is a differentiable function of two-point noise,
@@ -45,20 +43,10 @@ class TwoPoint(dist.TorchDistribution):
         validate_args: As in ``torch.distributions``.
     """
 
-    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
-    support = constraints.real
-    has_rsample = True
-
-    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
-        self.loc, self.scale = broadcast_all(loc, scale)
-        super().__init__(self.loc.shape, validate_args=validate_args)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> TwoPoint:
-        """Returns a copy with the parameters expanded to ``batch_shape``."""
-        shape = torch.Size(batch_shape)
-        new = TwoPoint(self.loc.expand(shape), self.scale.expand(shape), validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws a value without a gradient."""
+        return self.rsample(sample_shape)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws the noise and returns ``loc + scale * noise``."""
@@ -71,78 +59,47 @@ class TwoPoint(dist.TorchDistribution):
         """Returns ``loc + scale * noise``, differentiable in ``loc`` and ``scale``."""
         return self.loc + self.scale * noise
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Returns the log-density of ``Normal(loc, scale)`` at ``value``, in nats."""
-        if self._validate_args:
-            self._validate_sample(value)
-        standardised = (value - self.loc) / self.scale
-        return -0.5 * standardised**2 - self.scale.log() - 0.5 * math.log(2 * math.pi)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean, ``loc``."""
-        return self.loc
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance, ``scale ** 2``."""
-        return self.scale**2
-
 
 class _Choice:
     """One choice on the current path: ``num_elements`` independent picks among ``num_values``."""
 
     def __init__(self, name: str, log_probs: Tensor) -> None:
-        self.name = name
-        self.shape = tuple(log_probs.shape)
+        self.name, self.shape = name, tuple(log_probs.shape)
+        self.what = (name, *self.shape)
         self.index = (0,) * log_probs.shape[1]
-        self._log_probs = log_probs
-        self._table: list[list[float]] | None = None
-        self._rest: Iterator[tuple[int, ...]] = iter(())
+        self.probability = 1.0  # of the index, given the choices before it
         self.is_left = False
-
-    def fits(self, name: str, num_values: int, num_elements: int) -> bool:
-        """Whether it is a choice of these values."""
-        return self.name == name and self.shape == (num_values, num_elements)
+        self._log_probs: Tensor | None = log_probs
+        self._rest: Iterator[tuple[tuple[int, float], ...]] = iter(())
 
     def settle(self) -> bool:
         """Reads the probabilities once the first run is over; returns whether ``index`` is possible.
 
         This waits until the end of the run, because a dependency tracker would report values that leave torch.
         """
-        if self._table is not None:
+        if self._log_probs is None:
             return True
-        self._table = detach_provenance(self._log_probs).exp().T.tolist()
+        log_probs, self._log_probs = detach_provenance(self._log_probs), None
         # torch clamps the probabilities of a categorical distribution to eps; such a value counts as impossible.
-        zero = 2 * torch.finfo(self._log_probs.dtype).eps
-        possible = [[value for value, p in enumerate(row) if p > zero] for row in self._table]
+        zero = 2 * torch.finfo(log_probs.dtype).eps
+        possible = [[(value, p) for value, p in enumerate(row) if p > zero] for row in log_probs.exp().T.tolist()]
         if not all(possible):
             raise UnsupportedSiteError(
                 f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
             )
-        is_possible = all(values[0] == 0 for values in possible)
         self._rest = itertools.product(*possible)
-        if is_possible:
-            next(self._rest)
-        return is_possible
+        # The path has taken the first value of each element.
+        return not any(first for (first, _), *_ in possible) and self.advance()
 
     def leave(self) -> None:
         """Stays at its index, since nothing depends on it."""
-        self.is_left, self._table, self._rest = True, [[1.0]] * len(self.index), iter(())
+        self.is_left, self.probability, self._log_probs, self._rest = True, 1.0, None, iter(())
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
-        index = next(self._rest, None)
-        if index is None:
-            return False
-        self.index = index
-        return True
-
-    @property
-    def probability(self) -> float:
-        """Probability of ``index`` given the choices before it."""
-        assert self._table is not None
-        return math.prod(row[value] for row, value in zip(self._table, self.index, strict=True))
+        if (found := next(self._rest, None)) is not None:
+            self.index, self.probability = tuple(value for value, _ in found), math.prod(p for _, p in found)
+        return found is not None
 
 
 class ChoiceMessenger(Messenger):
@@ -175,11 +132,9 @@ class ChoiceMessenger(Messenger):
 
     def advance(self) -> bool:
         """Moves on to the next path; returns False when all have been taken."""
-        while self._path:
-            if self._path[-1].advance():
-                return True
+        while self._path and not self._path[-1].advance():
             self._path.pop()
-        return False
+        return bool(self._path)
 
     @property
     def probability(self) -> float:
@@ -191,17 +146,20 @@ class ChoiceMessenger(Messenger):
 
         ``log_probs`` is called when the choice is first met, and returns shape ``(num_values, num_elements)``.
         """
+        what = name, num_values, num_elements
         while self._position < self._met and self._path[self._position].is_left:
             self._position += 1
-        if self._position < self._met and not self._path[self._position].fits(name, num_values, num_elements):
+        if self._position < self._met and self._path[self._position].what != what:
             self.leave_undone()
         if self._position == len(self._path):
-            self._check_size(name, num_values, num_elements)
+            size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
+            if size * num_values**num_elements > self.num_outcomes:
+                self.raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
             with torch.no_grad():
                 self._path.append(_Choice(name, log_probs()))
         choice = self._path[self._position]
-        if not choice.fits(name, num_values, num_elements):
-            self._raise_changed(f"site {name!r} with {num_elements} elements of {num_values} values")
+        if choice.what != what:
+            self.raise_changed(f"site {name!r} with {num_elements} elements of {num_values} values")
         self._position += 1
         self._met = max(self._met, self._position)
         return choice.index
@@ -212,18 +170,15 @@ class ChoiceMessenger(Messenger):
             choice.leave()
         self._position = self._met
 
-    def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
-        size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
-        if size * num_values**num_elements > self.num_outcomes:
-            self._raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
-
-    def _raise_too_many(self, where: str = "") -> NoReturn:
+    def raise_too_many(self, where: str = "") -> NoReturn:
+        """Refuses to list so many outcomes."""
         raise TooManyOutcomesError(
             f"More than num_outcomes={self.num_outcomes} joint outcomes{where}. Use a smaller program, fewer particles "
             "or a larger num_outcomes; for large programs use sample_gradients and z_scores."
         )
 
-    def _raise_changed(self, found: str) -> NoReturn:
+    def raise_changed(self, found: str) -> NoReturn:
+        """Refuses a program that is not deterministic given its choices."""
         expected = self._path[self._position]
         raise StructureChangedError(
             f"Under the same choices the program met {found} where it had met site {expected.name!r} with "
@@ -263,7 +218,7 @@ class ChoiceMessenger(Messenger):
             return None  # Pyro draws nothing here
         count = math.comb(size, chosen)
         found = self._indices(name, count, torch.Size(), lambda: torch.full((count, 1), -math.log(count)).double())
-        subsets = torch.tensor(list(itertools.combinations(range(size), chosen)), device=fn.device)
+        subsets = torch.combinations(torch.arange(size, device=fn.device), chosen)
         return subsets[found.to(fn.device)]
 
     def _value(self, name: str, fn: Any) -> Tensor | None:
@@ -276,10 +231,8 @@ class ChoiceMessenger(Messenger):
             even = torch.full((2, shape.numel()), -math.log(2.0), dtype=torch.float64)
             return core.transport(2 * self._indices(name, 2, shape, lambda: even).to(core.loc) - 1)
         support = _support(name, core)
-        num_values = support.shape[0]
-        index = self._indices(name, num_values, shape, lambda: _log_probs(core, support))
-        rows = support.reshape((num_values, *core.event_shape))
-        value = rows[index.to(rows.device)]
+        index = self._indices(name, len(support), shape, lambda: _log_probs(core, support))
+        value = support.reshape((len(support), *core.event_shape))[index.to(support.device)]
         if self.keep_score:
             self.score.append(core.log_prob(value).sum())
             return value
@@ -312,7 +265,7 @@ def _support(name: str, core: Any) -> Tensor:
 def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
     table: Tensor = core.log_prob(support)
-    return table.expand((support.shape[0], *core.batch_shape)).reshape(support.shape[0], -1)
+    return table.expand((len(support), *core.batch_shape)).reshape(len(support), -1)
 
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
@@ -335,7 +288,7 @@ class ChoiceNoise:
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._choices: ChoiceMessenger | None = None
+        self.choices: ChoiceMessenger | None = None
 
     def __repr__(self) -> str:
         return f"ChoiceNoise(seed={self._generator.initial_seed()})"
@@ -351,10 +304,10 @@ class ChoiceNoise:
         """
         *rows, num_values = probabilities.shape
         flat = probabilities.detach().reshape(-1, num_values)
-        if self._choices is None:
+        if self.choices is None:
             drawn = torch.multinomial(flat.cpu(), 1, generator=self._generator)
             return drawn.reshape(rows).to(probabilities.device)
-        index = self._choices.choose("noise", num_values, flat.shape[0], lambda: flat.log().T)
+        index = self.choices.choose("noise", num_values, flat.shape[0], lambda: flat.log().T)
         return torch.tensor(index, dtype=torch.long, device=probabilities.device).reshape(rows)
 
 
@@ -384,16 +337,14 @@ def walk(
     choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None = None
 ) -> Iterator[tuple[float, T]]:
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
-    count, total = 0, 0.0
-    while True:
-        found = _run_settled(choices, step, noise, may_draw=count == 0)
-        if found:
+    count, total, is_left = 0, 0.0, True
+    while is_left:
+        for result in _run_settled(choices, step, noise, may_draw=count == 0):
             count, total = count + 1, total + choices.probability
             if count > choices.num_outcomes:
-                choices._raise_too_many()
-            yield choices.probability, found[0]
-        if not choices.advance():
-            break
+                choices.raise_too_many()
+            yield choices.probability, result
+        is_left = choices.advance()
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
         raise UnsupportedProgramError(
             f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "
@@ -416,7 +367,7 @@ def _run_settled(
         return ()  # the first value of a new choice may be impossible, and the program may fail at it
     choices.leave_undone()
     if choices._position < len(choices._path):
-        choices._raise_changed("nothing")
+        choices.raise_changed("nothing")
     if has_drawn:
         raise UnsupportedProgramError(
             "The step drew from torch's global generator behind the choices, so its expectation cannot be "
@@ -428,16 +379,14 @@ def _run_settled(
 
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:
     """Runs ``step`` once; returns its result and whether it moved the global generator, which is restored."""
-    state = torch.get_rng_state()
+    state, noise = torch.get_rng_state(), noise or ChoiceNoise()
     choices.begin()
-    if noise is not None:
-        noise._choices = choices
+    noise.choices = choices
     try:
         with choices:
             result = step()
     finally:
-        if noise is not None:
-            noise._choices = None
+        noise.choices = None
         has_drawn = not torch.equal(state, torch.get_rng_state())
         torch.set_rng_state(state)
     return result, has_drawn

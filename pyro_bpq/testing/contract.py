@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, initial_statistics
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
-from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.step.signal_table import SIGNALS
 
 _WARM_UP = 3
@@ -32,33 +31,33 @@ _NAMES = MappingProxyType({"bernoulli": "Bernoulli", "one_hot": "OneHotCategoric
 _STAND_INS = frozenset("program hindsight advantage q_value q_slope moved_value baseline crossed".split())
 
 
+@dataclass(eq=False)
 class FakeProgram:
     """A :class:`~pyro_bpq.estimators.base.SiteProgram` with a cost in closed form."""
 
-    rows_meet = False
+    problem: Problem
+    value: Tensor
+    generator: torch.Generator  # of the estimator's noise
+    source: torch.Generator  # of the noise of sites downstream
+    later: float  # the standard deviation of that noise
+    noise: Tensor | None = None  # that noise, where it is held
+    rows_meet: ClassVar[bool] = False
 
-    def __init__(
-        self, problem: Problem, value: Tensor, generator: torch.Generator, later: float = 0.0, seed: int = 0
-    ) -> None:
-        self.problem, self.value, self.generator, self.later = problem, value, generator, later
-        self._source = torch.Generator().manual_seed(seed)
-        self._held: Tensor | None = None
-
+    @torch.no_grad()
     def cost(self, value: Tensor) -> Tensor:
         """The costs, with noise."""
-        with torch.no_grad():
-            cost = self.problem.cost(value)
-            return cost + self.later * (self._noise(cost) if self._held is None else self._held)
+        cost = self.problem.cost(value)
+        return cost + self.later * (self._drawn(cost) if self.noise is None else self.noise)
 
     def independent(self) -> Tensor:
         """Costs of values drawn afresh, with noise."""
         index, probabilities = self.problem.outcomes(1)
         lead = self.value.shape[: self.value.dim() - self.problem.components.value_ndim]
-        drawn = torch.multinomial(probabilities, lead[1:].numel(), replacement=True, generator=self._source)
+        drawn = torch.multinomial(probabilities, lead[1:].numel(), replacement=True, generator=self.source)
         return self.cost(self.from_index(index[drawn, 0]).reshape(self.value.shape))
 
-    def _noise(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)
+    def _drawn(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.source, dtype=like.dtype).to(like.device)
 
     def mean_field(self) -> FakeProgram:
         """The program itself: nothing is sampled downstream that could take its mean."""
@@ -66,9 +65,7 @@ class FakeProgram:
 
     def held(self, value: Tensor) -> FakeProgram:
         """The same program, in which the noise of sites downstream stays the same in all runs."""
-        held = FakeProgram(self.problem, self.value, self.generator, self.later)
-        held._held = self._noise(self.problem.cost(value).detach())
-        return held
+        return replace(self, noise=self._drawn(self.problem.cost(value).detach()))
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """The costs, with noise, and their slopes."""
@@ -130,9 +127,8 @@ class Problem:
             value = one_hot(value.long(), self.cardinality).to(value.dtype)
         width = self.size if self.kind == "bernoulli" else self.size * self.cardinality
         flat = value.reshape(*lead, width)
-        weights = _irregular(width * (width + 2), 1.3).to(flat.dtype).to(flat.device)
-        a, c, b = weights[:width], weights[width : 2 * width], weights[2 * width :]
-        product = flat @ b.reshape(width, width)
+        a, c, *b = _irregular(width * (width + 2), 1.3).to(flat).reshape(-1, width)
+        product = flat @ torch.stack(b)
         return 1.5 + 2.0 * (flat @ a) + 0.5 * (product * flat).sum(-1) + 0.7 * torch.tanh(1.5 * (flat @ c))
 
     def context(
@@ -149,8 +145,7 @@ class Problem:
         meaningless numbers that do not depend on the values. Sites downstream add noise of standard deviation ``later``
         to a cost. ``index`` gives values ``(G, M, rows, D)`` in place of draws.
         """
-        generator = torch.Generator().manual_seed(seed)
-        batch = (self.sites, self.particles, *rows)
+        generator, batch = torch.Generator().manual_seed(seed), (self.sites, self.particles, *rows)
         fixed = self.logits(dtype).reshape(self.sites, *(1,) * (len(rows) + 1), self.size, self.cardinality)
         leaf = fixed.expand(*batch, self.size, self.cardinality).clone().requires_grad_()
         log_probs = leaf.log_softmax(-1)
@@ -158,24 +153,22 @@ class Problem:
             probs = log_probs.detach().double().exp().reshape(-1, self.cardinality)
             index = torch.multinomial(probs, 1, generator=generator).reshape(*batch, self.size)
         value = self.components.value(index).to(dtype)
-        program = FakeProgram(self, value, generator, later, seed + 1)
+        program = FakeProgram(self, value, generator, torch.Generator().manual_seed(seed + 1), later)
 
         def nonsense(*shape: int) -> Tensor:
             table = torch.randn(self.sites, *shape, generator=generator, dtype=torch.float64).to(dtype)
             return table.reshape(self.sites, *(1,) * (len(rows) + 1), *shape).expand(*batch, *shape)
 
-        cost = program.cost(value)
         moved = [index.index_fill(-1, torch.tensor([d]), k) for d in range(self.size) for k in range(self.cardinality)]
         costs = [self.cost(self.components.value(one).to(dtype)).detach() for one in moved]
-        table = torch.stack(costs, -1).reshape(*batch, self.size, self.cardinality)
-        names = tuple("abcdefgh"[: self.sites])
+        table, names = torch.stack(costs, -1).reshape(leaf.shape), tuple("abcdefgh"[: self.sites])
         # All costs read the site, and no other site does. Half of them count as costs that read a site downstream.
         sampled = self.cost(value).detach()
         change = 0.5 * (table - sampled[..., None, None])
         held = HeldCosts(
             names, log_probs, index, Changes(torch.zeros_like(change), change, change), settled=0.5 * sampled
         )
-        score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
+        score, cost = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1), program.cost(value)
         # Far from right, as the critics are, but no function of the value.
         learned, level = nonsense(self.size, self.cardinality), nonsense()
         context = SiteContext(
@@ -202,8 +195,8 @@ class Problem:
         Returns:
             Indices ``(outcomes, particles, D)``, and their probabilities for every site, ``(G, outcomes)``.
         """
-        joint = itertools.product(range(self.cardinality), repeat=particles * self.size)
-        index = torch.tensor(list(joint)).reshape(-1, particles, self.size)
+        joint = torch.cartesian_prod(*[torch.arange(self.cardinality)] * (particles * self.size))
+        index = joint.reshape(-1, particles, self.size)
         log_probs = self.logits().log_softmax(-1)[:, None, None].expand(-1, *index.shape[:2], -1, -1)
         chosen = index.expand(self.sites, *index.shape).unsqueeze(-1)
         return index, log_probs.gather(-1, chosen).flatten(2).sum(-1).exp()
@@ -211,10 +204,10 @@ class Problem:
     def exact_gradient(self) -> Tensor:
         """Gradient of one particle's expected cost to the logits, ``(G, D, K)``, by enumeration."""
         index, probabilities = self.outcomes(1)
-        costs = self.cost(self.components.value(index[:, 0]).to(probabilities.dtype))
+        costs = self.cost(self.components.value(index[:, 0]).to(probabilities))
         # In closed form: Σ_x q(x) f(x) (onehot(x) - q).
         score = one_hot(index[:, 0], self.cardinality) - self.logits().softmax(-1).unsqueeze(1)
-        return ((probabilities * costs)[..., None, None] * score).sum(1)
+        return torch.einsum("gn,gndk->gdk", probabilities * costs, score)
 
 
 def new_signals() -> tuple[str, ...]:
@@ -222,24 +215,29 @@ def new_signals() -> tuple[str, ...]:
     return tuple(name for name in SIGNALS if name not in _STAND_INS)
 
 
-def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3.0) -> SiteContext:
-    """Fills in an estimator's initial running statistics, and keeps only the signals that it needs."""
+def gradient_of(estimator: Estimator, context: SiteContext, leaf: Tensor) -> tuple[SiteTerm, Tensor]:
+    """The term of an estimator, and its gradient to the logits."""
+    term = estimator(context)
+    return term, torch.autograd.grad(term.surrogate.sum(), leaf)[0]
+
+
+def with_statistics(
+    estimator: Estimator, context: SiteContext, count: float = 3.0, learned: Mapping[str, Tensor] | None = None
+) -> SiteContext:
+    """Fills in statistics, ``learned`` or initial ones, and keeps only the signals that an estimator needs."""
     like = context.cost
     assert context.log_probs is not None
     components, cardinality = context.log_probs.shape[-2:]
     initial = initial_statistics(estimator, components * (cardinality if cardinality > 2 else 1))
     rows = len(context.names)
     statistics = {name: torch.stack([torch.as_tensor(value).to(like)] * rows) for name, value in initial.items()}
-    counts = like.new_full((rows,), count)
     signals = {name: value for name, value in context.signals.items() if name in estimator.needs}
-    return replace(context, statistics=statistics, count=counts, signals=signals)
+    statistics |= learned or {}
+    return replace(context, statistics=statistics, count=like.new_full((rows,), count), signals=signals)
 
 
 def _irregular(count: int, start: float) -> Tensor:
     return 1.1 * torch.sin(1.7 * torch.arange(count, dtype=torch.float64) + 2.3 * start)
-
-
-# The check.
 
 
 def default_problems() -> tuple[Problem, ...]:
@@ -307,20 +305,17 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
         Largest distance in standard errors, and the largest standard error in units of the gradient's largest
         component. Standard errors count as at least 1e-10 of that component, for estimators without noise.
     """
-    later = _LATER if "program" in estimator.needs else 0.0
-    context, _ = problem.context((64,), seed=100)
-    statistics = dict(with_statistics(estimator, context).statistics)
+    has_noise, statistics = "program" in estimator.needs, dict[str, Tensor]()
     for step in range(_WARM_UP):
         context, _ = problem.context((64,), seed=101 + step, later=_LATER)
-        context = replace(with_statistics(estimator, context, float(step)), statistics=statistics)
-        statistics.update(estimator.at(step)(context).statistics)
+        term = estimator.at(step)(with_statistics(estimator, context, step, statistics))
+        statistics.update(term.statistics)
     outcomes, probabilities = problem.outcomes(problem.particles)
-    rows = (len(outcomes), max(num_rows // len(outcomes), 2) if "program" in estimator.needs else 2)
+    rows = (len(outcomes), max(num_rows // len(outcomes), 2) if has_noise else 2)
     index = outcomes.transpose(0, 1).reshape(1, problem.particles, rows[0], 1, problem.size)
     index = index.expand(problem.sites, -1, -1, rows[1], -1)
-    context, leaf = problem.context(rows, seed=7, later=later, index=index)
-    context = replace(with_statistics(estimator, context, float(_WARM_UP)), statistics=statistics)
-    (gradient,) = torch.autograd.grad(estimator.at(_WARM_UP)(context).surrogate.sum(), leaf)
+    context, leaf = problem.context(rows, seed=7, later=_LATER * has_noise, index=index)
+    gradient = gradient_of(estimator.at(_WARM_UP), with_statistics(estimator, context, _WARM_UP, statistics), leaf)[1]
     samples, exact = gradient.sum(1), problem.particles * problem.exact_gradient()
     weights = probabilities[..., None, None]
     error = (weights.square() * samples.var(2) / rows[1]).sum(1).sqrt()
@@ -362,15 +357,13 @@ def _check_pathwise(estimator: Any) -> None:
     for cls, shape in ((dist.Bernoulli, (4,)), (dist.OneHotCategorical, (4, 3))):
         leaf = torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape).requires_grad_()
         fn = cls(logits=leaf)
-        split = Components("bernoulli" if isinstance(fn, dist.Bernoulli) else "one_hot", (), fn.event_shape.numel())
-        if estimator.unsupported(SiteInfo("z", type(fn).__name__, False, split, 1)) is not None:
+        if estimator.unsupported(SiteInfo("z", cls.__name__, False, finite_components(fn), 1)) is not None:
             continue
         drawn = fn.sample()
         value = estimator.at(0).attach(fn, drawn, torch.Generator().manual_seed(0))
         assert torch.equal(value.detach(), drawn), f"{estimator!r} changes the drawn value."
-        (gradient,) = torch.autograd.grad(
-            (value * torch.linspace(0.5, 2.0, drawn.numel()).reshape(drawn.shape)).sum(), leaf
-        )
+        weights = torch.linspace(0.5, 2.0, drawn.numel()).reshape(drawn.shape)
+        (gradient,) = torch.autograd.grad((value * weights).sum(), leaf)
         assert bool(gradient.isfinite().all()) and bool(gradient.any()), f"{estimator!r} attaches no gradient."
 
 
@@ -379,8 +372,7 @@ def _check_calls(estimator: Estimator, problem: Problem) -> None:
         for rows in ((), (5,), (2, 3)):
             context, leaf = problem.context(rows, dtype=dtype)
             context = with_statistics(estimator, context)
-            term = estimator.at(0)(context)
-            (gradient,) = torch.autograd.grad(term.surrogate.sum(), leaf)
+            term, gradient = gradient_of(estimator.at(0), context, leaf)
             where = f"{estimator!r} with {problem}, rows {rows}, {dtype}"
             assert gradient.dtype == dtype and bool(gradient.isfinite().all()), f"{where}: gradient {gradient}"
             # A biased estimator may not see a cost without slope.
@@ -402,8 +394,6 @@ def _check_sites_apart(estimator: Estimator, problem: Problem) -> None:
         context, leaf = problem.context((6,), index=index)
         cost = torch.stack([context.cost[i] for i, context in enumerate(contexts)])
         context = with_statistics(estimator, replace(context, cost=cost))
-        (gradient,) = torch.autograd.grad(estimator.at(0)(context).surrogate.sum(), leaf)
-        gradients.append(gradient)
-    first, second = gradients
-    same = torch.allclose(first[0], second[0], rtol=1e-9, atol=1e-12)
+        gradients.append(gradient_of(estimator.at(0), context, leaf)[1][0])
+    same = torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
     assert same, f"{estimator!r}: the cost of one site enters the gradient of another. {problem}"

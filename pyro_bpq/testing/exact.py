@@ -52,15 +52,11 @@ def _total(trace: Any, sign: float, only_costs: bool = False) -> Tensor:
     return total
 
 
-def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
+def _objective(program: Program, num_outcomes: int, only_costs: bool, keep_score: bool) -> Tensor:
     """Sums ``q(state) * cost(state)`` over all states, differentiably."""
-
-    def scored() -> tuple[Tensor, Tensor]:
-        cost = step()
-        return cost, torch.stack(choices.score).sum() if choices.score else torch.zeros_like(cost)
-
-    total = torch.zeros(())
-    for probability, (cost, score) in walk(choices, scored):
+    choices, total = ChoiceMessenger(num_outcomes, keep_score), torch.zeros(())
+    for probability, cost in walk(choices, lambda: _cost(program, num_outcomes, only_costs)):
+        score = sum(choices.score, torch.zeros_like(cost))
         # The exponential is one; its gradient makes the probability differentiable.
         total = total + probability * (score - score.detach()).exp() * cost
     return total
@@ -97,8 +93,7 @@ def exact_loss(
         UnsupportedSiteError: If a site has no finite support.
     """
     with torch.no_grad():
-        program = Program(model, guide, args, kwargs)
-        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(program, num_outcomes, only_costs))
+        return _objective(Program(model, guide, args, kwargs), num_outcomes, only_costs, keep_score=False)
 
 
 def exact_gradient(
@@ -138,10 +133,8 @@ def exact_gradient(
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If the program draws outside of its sites.
     """
-    choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
-        program = Program(model, guide, args, kwargs)
-        objective = _objective(choices, lambda: _cost(program, num_outcomes, only_costs))
+        objective = _objective(Program(model, guide, args, kwargs), num_outcomes, only_costs, keep_score=True)
     return reader.gradient(objective)
 
 
@@ -220,7 +213,6 @@ def _scale(site: Any) -> float:
 
 
 def _unscaled(site: Any, is_own: bool) -> Tensor:
-    log_prob, mask = site["unscaled_log_prob"], site["mask"]
-    if is_own or mask is None:
-        return log_prob.sum()
-    return torch.where(torch.as_tensor(mask), log_prob, log_prob.new_zeros(())).sum()
+    own: Tensor = site["unscaled_log_prob"]
+    is_whole = is_own or site["mask"] is None
+    return (own if is_whole else torch.where(torch.as_tensor(site["mask"]), own, 0.0)).sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.exact import exact_gradient
 from pyro_bpq.testing.parameters import GradientReader
 
+Gradient = dict[int, Tensor]
 # Number of outcomes that are run twice, to detect noise that is not enumerated.
 _NUM_REPEATED = 8
 
@@ -33,15 +35,52 @@ class Moments(NamedTuple):
         return sum(float(variance.sum()) for variance in self.variance.values())
 
 
-def backward(elbo: Any, program: Program, use_differentiable_loss: bool) -> None:
-    """Adds the gradient of one step to ``.grad``."""
+def take_step(elbo: Any, program: Program, reader: GradientReader, use_differentiable_loss: bool) -> Gradient:
+    """Leaves the gradient of a step in ``.grad``, and returns a copy."""
     model, guide, args, kwargs = program
+    reader.clear()
     if not use_differentiable_loss:
         elbo.loss_and_grads(model, guide, *args, **kwargs)
-        return
-    loss = elbo.differentiable_loss(model, guide, *args, **kwargs)
-    if getattr(loss, "requires_grad", False):
+    elif getattr(loss := elbo.differentiable_loss(model, guide, *args, **kwargs), "requires_grad", False):
         loss.backward()
+    return reader.read()
+
+
+class RunningMoments:
+    """Weighted mean and variance of gradients; a parameter without a gradient counts as zero."""
+
+    def __init__(self, is_exact: bool) -> None:
+        self.is_exact, self.weight, self.count = is_exact, 0.0, 0
+        self.mean: dict[int, Any] = {}
+        self._squares: dict[int, Any] = {}
+        self._last: Gradient = {}
+        self._pairs: list[float] = []
+
+    def add(self, weight: float, gradient: Gradient) -> None:
+        """Takes the gradient of one more step, or of an outcome with its probability."""
+        before, self.weight, self.count = self.weight, self.weight + weight, self.count + 1
+        for key in {**self.mean, **gradient}:
+            old = self.mean.get(key, 0.0)
+            change = gradient.get(key, 0.0) - old
+            self.mean[key] = old + change * (weight / self.weight)
+            self._squares[key] = self._squares.get(key, 0.0) + change.square() * (weight * before / self.weight)
+        if not self.is_exact and self.count % 2 == 0:
+            parts: list[Any] = [gradient.get(k, 0.0) - self._last.get(k, 0.0) for k in {**gradient, **self._last}]
+            self._pairs.append(0.5 * sum(float(part.square().sum()) for part in parts))
+        self._last = gradient
+
+    @property
+    def variance(self) -> Gradient:
+        """Of a single step; an unbiased estimate if steps were sampled."""
+        return {key: square / (self.weight - (not self.is_exact)) for key, square in self._squares.items()}
+
+    @property
+    def error(self) -> float:
+        """Standard error of the total variance, from independent pairs of steps."""
+        pairs = torch.tensor(self._pairs, dtype=torch.float64)
+        if self.is_exact:
+            return 0.0
+        return float(pairs.std()) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
 
 
 def _state(elbo: Any) -> dict[str, Tensor]:
@@ -102,25 +141,17 @@ def expected_moments(
         UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
         StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
     """
-    mean: dict[int, Tensor] = {}
-    square: dict[int, Tensor] = {}
+    found, program = RunningMoments(is_exact=True), Program(model, guide, args, kwargs)
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
-
-        def step() -> dict[int, Tensor]:
-            reader.clear()
-            backward(elbo, Program(model, guide, args, kwargs), use_differentiable_loss)
-            return reader.read()
-
+        step = partial(take_step, elbo, program, reader, use_differentiable_loss)
         # The first step of an object may do more than later steps, e.g. trace the program's structure.
         next(iter_outcomes(step, num_outcomes=num_outcomes, noise=noise))
         before = _state(elbo)
-        first: list[dict[int, Tensor]] = []
+        first: list[Gradient] = []
         for probability, gradient in iter_outcomes(step, num_outcomes=num_outcomes, noise=noise):
             if len(first) < _NUM_REPEATED:
                 first.append(gradient)
-            for key, g in gradient.items():
-                mean[key] = mean.get(key, 0.0) + probability * g
-                square[key] = square.get(key, 0.0) + probability * g**2
+            found.add(probability, gradient)
         for old, (_, new) in zip(first, iter_outcomes(step, num_outcomes=num_outcomes, noise=noise), strict=False):
             is_same = old.keys() == new.keys() and all(
                 torch.allclose(g, new[key], rtol=1e-6, atol=1e-12, equal_nan=True) for key, g in old.items()
@@ -132,8 +163,7 @@ def expected_moments(
                     "z_scores(...)."
                 )
     _check_state(elbo, before)
-    variance = {key: (square[key] - mean[key] ** 2).clamp(min=0.0) for key in mean}
-    return Moments(reader.named(mean), reader.named(variance))
+    return Moments(reader.named(found.mean), reader.named(found.variance))
 
 
 def expected_gradient(
@@ -181,8 +211,7 @@ def assert_unbiased(
     exact = exact_gradient(model, guide, *args, **{k: v for k, v in kwargs.items() if k not in of_step})
     _largest(exact, atol)
     expected = expected_gradient(elbo, model, guide, *args, **kwargs)
-    report = _differences(exact, expected, atol)
-    if report:
+    if report := _differences(exact, expected, atol):
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
 
 
@@ -237,12 +266,9 @@ def sample_gradients(
         Gradients of the loss, shape ``(num_samples, *parameter.shape)``; zero if a step did not
         reach a parameter. The ``.grad`` fields are restored.
     """
-    gradients: list[dict[int, Tensor]] = []
+    program = Program(model, guide, args, kwargs)
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
-        for _ in range(num_samples):
-            reader.clear()
-            backward(elbo, Program(model, guide, args, kwargs), use_differentiable_loss)
-            gradients.append(reader.read())
+        gradients = [take_step(elbo, program, reader, use_differentiable_loss) for _ in range(num_samples)]
     zeros = {key: torch.zeros_like(g) for gradient in gradients for key, g in gradient.items()}
     stacked = {key: torch.stack([g.get(key, zero) for g in gradients]) for key, zero in zeros.items()}
     return reader.named(stacked, lead=(num_samples,))

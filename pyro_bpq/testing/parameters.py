@@ -9,6 +9,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_bpq.compiled.subject import gradients_of
 from pyro_bpq.tracing.watch import leaf_of
 
 
@@ -51,11 +52,7 @@ class GradientReader(Messenger):
 
     def gradient(self, value: Tensor) -> dict[str, Tensor]:
         """Returns the gradient of a scalar by name."""
-        leaves = self.tensors
-        if not leaves or not value.requires_grad:
-            return self.named({})
-        grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-        return self.named({id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)})
+        return self.named({id(leaf): gradient for leaf, gradient in gradients_of(value, self.tensors).items()})
 
     def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
         """Returns ``values`` by name; zeros of shape ``lead + leaf.shape`` for a parameter without a value."""

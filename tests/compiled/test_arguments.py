@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pyro_bpq.compiled.arguments import Arguments
+from pyro_bpq.compiled.steps import Arguments
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.rollout.runs import Program
 
