@@ -147,15 +147,6 @@ def test_a_context_that_broadcasts_to_the_rows_is_taken(shape: tuple[int, ...]) 
     TraceBackpropQ_ELBO().loss_and_grads(in_rows(prior), in_rows(lambda: coin(bpq=options)))
 
 
-def test_shapes_that_do_not_fit_are_explained_with_a_plate_of_particles_too() -> None:
-    model = in_rows(lambda: pyro.sample("x", dist.Normal(torch.zeros(5), 1.0), obs=torch.zeros(5)))
-    text = text_of(PlateError, TraceBackpropQ_ELBO(**TOGETHER), model, in_rows(coin))
-    assert "In the model the plate 'rows' has 4 rows in dimension -1" in text
-
-
-# What is missing, and options of the wrong kind.
-
-
 def test_an_expected_cost_without_a_cost_says_so() -> None:
     text = text_of(UnsupportedProgramError, ExpectedCost(), None, coin)
     assert "has no cost" in text and "pyro_bpq.cost(name, value)" in text

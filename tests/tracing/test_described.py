@@ -72,14 +72,6 @@ def test_shape_of_data_is_told_with_what_to_write(
     assert "Trace Shapes" not in text or text.index(words) < text.index("Trace Shapes")
 
 
-def test_too_small_nesting_that_shows_at_a_value() -> None:
-    options: dict[str, Any] = {"num_particles": 3, "vectorize_particles": True}
-    model = seeing(normal, torch.zeros(ROWS))
-    text = text_of(model, guide, PlateError, max_plate_nesting=0, **options)
-    assert "reaches dimension -1. Write max_plate_nesting=1, or leave it out" in text
-    TraceBackpropQ_ELBO(max_plate_nesting=1, **options).loss_and_grads(model, guide)
-
-
 @pytest.mark.parametrize("is_validated", [True, False])
 def test_broken_parameters_are_named(is_validated: bool) -> None:
     def broken() -> None:
@@ -174,30 +166,10 @@ def test_a_distribution_that_does_not_fit_its_plate_says_in_which_program(model:
     assert words in text and "has 3 there. If these 3 belong to each row, write .to_event(1)" in text
 
 
-def test_batch_dimensions_without_a_plate_say_what_makes_them() -> None:
-    def column() -> None:
-        with pyro.plate("rows", ROWS):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(ROWS, 1))))
-
-    text = text_of(seeing(normal, torch.zeros(ROWS)), column, PlateError)
-    assert "Site 'z' has the batch shape (8, 8)" in text and "dimension -2 is no plate." in text
-    assert "(n, 1) side by side" in text and text.count("is no plate") == 1
-
-
 def test_data_outside_of_the_support_are_counted() -> None:
     data = torch.tensor([0, 1, 4, 0, 5, 1, 0, 0])
     text = text_of(seeing(lambda z: dist.Categorical(torch.ones(3)), data), guide, UnsupportedSiteError)
     assert text.startswith("The data of site 'x' has 2 of 8 values outside of the support")
-
-
-def test_an_infinite_factor_is_named() -> None:
-    def model() -> None:
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Bernoulli(0.5))
-            pyro.factor("f", torch.where(z >= 0, -torch.inf, 0.0))
-
-    (text,) = warnings_of(model, guide)
-    assert text.startswith("The factor of site 'f' is infinite at 8 of 8 elements")
 
 
 def test_a_misspelt_key_of_infer_is_told() -> None:
