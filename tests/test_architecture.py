@@ -250,11 +250,11 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15995,
+    "pyro_bpq": 15980,
     "modules": 159,
     "top": 103,
     "batching/": 523,
-    "compiled/": 1287,
+    "compiled/": 1275,
     "critics/": 696,
     "diagnostics/": 702,
     "estimators/": 1401,
@@ -267,7 +267,7 @@ BUDGETS = {
     "step/": 996,
     "svi/": 291,
     "targets/": 172,
-    "testing/": 846,
+    "testing/": 843,
     "tracing/": 1821,
     "tests": 23224,
     "benchmarks": 2990,

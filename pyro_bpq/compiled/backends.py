@@ -119,11 +119,9 @@ def _uncollected() -> Iterator[None]:
 
 def eager_draws(editor: Editor) -> None:
     """Draws coins by the kernel of eager steps, where Inductor would compare other uniform draws."""
-    for node in _nodes(editor, _ATEN.bernoulli.default):
-        with editor.module.graph.inserting_before(node):
-            room = editor.call(_ATEN.empty_like.default, node.args[0])
-            drawn = editor.call(_ATEN.bernoulli.Tensor, room, node.args[0])
-        _replace(node, drawn)
+    for node in _replaced(editor, _ATEN.bernoulli.default, lambda node: not node.kwargs):
+        room = editor.call(_ATEN.empty_like.default, node.args[0])
+        node.replace_all_uses_with(editor.call(_ATEN.bernoulli.Tensor, room, node.args[0]))
 
 
 def fused_draws(editor: Editor) -> None:
@@ -135,41 +133,36 @@ def fused_draws(editor: Editor) -> None:
     operators that check the probabilities.
     """
     call = editor.call
-    for node in _nodes(editor, _ATEN.bernoulli.default):
+    for node in _replaced(editor, _ATEN.bernoulli.default, lambda node: not node.kwargs):
         own = node.meta["val"]
-        with editor.module.graph.inserting_before(node):
-            uniform = call(_ATEN.rand.default, list(own.shape), dtype=torch.float32, device=own.device)
-            is_one = call(_ATEN.lt.Tensor, uniform, node.args[0])
-            drawn = call(_ATEN._to_copy.default, is_one, dtype=own.dtype)
-        _replace(node, drawn)
-    for node in _nodes(editor, _ATEN.multinomial.default):
-        if node.args[1] != 1:
-            continue
-        weights = node.args[0]
-        own = weights.meta["val"]  # type: ignore[union-attr]
-        with editor.module.graph.inserting_before(node):
-            uniform = call(_ATEN.rand.default, list(own.shape), dtype=own.dtype, device=own.device)
-            log = call(_ATEN.log1p.default, call(_ATEN.neg.default, uniform))
-            times = call(_ATEN.clamp.default, call(_ATEN.neg.default, log), _SHORTEST)
-            drawn = call(_ATEN.argmax.default, call(_ATEN.div.Tensor, weights, times), -1, True)
-        _replace(node, drawn)
+        uniform = call(_ATEN.rand.default, list(own.shape), dtype=torch.float32, device=own.device)
+        is_one = call(_ATEN.lt.Tensor, uniform, node.args[0])
+        node.replace_all_uses_with(call(_ATEN._to_copy.default, is_one, dtype=own.dtype))
+    for node in _replaced(editor, _ATEN.multinomial.default, lambda node: not node.kwargs and bool(node.args[1] == 1)):
+        own = node.args[0].meta["val"]  # type: ignore[union-attr]
+        uniform = call(_ATEN.rand.default, list(own.shape), dtype=own.dtype, device=own.device)
+        log = call(_ATEN.log1p.default, call(_ATEN.neg.default, uniform))
+        times = call(_ATEN.clamp.default, call(_ATEN.neg.default, log), _SHORTEST)
+        node.replace_all_uses_with(call(_ATEN.argmax.default, call(_ATEN.div.Tensor, node.args[0], times), -1, True))
 
 
 def called_draws(editor: Editor) -> None:
     """Draws many uniform numbers on a CPU by torch's kernel, where Inductor would compute each from a counter."""
-    for node in editor.module.graph.find_nodes(op="call_function", target=_ATEN.rand.default):
+
+    def is_large(node: fx.Node) -> bool:
         own = node.meta["val"]
-        if own.device.type == "cpu" and own.numel() >= _MANY:
-            with editor.module.graph.inserting_before(node):
-                room = editor.call(_ATEN.empty.memory_format, list(own.shape), dtype=own.dtype, device=own.device)
-                drawn = editor.call(_ATEN.uniform.default, room)
-            _replace(node, drawn)
+        return bool(own.device.type == "cpu" and own.numel() >= _MANY)
+
+    for node in _replaced(editor, _ATEN.rand.default, is_large):
+        own = node.meta["val"]
+        room = editor.call(_ATEN.empty.memory_format, list(own.shape), dtype=own.dtype, device=own.device)
+        node.replace_all_uses_with(editor.call(_ATEN.uniform.default, room))
 
 
-def _nodes(editor: Editor, target: object) -> list[fx.Node]:
-    return [node for node in editor.module.graph.nodes if node.target is target and not node.kwargs]
-
-
-def _replace(node: fx.Node, other: fx.Node) -> None:
-    node.replace_all_uses_with(other)
-    node.graph.erase_node(node)
+def _replaced(editor: Editor, target: Any, fits: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """The calls of an operator, each of which goes when it was replaced by what is added before it."""
+    graph = editor.module.graph
+    for node in filter(fits, graph.find_nodes(op="call_function", target=target)):
+        with graph.inserting_before(node):
+            yield node
+        graph.erase_node(node)

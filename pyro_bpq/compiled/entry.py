@@ -98,8 +98,7 @@ class Entry:
             text += f"; compiled in {compile_:.1f} s"
         text += f"; {self.steps} steps taken."
         shapes = [str(tuple(tensor.shape)) for tensor in recording.call.tensors]
-        if len(shapes) > _SHOWN:
-            shapes[_SHOWN:] = ["..."]
+        shapes[_SHOWN:] = ["..."] * (len(shapes) > _SHOWN)
         return f"{text} It serves tensors of the shapes {', '.join(shapes)}." if shapes else text
 
     @property

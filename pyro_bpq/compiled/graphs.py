@@ -94,12 +94,9 @@ class Storage:
 
 def _shares(node: fx.Node) -> bool:
     """Whether a result lies in the memory of the first input."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    schema = getattr(node.target, "_schema", None)
-    return node.target is operator.getitem or (
-        schema is not None and any(each.alias_info is not None for each in schema.returns)
-    )
+    results = getattr(getattr(node.target, "_schema", None), "returns", ())
+    is_view = node.target is operator.getitem or any(each.alias_info is not None for each in results)
+    return is_view and node.op == "call_function" and bool(node.all_input_nodes)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

@@ -56,10 +56,8 @@ class Compile:
         Raises:
             OptionError: If it is something else.
         """
-        if option is None or option is False:
-            return None
-        if option is True:
-            return Compile()
+        if option is None or isinstance(option, bool):
+            return Compile() if option else None
         if isinstance(option, Compile):
             return option
         if isinstance(option, str) or callable(option):

@@ -115,8 +115,10 @@ class Recording:
         self.graded = [place[id(leaf)] for leaf in graded]  # positions of these leaves
         self.guards = _guards_of(watch)
         # What tells the operators of two runs apart: their names, their numbers, and which results they read.
-        numbers_of_python = [(own.dtype, own.shape, own.tolist()) for own in watch.numbers.values()]
-        self.digest = hash((str(watch.graph), str(numbers_of_python)))
+        read = {node for node, *_ in watch.guards}  # these are compared in each call
+        operators = [str((node.target, node.args, node.kwargs)) for node in watch.graph.nodes if node not in read]
+        constants = [str((own.dtype, own.shape, own.tolist())) for own in watch.numbers.values()]
+        self.digest = hash((*operators, *constants))
 
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""

@@ -228,16 +228,13 @@ def _largest(exact: Mapping[str, Tensor], zero: float = 0.0) -> float:
 
 def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> list[str]:
     """Describes every parameter whose gradients differ by more than ``atol`` or are not finite."""
-    report = []
-    for name, truth in exact.items():
-        found = expected.get(name, torch.zeros_like(truth))
-        error = (found - truth).abs()
-        if not bool((error <= atol).all()):
-            report.append(
-                f"  parameter {name!r}: largest error {float(error.max()):.3g}\n"
-                f"    exact    {truth.tolist()}\n    expected {found.tolist()}"
-            )
-    return report
+    pairs = {name: (truth, expected.get(name, torch.zeros_like(truth))) for name, truth in exact.items()}
+    return [
+        f"  parameter {name!r}: largest error {float((found - truth).abs().max()):.3g}\n"
+        f"    exact    {truth.tolist()}\n    expected {found.tolist()}"
+        for name, (truth, found) in pairs.items()
+        if not bool(((found - truth).abs() <= atol).all())
+    ]
 
 
 def sample_gradients(
@@ -301,7 +298,7 @@ def z_scores(
 
 
 def _z_score(name: str, samples: Tensor, exact: Tensor, scale: float, max_relative_error: float) -> Tensor:
-    num_samples = samples.shape[0]
+    num_samples = len(samples)
     if num_samples < 2 or not bool(samples.isfinite().all()):
         raise AssertionError(f"Parameter {name!r}: needs two or more samples, all finite.")
     error = samples.mean(0) - exact
