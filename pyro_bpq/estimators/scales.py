@@ -18,8 +18,8 @@ SIZE = 5  # control variates
 _SAMPLES = 1000
 # The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
 _ERRORS = 2.0
-# Indices of control variates: exact costs, level and differences of the critic, later sites, their exact costs.
-EXACT, _LEVEL, CRITIC, _LATER, _LATER_EXACT = range(SIZE)
+# Indices of control variates: exact costs, differences of the critic (1 is its level), later sites, their exact costs.
+EXACT, CRITIC, _LATER, _LATER_EXACT = 0, 2, 3, 4
 _NOT_LEARNED = EXACT, _LATER_EXACT
 # One of the last two is zero.
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
