@@ -175,9 +175,9 @@ class BoundRunner(Runner):
         """The runs of a step."""
         recordings, number = self.recordings, particles.in_call
         record = not mode.is_recorded and recordings.wants(particles)
-        programs, draws = programs_of(program, particles), recordings.mark()
+        programs, draws = programs_of(program, particles), recordings.mark() if particles.is_hidden else None
         runs = self._runs(programs, particles, record)
-        if particles.is_hidden and not (record or mode.is_recorded) and recordings.news(runs, particles):
+        if draws is not None and not (record or mode.is_recorded) and recordings.news(runs, particles):
             draws.again()
             record, runs = True, self._runs(programs, particles, True)
         if record:

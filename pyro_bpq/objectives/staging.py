@@ -55,8 +55,8 @@ def staged(
     recorded, nesting = tuple(each for each in found if each is not None), int(particles.nesting) if has_plate else 0
     values = Values(recorded, None, traced, runner.recordings.call, nesting)
     plan = runner.plans.plan(first, graph, facts, lambda name: has_slope(values, graph, name))
-    alone = runner.alone(one, particles, first) if one is not None and has_plate and plan.held.all_drawn else None
-    values = replace(values, alone=alone)
+    if one is not None and has_plate and plan.held.all_drawn:
+        values = replace(values, alone=runner.alone(one, particles, first))
     tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
     rerun = None
     if one is not None and plan.needs_program and not is_dynamic:

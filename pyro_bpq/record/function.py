@@ -156,9 +156,12 @@ class Function:
             return self, []
         noted = self.with_draws(lambda draw: draw.noted)
         with torch.no_grad():
-            return flat(
-                torch.func.functionalize(lambda *own: tuple(noted(*own))), [t.detach().clone() for t in tensors]
-            )
+            return flat(torch.func.functionalize(called(noted)), [t.detach().clone() for t in tensors])
+
+
+def called(function: Function) -> Callable[..., tuple[Tensor, ...]]:
+    """The function as torch's transforms call it: tensors to a tuple."""
+    return lambda *tensors: tuple(function(*tensors))
 
 
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:

@@ -70,7 +70,7 @@ def kind_of(func: Any) -> Kind:
         is_blank=tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name)),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
-    is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name not in _PARTIAL)
+    is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
     return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view), is_total=is_total)
 
 

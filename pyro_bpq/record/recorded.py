@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
+from pyro_bpq.record.function import Function, arguments_of, called, flat, results_of, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
@@ -360,7 +360,7 @@ class Recorded:
                 return function, given, constants
             asked = [tensors[value] for value in given]
             # With noise of its own the row of the sample would differ from the others in more than its value.
-            run = torch.func.vmap(_called(function), dims, randomness="same")
+            run = torch.func.vmap(called(function), dims, randomness="same")
             try:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
@@ -383,10 +383,6 @@ class _InRows:
             with drawing(self.function):  # the same noise in each row
                 found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
-
-
-def _called(function: Function) -> Callable[..., Any]:
-    return lambda *tensors: tuple(function(*tensors))
 
 
 @contextlib.contextmanager
