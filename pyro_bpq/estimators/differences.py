@@ -13,8 +13,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.hindsight import Changes, centred_cost
 from pyro_bpq.rollout.features import Components, Neighbours
 
-# Components up to which all of a site are evaluated.
-_FEW = 4
 # Ratio of the probabilities of what is drawn later from which on the count one step on stands for itself.
 _MOST = 3.0
 # Weight of the past in the moments.
@@ -78,8 +76,8 @@ class Differences(Estimator):
     is unbiased also where ``z`` excludes what ``z + s`` allows. ``λ`` in ``[0, 1]`` is fitted to earlier steps for each
     site. ``b`` is the mean of ``L`` over the other particles or, with one particle, over earlier steps.
 
-    A site of up to four components is evaluated exactly, in one extra row of the recording for each. In a larger one
-    all changes are predicted, from slopes and curvatures, and exactly for the laws of the site itself. ``draws``
+    A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
+    one all changes are predicted, from slopes and curvatures, and exactly for the laws of the site itself. ``draws``
     components of each row, drawn with probability ``π``, are evaluated and add ``(exact - predicted) / π``. This is
     unbiased for any prediction. Costs that are not known at other values multiply the score, with a baseline. So does
     all that a ``total_count`` with a gradient costs.
@@ -90,9 +88,10 @@ class Differences(Estimator):
     Args:
         draws: Number of components of a large site that are evaluated for each row.
         curvature: Whether predictions use curvatures.
+        whole: Number of components up to which all of a site are evaluated.
 
     Raises:
-        OptionError: If ``draws`` is not a positive number.
+        OptionError: If ``draws`` or ``whole`` is not a positive number.
 
     References:
         | Stochastic simulation (Asmussen and Glynn, 2007), for expectations as differences
@@ -101,13 +100,15 @@ class Differences(Estimator):
 
     draws: int = 1
     curvature: bool = True
+    whole: int = 4
 
     is_unbiased: ClassVar[bool] = True
     takes_outdated: ClassVar[bool] = True
     needs = frozenset({"hindsight", "program"})
 
     def __post_init__(self) -> None:
-        check_option(self, "draws", self.draws >= 1, "a positive number")
+        for name in ("draws", "whole"):
+            check_option(self, name, getattr(self, name) >= 1, "a positive number")
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs counts."""
@@ -123,7 +124,7 @@ class Differences(Estimator):
 
     def number(self, split: Components) -> int:
         """Number of components that are evaluated."""
-        return split.size if split.size <= _FEW else self.draws
+        return split.size if split.size <= self.whole else self.draws
 
     def statistics(self) -> Statistics:
         """Running means of the costs, for a single particle, and the moments that fit ``λ``."""

@@ -63,6 +63,7 @@ def enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
         (debiased_straight_through, "_draw", entry),
         (disarm, "uniform_given", partner),
         (rules, "MOST_PARTICLES", rules.FEW_PARTICLES),
+        (rules, "MOST_STEPPED", rules.FEW_PARTICLES),
     )
     with ExitStack() as stack:
         for module, name, drawn in places:

@@ -137,14 +137,16 @@ def test_two_particles_are_exact() -> None:
 # Many components, some of which are drawn.
 
 
-def with_choices(monkeypatch: pytest.MonkeyPatch, few: int = 1) -> ChoiceNoise:
-    """Lets the drawn components be enumerated, from ``few`` on; random signs are all one."""
+DRAWN = Differences(whole=1)
+
+
+def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
+    """Lets the drawn components be enumerated; random signs are all one."""
     noise = ChoiceNoise()
 
     def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
         return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
 
-    monkeypatch.setattr(estimator_module, "_FEW", few)
     monkeypatch.setattr(module, "_draw", draw)
     monkeypatch.setattr(module, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
     return noise
@@ -183,7 +185,7 @@ def test_drawn_components_are_exact(kind: str, rows: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(ListedPoisson, "most", 7)
     pyro.clear_param_store()
     program, noise = layers(kind, rows), with_choices(monkeypatch)
-    elbo = trained(program)
+    elbo = trained(program, estimator=DRAWN)
     assert elbo.plan.held.sites["low"].is_drawn
     assert largest_error(elbo, program, noise) < (1e-10 if kind == "binomial" else 1e-8)
 
@@ -202,7 +204,7 @@ def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any], m
 
     pyro.clear_param_store()
     program, noise = ((lambda: run("p")), (lambda: run("q"))), with_choices(monkeypatch)
-    elbo = trained(program, 2, **options)
+    elbo = trained(program, 2, estimator=DRAWN, **options)
     assert elbo.plan.held.sites["z"].is_drawn
     assert largest_error(elbo, program, noise) < 1e-10
 

@@ -73,6 +73,7 @@ def logits(w: Writer, z: Latent, rows: str = "") -> str:
         "pick": (z.values,),
         "onehot": (z.values,),
         "bits": (z.count,),
+        "counts": (z.count,),
         "faces": (z.count, z.values),
         "digits": (z.count, z.values),
     }.get(z.kind, ())
@@ -109,6 +110,7 @@ def distribution(w: Writer, z: Latent, rows: str = "") -> str:
         "spin": f"Spin({text})",
         "pick": f"dist.Categorical(logits={text})",
         "count": f"dist.Binomial({z.values - 1}, logits={text})",
+        "counts": f"dist.Binomial({z.values - 1}, logits={text}).to_event(1)",
         "onehot": f"dist.OneHotCategorical(logits={text})",
         "bits": f"dist.Bernoulli(logits={text}).to_event(1)",
         "faces": f"dist.OneHotCategorical(logits={text}).to_event(1)",

@@ -18,12 +18,13 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from fuzz.programs import FLOAT_KINDS, LAWFUL_KINDS, UNLIMITED, Allowed, Program, random_program
+from fuzz.programs import COUNT_KINDS, FLOAT_KINDS, LAWFUL_KINDS, UNLIMITED, Allowed, Program, random_program
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
 from pyro_bpq.errors import BPQError
 from pyro_bpq.estimators import (
     CrossedLeaveOneOut,
     DebiasedStraightThrough,
+    Differences,
     Hindsight,
     SecondRun,
 )
@@ -102,6 +103,9 @@ CONFIGS: dict[str, Config] = {
     "crossed": _served(CrossedLeaveOneOut(), 2, **PAIRS),
     "hindsight": _served(Hindsight(), max_states=16, kinds=LAWFUL_KINDS),
     "hindsight_drawn": _served(Hindsight(draws=1), max_states=8, kinds=LAWFUL_KINDS),
+    "differences": _served(Differences(), max_states=16, kinds=COUNT_KINDS),
+    "differences_drawn": _served(Differences(draws=1, whole=1), max_states=9, kinds=COUNT_KINDS),
+    "differences_two": _served(Differences(whole=1), 2, max_states=6, kinds=COUNT_KINDS),
     "second_run": _served(SecondRun(), **PAIRS),
     "straight_through": _served(DebiasedStraightThrough(), **PAIRS, kinds=FLOAT_KINDS),
     "enumeration": Config(

@@ -33,6 +33,7 @@ MANY = frozenset(("bits", "faces", "digits"))
 FLOAT_KINDS = frozenset(("coin", "bits", "onehot", "faces"))
 # Those whose log-probability is that of the law that they are drawn from.
 LAWFUL_KINDS = frozenset(_KINDS) - {"real"}
+COUNT_KINDS = frozenset(("count", "counts", "coin", "pick", "bits"))
 
 
 class NotRunnable(Exception):
@@ -154,7 +155,8 @@ class _Draw:
         self.budget = min(max_states, rng.choices([4, 8, 16, 32, 64], [50, 36, 10, 3, 1])[0])
         # Sites of many components may be served by a second run, which squares the number of outcomes.
         dear = MANY if self.budget > 16 else frozenset[str]()
-        self.kinds = [kind for kind in _KINDS if kind not in dear and (kinds is None or kind in kinds)]
+        every = (*_KINDS, *("count", "counts", "counts") * 2) if kinds == COUNT_KINDS else _KINDS
+        self.kinds = [kind for kind in every if kind not in dear and (kinds is None or kind in kinds)]
         self.count = 0
         self.knobs = Knobs(rng) if allowed.changes else None
 
@@ -257,8 +259,8 @@ class _Draw:
         rng, name = self.rng, f"z{self.count}"
         for _ in range(6):
             kind = rng.choice(kinds or self.kinds)
-            values = rng.choice([2, 3]) if kind in ("pick", "onehot") else 3 if kind == "count" else 2
-            count = rng.choice([2, 2, 3]) if kind == "bits" else 2 if kind in ("faces", "digits") else 0
+            values = rng.choice([2, 3]) if kind in ("pick", "onehot", "counts") else 3 if kind == "count" else 2
+            count = rng.choice([2, 2, 3]) if kind == "bits" else 2 if kind in ("faces", "digits", "counts") else 0
             if kind == "point" and rng.random() < 0.8:
                 continue
             latent = Latent(name, kind, values, count, plates, self._mark(kind))

@@ -77,7 +77,7 @@ class Latent:
 
     @property
     def is_vector(self) -> bool:
-        return self.kind in ("bits", "onehot")
+        return self.kind in ("bits", "counts", "onehot")
 
     @property
     def width(self) -> int:
