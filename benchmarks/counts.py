@@ -51,7 +51,7 @@ from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 LATENTS = 200
 PARTICLES = (2, 8, 32, 64, 128, 256)
 WARM = 60  # steps before the gradient is measured
-LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=300.0, slices=20)
+LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=200.0, slices=20)
 QUICK = Size(rates=(1e-3,), seeds=1, seconds=30.0, slices=6)
 SMOKE = Size(rates=(1e-3,), seeds=1, seconds=0.01, slices=2, samples=3)
 
@@ -228,7 +228,6 @@ def gradients(name: str, make: Callable[[], Any], batch: tuple[Tensor, ...], opt
 RACERS = (
     DEFAULT_COMPILED,
     Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1, compile=True), group="ours"),
-    leave_one_out(8, True),
     leave_one_out(32, True),
     *(
         Method(name, lambda: TraceBackpropQ_ELBO(1, analytic_kl=True, compile=True), law, "biased")
@@ -272,8 +271,8 @@ def main() -> None:
         images = Images("Poisson VAE, nonlinear", "nonlinear", 1, digits.train, digits.splits)
         about = (
             "784-200-784 VAE of Poisson latents with a learned prior, two hidden layers of 200 LeakyReLU(0.3) units, "
-            "on MNIST, binarised afresh at every visit; the training bound of the relaxations is not theirs to optimise: "
-            "the figures are held-out bounds of the discrete model, with Poisson draws for all."
+            "on MNIST, binarised afresh at every visit. All figures are held-out bounds of the discrete model, with "
+            "Poisson draws for all, also where the training bound of a relaxation is another one."
         )
         race = run_race(images, RACERS, replace(size, seeds=1))
         report(options.output, "counts_race", "Poisson VAE on MNIST", about, [race])
