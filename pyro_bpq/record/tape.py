@@ -76,7 +76,6 @@ class Tape(TorchDispatchMode):
         self.told: list[tuple[int, Any]] = []
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
-        self._heard: int | None = None  # the sources that were read while it listens
         self._paused = False
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
@@ -186,15 +185,6 @@ class Tape(TorchDispatchMode):
 
     # Reads.
 
-    def listen(self) -> None:
-        """Collects the sources that are read from now on."""
-        self._heard = 0
-
-    def stop_listening(self) -> int:
-        """The sources that were read since :meth:`listen`; all that ever were if nothing listened."""
-        found, self._heard = self.steering if self._heard is None else self._heard, None
-        return found
-
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and what it found; a library that only checks an argument does not."""
         mask = self.mask_of(items)
@@ -205,23 +195,17 @@ class Tape(TorchDispatchMode):
             is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
             if not is_check:
                 self.told.append((mask, found))
-                if self._is_new(mask):
-                    self.steer(mask)
+                self.steer(mask)
         elif not (check and is_library_check()):
             self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
 
     def compute(self, mask: int) -> None:
         """Notes that an operator reads sources: a program that would catch its error learns from it."""
-        if self._is_new(mask) and catcher(self._outer):
+        if mask & ~self.steering and catcher(self._outer):
             self.steer(mask)
-
-    def _is_new(self, mask: int) -> bool:
-        return bool(mask & ~(self.steering if self._heard is None else self.steering & self._heard))
 
     def steer(self, mask: int) -> None:
         """Notes that Python has learned something of these sources."""
-        if self._heard is not None:
-            self._heard |= mask
         if mask & ~self.steering:
             self.lines[mask & ~self.steering] = line_of_the_program()
             self.steering |= mask

@@ -205,15 +205,14 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
     for name, site in samples(trace).items():
         one = Trace()
         one.nodes[name] = site
-        tape.listen()
         try:
             with tape.steered_by(watch.steering_of(name, is_guide)):
                 compute(one)
+                found = tape.steering
         except ValueError:
             # The whole trace is computed again, so that the error message shows the shapes of all sites.
             compute(trace)
             raise
-        found = tape.stop_listening()
         # A user's own object may have kept any value that has left torch so far.
         heard[is_guide, name] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
@@ -335,9 +334,8 @@ def _reads(tape: Tape, sites: Sites, watch: Watch, heard: Heard, is_guide: bool)
     """The sources that each site's cost reads, as bits; for a guide site, also the sources of its draw."""
     reads = {}
     for name, site in sites.items():
-        before = watch.steering_of(name, is_guide)
         scored = site["score_parts"].score_function if is_untraced(site) else site["log_prob"]
-        found = tape.mask_of(scored) | before | heard.get((is_guide, name), 0)
+        found = tape.mask_of(scored) | heard.get((is_guide, name), watch.steering_of(name, is_guide))
         if is_guide:
             found |= tape.origins.get(name, 0) | watch.heard.get(name, 0)
             # A flow remembers what it drew, so that its log-probability may not look at the value again.

@@ -81,7 +81,7 @@ class Watch(Messenger):
         self.attached: dict[str, Any] = {}
         self.untraced: dict[str, dict[str, Any]] = {}
         self.subsamples: dict[str, Any] = {}
-        # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
+        # Sources, as bits: those that had left torch before a statement, and at the end of one of the guide.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
         self.drawn = dict[str, Any]()  # values of sites on the tape
@@ -101,9 +101,6 @@ class Watch(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if self.tape is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tape.steering
-            if self.is_guide:
-                # Reads count from here to the end of the statement, the draw included.
-                self.tape.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
@@ -122,9 +119,7 @@ class Watch(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
         if self.tape is not None and self.is_guide:
-            # The end of a nested statement ends the listening of both statements.
-            found = self.tape.stop_listening()
-            self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
+            self.heard[msg["name"]] = self.tape.steering
 
     def _pyro_post_param(self, msg: Any) -> None:
         if self.tape is not None and self.is_guide:
