@@ -38,14 +38,6 @@ class Pattern:
     components: tuple[int, ...]
     number: int  # number of components `D` of the site
 
-    def fits(self, batch: torch.Size) -> bool:
-        """Whether the pattern applies to a cost of this batch shape: if rows differ, their number must match."""
-        if self.is_uniform:
-            return True
-        own = self.shape[: len(self.shape) - self.event_ndim]
-        given = (1,) * (len(own) - len(batch)) + tuple(batch)
-        return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
-
     @cached_property
     def is_uniform(self) -> bool:
         """Whether all rows of the cost are alike."""

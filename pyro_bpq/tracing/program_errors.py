@@ -20,12 +20,10 @@ from pyro_bpq.tracing.plate_errors import (
     asks_for_one_value,
     data_line,
     described,
-    laws_of,
     left_torch,
     own_text,
     particle_advice,
     plate_lines,
-    plates_of,
     site_lines,
     statements,
     support_of,
@@ -70,12 +68,12 @@ def explain_scores(error: Exception, model_trace: Any, guide_trace: Any) -> None
 
 def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
-    text, plates, model, guide = own_text(error), watch.plates.values(), watch.scored_as, watch.drawn_as
+    text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
     declared = len(watch.subsamples.keys() - {PARTICLES})
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
-    pairs = [(name, law[0], guide[name][0]) for name, law in model.items() if name in guide]
+    pairs = [(name, site["fn"], guide[name]["fn"]) for name, site in model.items() if name in guide]
     unlike = [unlike_line(name, *laws) for name, *laws in pairs if _form(laws[0]) != _form(laws[1])]
-    if lines := unlike or plate_lines(error, model, guide, plates, watch.where, declared):
+    if lines := unlike or plate_lines(error, model, guide, watch.where, declared):
         return PlateError(told(error, *lines))
     if watch.enumerated and re.search(r"up to \d+ dims|too many \(>", text):
         line = "Each of {} enumerated sites has a dimension of its own: loop with pyro.markov(...)."
@@ -96,7 +94,7 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     if arrays and "numpy" in text.lower():
         line = f"Argument {arrays[0]!r} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
         return UnsupportedProgramError(told(error, line))
-    advice = particle_advice(plates)
+    advice = particle_advice((*model.values(), *guide.values()))
     if not advice:
         return None
     if asks and watch.tape is not None:
@@ -142,7 +140,7 @@ def _number_lines(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> I
                 "under pyro.poutine.mask(mask=~x.isnan())."
             )
     if found := _OUT_OF_RANGE.search(text):
-        seen = [*(watch.scored_as if watch.where == "model" else watch.plates)]
+        seen = [*watch.met[watch.where]]
         after = f" after the statement {seen[-1]!r}" if seen else ""
         kind = _CONSTRAINTS.get(found[3])
         known = kind and f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})."
@@ -165,8 +163,7 @@ def _name_error(text: str, name: str, costs: set[str]) -> UnsupportedProgramErro
 
 def _of_scores(error: Exception, model: Mapping[str, Any], guide: Mapping[str, Any]) -> BPQError | None:
     """The same for an error that came while log-probabilities were computed, or shapes were checked."""
-    lines = plate_lines(error, laws_of(model), laws_of(guide), map(plates_of, (*model.values(), *guide.values())))
-    if lines := lines or [*site_lines(error, model, guide)]:
+    if lines := plate_lines(error, model, guide) or [*site_lines(error, model, guide)]:
         return PlateError(told(error, *lines))
     text, at = own_text(error), _AT_SITE.match(str(error))
     # Torch's errors name no site. The first one without a log-probability is where it failed.

@@ -40,11 +40,6 @@ class LentBuffers:
                 # The run writes into clones only: autograd may hold the originals.
                 _put(part, {name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
-    @property
-    def originals(self) -> list[Tensor]:
-        """The buffers that were lent."""
-        return [buffer for own in self._own.values() for buffer in own.values() if buffer is not None]
-
 
 def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
     for name, buffer in buffers.items():  # a scripted module has no dictionary to update
