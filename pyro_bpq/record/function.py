@@ -93,6 +93,10 @@ class Function:
             gone.append(tuple(own))
         return gone[::-1]
 
+    @cached_property
+    def _maker(self) -> dict[Value, int]:
+        return makers(self.nodes)
+
     def with_draws(self, change: Callable[[Draw], Any]) -> Function:
         """The same with something else in place of draws."""
         nodes = (n._replace(func=change(n.func)) if isinstance(n.func, Draw) else n for n in self.nodes)
@@ -124,7 +128,7 @@ class Function:
 
     def giving(self, wanted: Sequence[Value]) -> Function:
         """The operators that some of the values need."""
-        nodes, _ = pruned(self.nodes, makers(self.nodes), wanted, {*self.given})
+        nodes, _ = pruned(self.nodes, self._maker, wanted, {*self.given})
         return replace(self, nodes=nodes, wanted=tuple(wanted))
 
     def only_reading(self, sources: Set[Value]) -> Function:

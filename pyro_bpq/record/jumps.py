@@ -137,8 +137,7 @@ def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
     Where numbers count steps, no number tells paths apart.
     """
     recording = recorded.recording
-    function, bits = recording.cut(recorded.named.values(), sees_all=True), sum(recording.bits[name] for name in names)
-    numbers = dict[Value, int]()
+    bits, numbers = sum(recording.bits[name] for name in names), dict[Value, int]()
 
     def put(item: Any) -> Any:
         if item.__class__ is Value:
@@ -148,9 +147,9 @@ def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
         return None if has_counters and item.__class__ in (int, float) else item
 
     found: list[Any] = [sorted(recorded.named)]
-    for node in function.nodes:
+    for node in recorded.core.nodes:
         found.append((node.func, put(node.args), put(sorted(node.kwargs.items(), key=str)), put(node.result)))
     # A run that makes parameters has their first numbers.
-    constants = recording.constants - {*recorded.stored.values()}
-    found += [(put(value), put(recording.tensors[value].tolist())) for value in function.given if value in constants]
+    constants = {*recorded.core.given} & recording.constants - {*recorded.stored.values()}
+    found += [(put(value), put(recording.tensors[value].tolist())) for value in sorted(constants)]
     return Path([read for mask, read in recording.told if mask & ~bits], found)

@@ -167,15 +167,10 @@ class _Cost(TorchDistribution):
 
 
 class SkipCosts(Messenger):
-    """Skips the functions of costs; with ``exact``, those of costs with ``exact=True`` are still called."""
-
-    def __init__(self, exact: bool = False) -> None:
-        super().__init__()
-        self.exact = exact
+    """Skips the functions of costs."""
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        if not (self.exact and msg["infer"]["exact"]):
-            msg["done"] = True
+        msg["done"] = True
 
 
 class GiveCosts(Messenger):
