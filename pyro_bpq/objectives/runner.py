@@ -32,7 +32,7 @@ from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.further import gradients_agree
 from pyro_bpq.tracing.graphs import merged_graph
-from pyro_bpq.tracing.jumping import is_undecided
+from pyro_bpq.tracing.jumps import is_undecided
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun

@@ -26,12 +26,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
 from pyro_bpq.record.operators import Kind, kind_of, sizing, written_arguments
-from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
+from pyro_bpq.record.values import (
+    Guard,
+    Known,
+    Node,
+    Notes,
+    RecordingError,
+    Table,
+    Value,
+    memory_of,
+    tensors_in,
+    unwrapped,
+)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Tape(TorchDispatchMode):
+class Tape(Notes, TorchDispatchMode):
     """Writes down what runs inside ``with tape:``.
 
     It does not see the following, because nothing in torch reports it:
@@ -43,37 +54,22 @@ class Tape(TorchDispatchMode):
     - data that a distribution keeps of a draw besides the value (a cached ``flow.inv(z)`` lacks ``z``).
 
     Attributes:
-        nodes: The operators so far.
-        masks: For each value the sources that it depends on, as bits; ``shapes`` and ``dtypes`` what it is like.
-        bits: The bit of each source, by name; ``origins`` what its value depended on before.
+        origins: What the value of each source depended on before.
         inputs: Tensors that no node has made, by value; ``before`` copies of those that were written into.
         noise: Random numbers that were drawn where no source reaches, by value.
-        constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
-        opaque: Values that no operator has made, and what has made them.
-        guards: What Python read where no source reaches.
-        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each; ``told``
-            what each read has found.
+        steering: The sources that Python has read so far, as bits.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nodes: list[Node] = []
-        self.masks: list[int] = []
-        self.shapes: list[torch.Size | None] = []
-        self.dtypes: list[torch.dtype] = []
-        self.bits: dict[str, int] = {}
+        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.origins: dict[str, int] = {}
         self.inputs: dict[Value, Tensor] = {}
         self.before: dict[Value, Tensor] = {}
         self.noise: dict[Value, Tensor] = {}
-        self.opaque: dict[Value, str] = {}
-        self.constants: set[Value] = set()
-        self.guards: list[Guard] = []
         self.steering = 0
-        self.lines: dict[int, str] = {}
-        self.told: list[tuple[int, Any]] = []
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self._paused = False
@@ -197,7 +193,7 @@ class Tape(TorchDispatchMode):
                 self.told.append((mask, found))
                 self.steer(mask)
         elif not (check and is_library_check()):
-            self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
+            self.guards.extend([Guard(self._value(tensor), found) for tensor in tensors_in(items)])
 
     def compute(self, mask: int) -> None:
         """Notes that an operator reads sources: a program that would catch its error learns from it."""

@@ -71,8 +71,11 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
     declared = len(watch.subsamples.keys() - {PARTICLES})
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
-    pairs = [(name, site["fn"], guide[name]["fn"]) for name, site in model.items() if name in guide]
-    unlike = [unlike_line(name, *laws) for name, *laws in pairs if _form(laws[0]) != _form(laws[1])]
+    pairs = [(site, guide[name]) for name, site in model.items() if name in guide]
+    drawn = [
+        (own["name"], own["fn"], its["fn"]) for own, its in pairs if not (own["is_observed"] or its["is_observed"])
+    ]
+    unlike = [unlike_line(name, *laws) for name, *laws in drawn if _form(laws[0]) != _form(laws[1])]
     if lines := unlike or plate_lines(error, model, guide, watch.where, declared):
         return PlateError(told(error, *lines))
     if watch.enumerated and re.search(r"up to \d+ dims|too many \(>", text):
