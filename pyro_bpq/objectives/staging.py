@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.runner import StepRunner

@@ -31,8 +31,8 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
+from pyro_bpq.record.config import BaselineOptions, SiteOptions
 from pyro_bpq.rollout.features import has_moments
-from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
 # Sites from which on sums over values and critics serve those that are not in rows of data.

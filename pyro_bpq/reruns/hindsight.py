@@ -23,11 +23,11 @@ from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.plan.flips import Terms
 from pyro_bpq.record.recorded import Bound
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.reruns.at_values import Reruns

@@ -11,7 +11,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError
-from pyro_bpq.tracing.watch import PARTICLES, distribution_name, plates_of, samples
+from pyro_bpq.record.watch import PARTICLES, distribution_name, plates_of, samples
 
 Sites = Mapping[str, Any]
 Frames = tuple[Any, ...]

@@ -17,11 +17,11 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import kind_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, drawing
 from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import Value
+from pyro_bpq.record.watch import carried
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number as in_short
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import carried
 
 # Recorded runs whose operators are compared with those of the run before.
 _COMPARED = 16
