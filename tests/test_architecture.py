@@ -247,7 +247,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15884,
+    "pyro_bpq": 15873,
     "modules": 157,
     "top": 103,
     "batching/": 523,
@@ -258,7 +258,7 @@ BUDGETS = {
     "graph/": 719,
     "objectives/": 1891,
     "plan/": 973,
-    "record/": 3766,
+    "record/": 3755,
     "reruns/": 1083,
     "rollout/": 450,
     "step/": 996,

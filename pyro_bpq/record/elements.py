@@ -230,15 +230,15 @@ def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
 
 def _selected(read: Reader, table: Any, index: Any) -> Labels:
     """Rule for ``table[z]`` with numbers ``z``."""
+
+    def first(table: Tensor, index: Any) -> Tensor:
+        return table[tuple(0 if isinstance(part, Tensor) and not part.dim() else part for part in index)]
+
     parts = index if isinstance(index, tuple) else (index,)
     chosen = [part for part in values_in(parts) if read.shape(part) == ()]
-    labels = _moved(partial(_at, len(read.shape(table))), read, table, parts)
+    labels = _moved(first, read, table, parts)
     found = over(read(table), None, False) if (read(table) != NONE).any() else labels
     return combined(found, *map(read, chosen))
-
-
-def _at(rank: int, table: Tensor, index: Any) -> Tensor:
-    return table[tuple(0 if isinstance(part, Tensor) and not part.dim() else part for part in index)]
 
 
 def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:

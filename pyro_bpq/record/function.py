@@ -2,6 +2,7 @@ r"""Parts of a recorded run as functions of some of its values: straight lines o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -229,3 +230,37 @@ def pruned(
                 pending += arguments_of(nodes[i])
                 first += nodes[i].after
     return tuple(nodes[i] for i in sorted(needed)), [*taken]
+
+
+class InRows:
+    """A function that runs row by row."""
+
+    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
+        self.function, self.dims, self.draws = function, dims, function.draws
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """The wanted values of all rows."""
+        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
+        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
+        found = []
+        for i in range(number):
+            with drawing(self.function):  # the same noise in each row
+                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def drawing(function: Function, seed: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Draws of a function leave the global generators as they are."""
+    return seeded(seed) if function.draws else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's global generators start from a seed, and are as before afterwards."""
+    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield

@@ -12,10 +12,10 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, arguments_of, results_of
+from pyro_bpq.record.function import Function, arguments_of, drawing, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, drawing
+from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import Value

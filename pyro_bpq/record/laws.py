@@ -148,15 +148,21 @@ def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> di
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log-probability at a value that may lie between support values: that of a one-hot site is linear in it."""
-    return unchecked(_linear(fn)).log_prob(value)
+    return rebased(fn, _linear, _validate_args=False).log_prob(value)
 
 
 def unchecked(fn: Any) -> Any:
     """A copy of the distribution that does not check values."""
+    return rebased(fn, lambda base: base, _validate_args=False)
+
+
+def rebased(fn: Any, change: Callable[[Any], Any], **own: Any) -> Any:
+    """A copy of a distribution with another base, and with some attributes at each level."""
     fn = copy.copy(fn)
-    fn._validate_args = False
-    if hasattr(fn, "base_dist"):
-        fn.base_dist = unchecked(fn.base_dist)
+    vars(fn).update(own)
+    if not hasattr(fn, "base_dist"):
+        return change(fn)
+    fn.base_dist = rebased(fn.base_dist, change, **own)
     return fn
 
 
@@ -167,12 +173,6 @@ class _LinearOneHot(OneHotCategorical):
 
 
 def _linear(fn: Any) -> Any:
-    """The distribution, with a one-hot base distribution made linear in the value."""
-    if isinstance(fn, torch.distributions.OneHotCategorical):
-        return _LinearOneHot(logits=fn.logits, validate_args=False)
-    if hasattr(fn, "base_dist"):
-        base = _linear(fn.base_dist)
-        if base is not fn.base_dist:
-            fn = copy.copy(fn)
-            fn.base_dist = base
-    return fn
+    """A one-hot distribution that is linear in the value; any other as it is."""
+    is_one_hot = isinstance(fn, torch.distributions.OneHotCategorical)
+    return _LinearOneHot(logits=fn.logits, validate_args=False) if is_one_hot else fn

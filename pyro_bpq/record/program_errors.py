@@ -3,7 +3,7 @@ r"""Errors about mistakes in guide and model: they name the site and say what to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,22 +51,14 @@ _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _ONE_NAME = re.compile("Multiple sample sites named '(.*)'|site (.*) must be sampled in trace")
 
 
-def explain_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> None:
-    """Raises, for an error of a run of guide and model, one that names the site and says what to write, if it can."""
-    found = None if isinstance(error, BPQError) else _of_run(error, watch, inputs)
+def explain(error: Exception, find: Callable[..., BPQError | None], *seen: Any) -> None:
+    """Raises, for an error of guide and model, one that names the site and says what to write, if it can."""
+    found = None if isinstance(error, BPQError) else find(error, *seen)
     if found is not None:
         raise found from error
 
 
-def explain_scores(error: Exception, model_trace: Any, guide_trace: Any) -> None:
-    """The same for an error of log-probabilities and shape checks."""
-    model, guide = statements(model_trace), statements(guide_trace)
-    found = None if isinstance(error, BPQError) else _of_scores(error, model, guide)
-    if found is not None:
-        raise found from error
-
-
-def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
+def of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
     declared = len(watch.subsamples.keys() - {PARTICLES})
@@ -164,8 +156,9 @@ def _name_error(text: str, name: str, costs: set[str]) -> UnsupportedProgramErro
     return UnsupportedProgramError(f"{text}\n{line}")
 
 
-def _of_scores(error: Exception, model: Mapping[str, Any], guide: Mapping[str, Any]) -> BPQError | None:
+def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError | None:
     """The same for an error that came while log-probabilities were computed, or shapes were checked."""
+    model, guide = statements(model_trace), statements(guide_trace)
     if lines := plate_lines(error, model, guide) or [*site_lines(error, model, guide)]:
         return PlateError(told(error, *lines))
     text, at = own_text(error), _AT_SITE.match(str(error))

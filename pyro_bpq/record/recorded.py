@@ -2,9 +2,8 @@ r"""A recorded run of guide and model: its costs as functions of the values of i
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, arguments_of, called, flat, results_of, values_in
+from pyro_bpq.record.function import Function, InRows, arguments_of, called, drawing, flat, results_of, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import kind_of
@@ -360,41 +359,8 @@ class Recorded:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
                 # Torch does not run an operator for many rows at once.
-                return _InRows(function, dims), given, constants
+                return InRows(function, dims), given, constants
         return many, given, constants + more
-
-
-class _InRows:
-    """A function that runs row by row."""
-
-    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
-        self.function, self.dims, self.draws = function, dims, function.draws
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
-        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
-        found = []
-        for i in range(number):
-            with drawing(self.function):  # the same noise in each row
-                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
-
-
-def drawing(function: Function, seed: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Draws of a function leave the global generators as they are."""
-    return seeded(seed) if function.draws else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Torch's global generators start from a seed, and are as before afterwards."""
-    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        yield
 
 
 def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:

@@ -12,7 +12,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import is_of_critic
-from pyro_bpq.record.recorded import seeded
+from pyro_bpq.record.function import seeded
 
 
 class LentBuffers:

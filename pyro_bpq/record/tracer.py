@@ -25,7 +25,7 @@ from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.config import OthersDraw, cost_options
 from pyro_bpq.record.further import parts_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
-from pyro_bpq.record.program_errors import EXPLAINED, explain_run, explain_scores
+from pyro_bpq.record.program_errors import EXPLAINED, explain, of_run, of_scores
 from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
@@ -143,7 +143,7 @@ def _explained_traces(
     try:
         return importance_traces(model, watch, guide, args, kwargs)
     except EXPLAINED as error:
-        explain_run(error, watch, dict([*enumerate(args), *kwargs.items()]))
+        explain(error, of_run, watch, dict([*enumerate(args), *kwargs.items()]))
         raise
 
 
@@ -179,7 +179,7 @@ def importance_traces(
             for site in (*samples(model_trace).values(), *samples(guide_trace).values()):
                 check_site_shape(site, nesting)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
-        explain_scores(error, *given)
+        explain(error, of_scores, *given)
         raise
     return model_trace, guide_trace, heard
 

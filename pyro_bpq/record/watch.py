@@ -2,7 +2,6 @@ r"""Watches a run of guide and model: values that leave torch, draws, and values
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -26,7 +25,7 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.config import SiteOptions, cost_options, site_options
 from pyro_bpq.record.cost_statement import Given, check_particles
 from pyro_bpq.record.key import Call
-from pyro_bpq.record.laws import Draw, tensors_of
+from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.rollout.features import base_distribution, finite_components
 
@@ -99,7 +98,7 @@ class Watch(Messenger):
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         if self.is_guide and not msg["is_observed"] and has_rsample(msg) and not self._is_pathwise(msg):
-            msg["fn"] = _without_rsample(msg["fn"])
+            msg["fn"] = rebased(msg["fn"], _scored)
         if self._draws_alone(msg):
             msg["value"] = draw_bits(msg)
 
@@ -277,13 +276,9 @@ def has_rsample(site: Any) -> bool:
     return bool(getattr(site["fn"], "has_rsample", False))
 
 
-def _without_rsample(fn: Any) -> Any:
-    fn = copy.copy(fn)
-    if hasattr(fn, "base_dist"):
-        fn.base_dist = _without_rsample(fn.base_dist)
-    else:
-        fn.has_rsample = False
-    return fn
+def _scored(base: Any) -> Any:
+    base.has_rsample = False
+    return base
 
 
 def number_of_values(fn: Any) -> int | None:
