@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, values_in
 from pyro_bpq.record.indexing import MASKS, copied, filled, one_hot, remade, selected, written
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.values import Value
 
 NONE, MANY = -1, -2
@@ -366,7 +366,7 @@ _MOVING = frozenset(
 
 def name_of(func: Any) -> str:
     """The name of an operator."""
-    return kind_of(func).name or getattr(func, "__name__", str(func))
+    return effects_of(func).name or getattr(func, "__name__", str(func))
 
 
 @cache
@@ -374,7 +374,7 @@ def rule_of(func: Any) -> Rule:
     """The rule of an operator."""
     if func in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[func]
-    kind, name = kind_of(func), name_of(func)
+    kind, name = effects_of(func), name_of(func)
     if kind.is_blank:
         return lambda read, *_, **__: np.full((), NONE, np.int32)
     if name in _RULES:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.record.indexing import copied, filled, written
 from pyro_bpq.record.laws import Draw, DrawRows
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Node, Value
 
@@ -143,13 +143,13 @@ class Function:
     @cached_property
     def draws(self) -> bool:
         """Whether an operator draws from a generator."""
-        return any(isinstance(node.func, (Draw, DrawRows)) or kind_of(node.func).is_random for node in self.nodes)
+        return any(isinstance(node.func, (Draw, DrawRows)) or effects_of(node.func).is_random for node in self.nodes)
 
     @cached_property
     def writes(self) -> bool:
         """Whether an operator writes in place."""
         # What an operator gives back may be what it wrote into; batch_norm gives a new tensor.
-        kinds = ((node, kind_of(node.func)) for node in self.nodes)
+        kinds = ((node, effects_of(node.func)) for node in self.nodes)
         return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 
     def without_writes(self, tensors: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:

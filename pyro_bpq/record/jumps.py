@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, drawing, results_of
 from pyro_bpq.record.key import Call
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
@@ -50,7 +50,7 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
         made = {*results_of(node)}
         moving |= made
         if any(dtypes[value].is_floating_point for value in read):
-            name = kind_of(node.func).name.rstrip("_")
+            name = effects_of(node.func).name.rstrip("_")
             steps = name in _STEPS or "rounding_mode" in node.kwargs
             found.update({v: name for v in sorted(made & taken) if steps or not dtypes[v].is_floating_point})
     return found

@@ -19,7 +19,7 @@ from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows
 from pyro_bpq.record.function import Function, InRows, arguments_of, called, drawing, flat, results_of, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Value
@@ -136,7 +136,7 @@ class Recorded:
         names, read = {value: name for name, value in self.parameters.items()}, set[str]()
         for node in self.recording.nodes[: self.num_of_guide]:
             found = {names[value] for value in arguments_of(node) if value in names}
-            if found and kind_of(node.func).is_view:
+            if found and effects_of(node.func).is_view:
                 names.update(dict.fromkeys(values_in(node.result), found.pop()))
             read |= found
         return frozenset(read)
@@ -209,7 +209,7 @@ class Recorded:
             found[value] = noise if value in recording.noise else bits.get(value, 0)
         of_node = list[int]()
         for node in recording.nodes:
-            mask = noise if isinstance(node.func, Draw) or kind_of(node.func).is_random else 0
+            mask = noise if isinstance(node.func, Draw) or effects_of(node.func).is_random else 0
             for value in arguments_of(node):
                 mask |= found[value]
             for i in node.after:
@@ -307,7 +307,7 @@ class Recorded:
         recording, sites = self.recording, frozenset(site.value for site in self.drawn.values())
         wanted = tuple(dict.fromkeys(value for value in self.traced if recording.masks[value]))
         function = recording.cut(wanted, (), sites)
-        if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
+        if not recording.lasts(function.given) or any(effects_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
         given = function.given
         tensors = [bound.tensors[value] for value in given]

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
-from pyro_bpq.record.operators import Kind, kind_of, sizing, written_arguments
+from pyro_bpq.record.operators import Effects, effects_of, sizing, written_arguments
 from pyro_bpq.record.values import (
     Guard,
     Known,
@@ -223,7 +223,7 @@ class Tape(Notes, TorchDispatchMode):
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = kind_of(func)
+        kind = effects_of(func)
         if self._paused:
             if self.deferred is not None and kind.reads:
                 self.deferred |= self.mask_of(args)
@@ -252,7 +252,7 @@ class Tape(Notes, TorchDispatchMode):
             raise RecordingError(kind.name) from error
         return result
 
-    def _noted(self, kind: Kind, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
+    def _noted(self, kind: Effects, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
         """Writes down what an operator has done."""
         func, taken, named, mask, after = call
         if kind.is_plain and not self.positions:

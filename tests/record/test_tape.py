@@ -23,6 +23,7 @@ from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 
 Program = Callable[["Inputs"], Any]
@@ -868,3 +869,19 @@ def test_a_view_that_covers_its_memory_but_was_chosen_depends_on_the_choice() ->
         chosen = table[z]
         assert tape.sources_of(chosen.expand(2, 2) + 0.0) == {"z"}
         assert tape.sources_of(chosen.as_strided((2, 2), (0, 1), 2) + 0.0) == {"z"}
+
+
+@pytest.mark.parametrize("name", ["div", "floor_divide", "fmod", "pow", "remainder"])
+def test_an_operator_that_fails_at_some_whole_numbers_is_not_total(name: str) -> None:
+    for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_")):
+        assert not any(effects_of(getattr(packet, overload)).is_total for overload in packet.overloads())
+    wrong = -1 if name == "pow" else torch.tensor([0])
+    mode = {"rounding_mode": "trunc"} if name == "div" else {}
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        getattr(torch.ops.aten, f"{name}_")(torch.tensor([2]), wrong, **mode)
+
+
+def test_operators_that_never_fail_because_of_a_value_are_total() -> None:
+    aten = torch.ops.aten
+    for func in (aten.add_.Tensor, aten.exp_.default, aten.mul.Tensor, aten.sin.default, aten.view.default):
+        assert effects_of(func).is_total, func
