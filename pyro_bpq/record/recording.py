@@ -21,7 +21,7 @@ class Uncut(Exception):
     """A part of a recording cannot run by itself."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Recording(Notes):
     """A run as operators.
 

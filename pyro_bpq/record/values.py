@@ -45,7 +45,7 @@ class Guard(NamedTuple):
     read: Any  # a number, or shapes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Notes:
     """What is written down of a run.
 
