@@ -258,7 +258,7 @@ BUDGETS = {
     "graph/": 719,
     "objectives/": 1891,
     "plan/": 973,
-    "record/": 3755,
+    "record/": 3757,
     "reruns/": 1083,
     "rollout/": 450,
     "step/": 996,

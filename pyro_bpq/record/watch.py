@@ -27,7 +27,7 @@ from pyro_bpq.record.cost_statement import Given, check_particles
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.tape import Tape, same
-from pyro_bpq.rollout.features import base_distribution, finite_components
+from pyro_bpq.rollout.features import base_distribution, count_components, finite_components
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
@@ -331,6 +331,7 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
         components=finite_components(fn),
         num_particles=particles,
         plates=tuple(plate.name for plate in plates),
+        counts=count_components(fn),
     )
 
 
