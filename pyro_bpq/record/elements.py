@@ -147,10 +147,6 @@ def _sum(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: 
     return over(read(tensor), dims, bool(keepdim))
 
 
-def _sum_all(read: Reader, *args: Any) -> Labels:
-    return combined(*(over(read(value), None, False) for value in values_in(args)))
-
-
 def _extreme(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
     """Rule for ``max`` and ``min``: reductions, or elementwise if a second tensor is given."""
     return _pointwise(read, tensor, dims) if dims.__class__ is Value else _sum(read, tensor, dims, keepdim)
@@ -335,7 +331,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "linalg_vector_norm norm": lambda read, tensor, order=2, *rest, **dims: _sum(read, tensor, *rest, **dims),
         "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
         "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
-        "dist": _sum_all,
+        "dist": lambda read, *args: combined(*(over(read(value), None, False) for value in values_in(args))),
         "view_as_real": lambda read, tensor: read(tensor)[..., None],
         "view_as_complex": lambda read, tensor: over(read(tensor), -1, False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
