@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pyro.distributions import Delta
 
-from pyro_bpq.record.jumps import Path, jump_of, path_of
+from pyro_bpq.record.jumps import Path, jump_of, may_jump, path_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.rollout.features import base_distribution
@@ -64,7 +64,7 @@ def jumps_of(
         return
     passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
     bound = run.bound(recorded, call)
-    for name in sorted(sites):
+    for name in sorted(sites) if may_jump(recorded, sites, passing) else ():
         try:
             jump = jump_of(recorded, bound, name, passing, 1 + looks)
         except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
