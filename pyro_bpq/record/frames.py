@@ -24,9 +24,8 @@ def catcher(outer: FrameType | None) -> FrameType | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not outer:
-        caught = _caught(frame.f_code)
-        if caught and not is_library(frame.f_globals.get("__name__") or ""):
-            if any(start <= frame.f_lasti < end for start, end in caught):
+        if not is_library(frame.f_globals.get("__name__") or ""):
+            if any(start <= frame.f_lasti < end for start, end in _caught(frame.f_code)):
                 return frame
         frame = frame.f_back
     return None

@@ -274,7 +274,9 @@ class Tape(TorchDispatchMode):
     def _noted(self, kind: Kind, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
         """Writes down what an operator has done."""
         func, taken, named, mask, after = call
-        if kind.is_plain and not self.positions:
+        # The autograd graph of a view holds the view's position as a plain number.
+        positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
+        if kind.is_plain and not positions:
             self.nodes.append(Node(func, taken, named, self._bind_all(result, mask | self.steering), (), after))
             return
         if kind.reads and not isinstance(result, Tensor):
@@ -285,10 +287,7 @@ class Tape(TorchDispatchMode):
             found = sizing(kind, args)
             self.read(found, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
             sizes = self.mask_of(found)
-        mask = self.steering | (0 if kind.is_blank else mask)
-        if self.positions and torch._C._current_graph_task_id() != -1:
-            # The autograd graph of a view holds the view's position as a plain number.
-            mask |= self.positions
+        mask = self.steering | positions | (0 if kind.is_blank else mask)
         self.note(func, taken, named, result, targets, mask, after)
         if kind.shape_from is not None and isinstance(result, tuple):  # (packed data, batch sizes)
             self.masks[self._value(result[1])] = self._storages.of(result[1].untyped_storage()).mask = sizes
