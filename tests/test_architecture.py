@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15980,
+    "pyro_bpq": 15977,
     "modules": 159,
     "top": 103,
     "batching/": 523,
@@ -259,9 +259,9 @@ BUDGETS = {
     "diagnostics/": 702,
     "estimators/": 1401,
     "graph/": 719,
-    "objectives/": 1891,
+    "objectives/": 1890,
     "plan/": 973,
-    "record/": 2041,
+    "record/": 2039,
     "reruns/": 1083,
     "rollout/": 450,
     "step/": 996,
