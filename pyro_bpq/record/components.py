@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.values import Value
-from pyro_bpq.rollout.features import batch_of, element_log_prob
+from pyro_bpq.rollout.features import batch_of, element_log_prob, independent_components
 from pyro_bpq.rollout.runs import SiteRecord
 
 # Largest number of operators that are followed for components, over all sites.
@@ -89,7 +89,8 @@ class Scored:
 
 def elements_of(site: Any) -> tuple[Tensor, int]:
     """The scaled, masked elements of a log-probability, and their number of event dimensions."""
-    log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
+    is_one = (independent_components(site["fn"]) or 1) == 1
+    log_prob, event_ndim = (site["unscaled_log_prob"], 0) if is_one else element_log_prob(site["fn"], site["value"])
     weights = [site["scale"], site["mask"]]
     for i, weight in enumerate(weights):
         if isinstance(weight, Tensor):

@@ -23,9 +23,8 @@ def catcher(outer: FrameType | None) -> FrameType | None:
     so are libraries.
     """
     for frame in _frames(outer):
-        caught = _caught(frame.f_code)
-        if caught and not is_library(frame.f_globals.get("__name__") or ""):
-            if any(start <= frame.f_lasti < end for start, end in caught):
+        if not is_library(frame.f_globals.get("__name__") or ""):
+            if any(start <= frame.f_lasti < end for start, end in _caught(frame.f_code)):
                 return frame
     return None
 

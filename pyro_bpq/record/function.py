@@ -28,17 +28,19 @@ def values_in(item: Any) -> Iterator[Value]:
             yield from values_in(part)
 
 
-def arguments_of(node: Node) -> Iterator[Value]:
+def arguments_of(node: Node) -> list[Value]:
     """The values that a node takes."""
-    yield from values_in(node.args)
-    for part in node.kwargs.values():
-        yield from values_in(part)
+    found = list[Value]()
+    for part in (*node.args, *node.kwargs.values()) if node.kwargs else node.args:
+        if part.__class__ in (Value, tuple, list):
+            found += (part,) if part.__class__ is Value else values_in(part)
+    return found
 
 
-def results_of(node: Node) -> Iterator[Value]:
+def results_of(node: Node) -> list[Value]:
     """The values that a node makes, those that it writes included."""
-    yield from values_in(node.result)
-    yield from (new for _, new in node.written)
+    own = [node.result] if node.result.__class__ is Value else [*values_in(node.result)]
+    return own + [new for _, new in node.written] if node.written else own
 
 
 def makers(nodes: Iterable[Node]) -> dict[Value, int]:

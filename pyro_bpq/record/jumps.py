@@ -27,6 +27,7 @@ from pyro_bpq.short import number as in_short
 _COMPARED = 16
 # Operators whose results are piecewise constant, besides those that make no floating-point numbers.
 _STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"))
+_EXPAND, _EQUAL = torch.ops.aten.expand.default, torch.ops.aten.eq.Tensor
 # Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
 _LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
 
@@ -41,7 +42,7 @@ class Jump(NamedTuple):
 
 def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
     """Values on the way that change by steps while sources move, and the operators that make them."""
-    found, moving, dtypes = dict[Value, str](), {*sources}, function.dtypes
+    found, moving, dtypes, copied = dict[Value, str](), {*sources}, function.dtypes, dict[Value, Value]()
     taken = {*function.wanted}.union(*map(arguments_of, function.nodes))
     for node in function.nodes:
         read = moving.intersection(arguments_of(node))
@@ -49,11 +50,22 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
             continue
         made = {*results_of(node)}
         moving |= made
-        if any(dtypes[value].is_floating_point for value in read):
+        own = {copied.get(value, value) for value in arguments_of(node)}
+        if node.func is _EXPAND or getattr(node.func, "is_copy", False):
+            copied[node.result] = copied.get(node.args[0], node.args[0])
+        # Else a number is compared with itself, as where a Delta scores its value.
+        elif any(dtypes[value].is_floating_point for value in read) and (len(own) > 1 or node.func is not _EQUAL):
             name = effects_of(node.func).name.rstrip("_")
             steps = name in _STEPS or "rounding_mode" in node.kwargs
             found.update({v: name for v in sorted(made & taken) if steps or not dtypes[v].is_floating_point})
     return found
+
+
+def may_jump(recorded: Recorded, names: Set[str], passing: Set[str]) -> bool:
+    """Whether an operator between some sites and the costs may switch."""
+    sites, through = ({recorded.drawn[name].value for name in own} for own in (names, passing))
+    costs = [value for cost, value in recorded.costs.items() if recorded.can_compute(cost)]
+    return bool(switches(recorded.recording.cut(costs, sites, through, sees_all=True), sites))
 
 
 @torch.no_grad()
@@ -213,7 +225,7 @@ def jumps_of(
         return
     passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
     bound = run.bound(recorded, call)
-    for name in sorted(sites):
+    for name in sorted(sites) if may_jump(recorded, sites, passing) else ():
         try:
             jump = jump_of(recorded, bound, name, passing, 1 + looks)
         except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from pyro.distributions import OneHotCategorical
+from pyro.distributions import Delta, OneHotCategorical
 from pyro.poutine.runtime import effectful
 from torch import Tensor
-from torch.distributions import Distribution, Transform
+from torch.distributions import Distribution, Independent, Transform
 
 from pyro_bpq.record.tape import noted
 from pyro_bpq.rollout.features import finite_components
@@ -37,6 +37,8 @@ class Draw:
     def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
         self.name, self.is_mean, empty = name, is_mean, torch.empty(0)
         self._form = mapped(fn, lambda _: empty)
+        # Whether the value is the first tensor of the distribution.
+        self.is_copy = isinstance(fn.base_dist if isinstance(fn, Independent) else fn, Delta)
 
     def __repr__(self) -> str:
         return f"Draw({self.name!r})"

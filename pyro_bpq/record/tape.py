@@ -26,18 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
 from pyro_bpq.record.operators import Effects, effects_of, sizing, written_arguments
-from pyro_bpq.record.values import (
-    Guard,
-    Known,
-    Node,
-    Notes,
-    RecordingError,
-    Table,
-    Value,
-    memory_of,
-    tensors_in,
-    unwrapped,
-)
+from pyro_bpq.record.values import Guard, Node, Notes, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -72,7 +61,7 @@ class Tape(Notes, TorchDispatchMode):
         self.steering = 0
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
-        self._paused = False
+        self.paused = _Paused()
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
@@ -162,7 +151,7 @@ class Tape(Notes, TorchDispatchMode):
             return value
         with torch._C.DisableTorchFunction():
             self.origins[name] = self.origins.get(name, 0) | self.mask_of(value) & ~bit
-            with self.paused():
+            with self.paused:
                 value = value if self._owns(value, bit) else value.clone()
             self._bind(value, bit)
             for storage in memory_of(value):
@@ -175,8 +164,7 @@ class Tape(Notes, TorchDispatchMode):
         """Writes down how the value of a source was drawn, from the tensors of its law; returns the value."""
         with torch._C.DisableTorchFunction():
             value, self._mask, self._after = self._value(tensor), 0, ()
-            taken = self.taken(tuple(law))
-            self.nodes.append(Node(func, taken, _NOTHING, value, (), self._after))
+            self.nodes.append(Node(func, self.taken(tuple(law)), _NOTHING, value, (), self._after))
             return value
 
     # Reads.
@@ -224,7 +212,7 @@ class Tape(Notes, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = effects_of(func)
-        if self._paused:
+        if self.paused.depth:
             if self.deferred is not None and kind.reads:
                 self.deferred |= self.mask_of(args)
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -255,7 +243,9 @@ class Tape(Notes, TorchDispatchMode):
     def _noted(self, kind: Effects, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
         """Writes down what an operator has done."""
         func, taken, named, mask, after = call
-        if kind.is_plain and not self.positions:
+        # The autograd graph of a view holds the view's position as a plain number.
+        positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
+        if kind.is_plain and not positions:
             self.nodes.append(Node(func, taken, named, self._bind_all(result, mask | self.steering), (), after))
             return
         if kind.reads and not isinstance(result, Tensor):
@@ -266,10 +256,7 @@ class Tape(Notes, TorchDispatchMode):
             found = sizing(kind, args)
             self.read(found, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
             sizes = self.mask_of(found)
-        mask = self.steering | (0 if kind.is_blank else mask)
-        if self.positions and torch._C._current_graph_task_id() != -1:
-            # The autograd graph of a view holds the view's position as a plain number.
-            mask |= self.positions
+        mask = self.steering | positions | (0 if kind.is_blank else mask)
         self.note(func, taken, named, result, targets, mask, after)
         if kind.shape_from is not None and isinstance(result, tuple):  # (packed data, batch sizes)
             self.masks[self._value(result[1])] = self._storages.of(result[1].untyped_storage()).mask = sizes
@@ -300,7 +287,7 @@ class Tape(Notes, TorchDispatchMode):
                 known = self._storages.get(id(storage))
                 for value in () if known is None else known.inputs:
                     if value not in self.before:
-                        with self.paused():
+                        with self.paused:
                             self.before[value] = self.inputs[value].detach().clone()
 
     def _wrote(self, target: Tensor, mask: int) -> None:
@@ -360,16 +347,11 @@ class Tape(Notes, TorchDispatchMode):
 
     def _bind(self, tensor: Tensor, mask: int) -> Value:
         """A new value, which a tensor is from now on."""
-        masks, key = self.masks, id(tensor)
-        value = Value(len(masks))
-        masks.append(mask)
+        value = Value(len(self.masks))
+        self.masks.append(mask)
         self.shapes.append(None if tensor.is_nested else tensor.shape)
         self.dtypes.append(tensor.dtype)
-        known = self._tensors.get(key)
-        if known is None:
-            known = self._tensors[key] = Known(tensor, self._tensors.gone)
-            known.key = key
-        known.value = value
+        self._tensors.of(tensor).value = value
         return value
 
     def _bind_all(self, result: Any, mask: int) -> Any:
@@ -415,15 +397,6 @@ class Tape(Notes, TorchDispatchMode):
 
     # For the function mode.
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is written down within."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def hide(self, result: Any, why: str) -> None:
         """Makes results values that no operator can make again."""
         self.opaque.update({self._value(tensor): why for tensor in tensors_in(result)})
@@ -436,8 +409,19 @@ class Tape(Notes, TorchDispatchMode):
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""
         self._mask, self._after = 0, ()
-        taken = self.taken(args)
-        self.note(func, taken, {}, result, targets, self._mask | mask | self.steering, self._after)
+        self.note(func, self.taken(args), {}, result, targets, self._mask | mask | self.steering, self._after)
+
+
+class _Paused:
+    """Nothing is written down within."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
 def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -445,7 +429,7 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
     tape = next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Tape)), None)
     if tape is None:
         return function(*tensors)
-    with tape.paused():
+    with tape.paused:
         result = unwrapped(function(*tensors))
     tape.made(function, tuple(tensors), result)
     return result

@@ -15,7 +15,7 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
-from pyro.util import check_model_guide_match, check_site_shape
+from pyro.util import check_model_guide_match, check_site_shape, warn_if_inf, warn_if_nan
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Distribution, OneHotCategorical, Transform
 
@@ -89,10 +89,7 @@ def trace_run(
     """
     tape = Tape() if options.track else None
     watch = Watch(options, tape)
-    with contextlib.ExitStack() as stack:
-        for mode in (tape, watch):
-            if mode is not None:
-                stack.enter_context(mode)
+    with tape or contextlib.nullcontext(), watch:
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
@@ -107,6 +104,10 @@ def trace_run(
         traced = finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
+    looks = tape is not None and poutine.is_validation_enabled()
+    for name, site in (*samples(model_trace).items(), *samples(guide_trace).items()) if looks else ():
+        warn_if_nan(site["log_prob_sum"], f"log_prob_sum at site '{name}'")
+        warn_if_inf(site["log_prob_sum"], f"log_prob_sum at site '{name}'", allow_neginf=True)
     traced = _only_costs(traced) if options.only_costs else traced
     if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped_sites):
         raise UnsupportedProgramError(
@@ -207,10 +208,12 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
     if tape is None:
         compute(trace)
         return {}
-    heard, everything = {}, tape.steering
+    heard, everything, validates = {}, tape.steering, poutine.is_validation_enabled()
     for name, site in samples(trace).items():
         one = Trace()
         one.nodes[name] = site
+        # A look for numbers that are not finite would be recorded: it comes later.
+        poutine.enable_validation(False)
         try:
             with tape.steered_by(watch.steering_of(name, is_guide)):
                 compute(one)
@@ -219,6 +222,8 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
             # The whole trace is computed again, so that the error message shows the shapes of all sites.
             compute(trace)
             raise
+        finally:
+            poutine.enable_validation(validates)
         # A user's own object may have kept any value that has left torch so far.
         heard[is_guide, name] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
@@ -226,8 +231,6 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
 
 def _is_own(fn: Any, depth: int = 0) -> bool:
     """Whether a distribution contains a user's own Python code."""
-    if isinstance(fn, Tensor):
-        return False
     if isinstance(fn, (list, tuple)):
         return any(_is_own(item, depth + 1) for item in fn)
     if isinstance(fn, (Distribution, Transform, nn.Module)):
@@ -240,6 +243,7 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
 def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
     follows = not (traced.only_costs or traced.enumerated or tape.escaped)
+    is_noisy = not all(has_rsample(site) for name, site in guide_sites.items() if name in watch.drawn)
     scored, drawn, laws, values, unweighted = {}, dict[str, Drawn](), {}, dict[Value, Any](), set[str]()
     costs = {name: tape.value_of(cost) for name, cost in traced.run.costs.items()}
     for cost, site, is_guide in named(guide_sites, model_sites):
@@ -266,7 +270,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         number = 0 if is_pathwise else independent_components(fn) or 0
         if follows and number > 1:
             law, ndim = element_log_prob(unchecked(fn), site["value"])
-        plates = {plate: dim for plate, dim in _plates(site).items() if plate == PARTICLES or not is_pathwise}
+        # Nothing is charged with costs where no site is noisy.
+        plates = {p: dim for p, dim in _plates(site).items() if not is_pathwise or (is_noisy and p == PARTICLES)}
         read, batch = tape.value_of(site["value"]), batch_of(fn, site["value"])
         drawn[name] = Drawn(value, read, batch, number, tape.value_of(law), ndim, plates)
         law = site.get("unscaled_log_prob", site["score_parts"].score_function)
@@ -339,5 +344,4 @@ def _only_costs(traced: TracedRun) -> TracedRun:
                 f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
             )
     costs = total([traced.run.costs[name].sum() for name in traced.user_costs])
-    run = replace(traced.run, differentiable=costs, loss=costs.detach())
-    return replace(traced, run=run, only_costs=True)
+    return replace(traced, run=replace(traced.run, differentiable=costs, loss=costs.detach()), only_costs=True)
