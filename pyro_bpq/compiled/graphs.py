@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 from pyro_bpq.record import key
-from pyro_bpq.record.operators import kind_of, written_arguments
+from pyro_bpq.record.operators import effects_of, written_arguments
 
 _ATEN = torch.ops.aten
 _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default})
@@ -101,12 +101,12 @@ def _shares(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an operator writes in place."""
-    return nodes_in(written_arguments(kind_of(node.target), node.args, node.kwargs))
+    return nodes_in(written_arguments(effects_of(node.target), node.args, node.kwargs))
 
 
 def draws(node: fx.Node) -> bool:
     """Whether an operator draws random numbers."""
-    return kind_of(node.target).is_random
+    return effects_of(node.target).is_random
 
 
 def levels_of(nodes: Sequence[fx.Node], storage: Storage, from_start: bool, keeps_draws: bool) -> dict[fx.Node, int]:

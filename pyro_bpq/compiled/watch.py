@@ -115,7 +115,7 @@ class StepWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused or func.namespace == "profiler":
             return func(*args, **kwargs)
-        kind, is_fresh = operators.kind_of(func), func in _FRESH
+        kind, is_fresh = operators.effects_of(func), func in _FRESH
         taken = set(_memory((args, kwargs)))
         is_fixed, is_known = (
             is_fresh or all(storage in kept for storage in taken) for kept in (self._fixed, self._known)

@@ -9,8 +9,8 @@ from pyro import poutine
 
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import LossModule
+from pyro_bpq.record.config import OthersDraw
 from pyro_bpq.rollout.runs import Program
-from pyro_bpq.tracing.config import OthersDraw
 
 
 class ExpectedCost(TraceBackpropQ_ELBO):

@@ -3,23 +3,25 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
 from torch import Tensor
 
+from pyro_bpq.errors import BPQError
+from pyro_bpq.record.further import further_particles
 from pyro_bpq.record.key import Call, reach
+from pyro_bpq.record.plate_errors import check_declared
+from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import PARTICLES, samples
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.further import further_particles
-from pyro_bpq.tracing.recordings import Recordings
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import PARTICLES
 
 # Why a single particle runs.
 STEERED = "sampled values steer the program"
@@ -39,12 +41,8 @@ class Mode:
     is_recorded: bool = False
     # Whether the step needs nothing but costs in program order, where that is all that is known.
     may_order: bool = False
+    looks: bool = False  # whether what it finds may not count, so that signals are made later
     shows: bool = False  # whether somebody wants to see the signals of sites, so that a graph is needed in any case
-
-    @property
-    def asks_for_more(self) -> bool:
-        """Whether it needs more than a loss and its gradient."""
-        return self.shows or self.by_value or not self.may_order
 
     def counts(self, run: TracedRun) -> bool:
         """Whether it is a step since the last recorded run."""
@@ -80,6 +78,7 @@ class Observation:
     items: tuple[Staged, ...] = ()  # one for all particles; or one for each, where sampled values steer the program
     ordered: tuple[RunInOrder, ...] = ()  # in place of items, what each run tells in program order
     is_lone: bool = False  # whether a single run in program order has baselines of recent costs
+    stages: tuple[Callable[[], Staged], ...] = ()  # they make the items
     summed: Tensor | None = None  # in place of items, the loss summed over all values, with gradient
 
     @property
@@ -150,6 +149,17 @@ class Runner(ABC):
         if recorded is None and not track:
             return [run]
         return [run, *further_particles(recorded, run, self.recordings.call, particles.number - 1)]
+
+    def staged(self, found: Observation) -> Observation:
+        """An observation with the signals of the sites."""
+        try:
+            return replace(found, items=tuple(stage() for stage in found.stages))
+        except BPQError:
+            raise
+        except RuntimeError:
+            # An error about shapes that do not fit names the site that they come from.
+            check_declared(site for trace in reversed(found.traces) for site in samples(trace).values())
+            raise
 
     @abstractmethod
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:

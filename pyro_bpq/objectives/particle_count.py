@@ -12,11 +12,10 @@ Where the loss can be summed over all values, a later step does that in their pl
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +29,8 @@ from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 
@@ -174,7 +173,7 @@ class ParticleCount:
     def _first(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The step of a call that looks new: one particle shows what number the program is good for."""
         draws, call, self.now = runner.recordings.mark(), runner.recordings.call, self.one
-        found = runner.observe(program, self.one, mode)
+        found = runner.observe(program, self.one, replace(mode, looks=True))
         self._plan_sums(runner, found, mode)
         if self._sums(runner, mode):
             _undo(found.runs)
@@ -186,7 +185,7 @@ class ParticleCount:
         if number == 1:
             self._use(runner, self.one)
             self._say(f"One particle runs, because {why}.")
-            return found
+            return runner.staged(found)
         _undo(found.runs)
         one, refused = found.runs[0], list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
@@ -281,7 +280,7 @@ class ParticleCount:
         draws, now = runner.recordings.mark(), runner.recordings.now
         way, before = now.sums, self.now
         assert way is not None
-        if mode.asks_for_more:
+        if mode.shows or mode.by_value or not mode.may_order:  # more than a loss and its gradient
             return runner.observe(program, self.one, mode)
         found, reason = _attempt(runner, program, way, mode)
         if found is not None:
@@ -309,7 +308,9 @@ def _attempt(
 ) -> tuple[Observation | None, str]:
     """A step in some way; or why it does not count: ``differs`` says something, or the program fails."""
     try:
-        with contextlib.nullcontext() if warns else _silenced():
+        with warnings.catch_warnings():
+            if not warns:  # a run of one particle has given our own warnings in the same step
+                warnings.simplefilter("ignore", BPQWarning)
             found = runner.observe(program, way, mode)
         reason = differs(found)
         if reason:
@@ -320,14 +321,6 @@ def _attempt(
     except Exception as error:  # a program may fail in any way at values of another shape
         text = str(error).split("\n")[0].rstrip(".")
         return None, text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-
-
-@contextlib.contextmanager
-def _silenced() -> Iterator[None]:
-    """Leaves out our own warnings: a run of one particle has given them in the same step."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BPQWarning)
-        yield
 
 
 def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:

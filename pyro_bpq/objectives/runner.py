@@ -13,9 +13,9 @@ import torch
 from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
-from pyro_bpq.objectives.staging import staged
+from pyro_bpq.objectives.staging import planned
 from pyro_bpq.objectives.summing import summed
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
@@ -23,21 +23,21 @@ from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
 from pyro_bpq.plan.work import work_of_run
+from pyro_bpq.record.further import gradients_agree
+from pyro_bpq.record.graphs import merged_graph
+from pyro_bpq.record.jumps import is_undecided
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.plate_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.traced_run import PlainRun, TracedRun
+from pyro_bpq.record.tracer import run_in_order, trace_run
 from pyro_bpq.record.values import RecordingError
+from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
-from pyro_bpq.tracing.further import gradients_agree
-from pyro_bpq.tracing.graphs import merged_graph
-from pyro_bpq.tracing.jumping import is_undecided
-from pyro_bpq.tracing.plate_errors import check_declared, left_torch
-from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
-from pyro_bpq.tracing.tracer import run_in_order, trace_run
-from pyro_bpq.tracing.watch import TraceOptions, samples
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
@@ -188,21 +188,13 @@ class StepRunner(Runner):
         groups = stacked(runs, is_dynamic)
         if len(groups) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [merged_graph(runs[0], graphs)]
-        try:
-            items = [
-                staged(self, runs, programs, group, graphs[group[0]], is_dynamic, particles, mode, program)
-                for group in groups
-            ]
-        except BPQError:
-            raise
-        except RuntimeError:
-            # An error about shapes that do not fit names the site that they come from.
-            check_declared(site for trace in reversed(runs[0].traces) for site in samples(trace).values())
-            raise
+        rest = is_dynamic, particles, mode, program
+        stages = tuple(planned(self, runs, programs, group, graphs[group[0]], *rest) for group in groups)
         if mode.learning and not is_dynamic and all(r.score is None for r in runs[0].run.sites.values()):
             # Nothing is charged with costs.
             self.recordings.now.next = math.inf
-        return Observation(tuple(runs), tuple(items))
+        found = Observation(tuple(runs), stages=stages)
+        return found if mode.looks else self.staged(found)
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
@@ -210,7 +202,7 @@ class StepRunner(Runner):
         graph = recordings.graph(runs[0], particles.in_call, False)
         try:
             is_dynamic = recordings.is_dynamic(runs[0])
-            return staged(self, runs, programs, everything, graph, is_dynamic, particles, mode)
+            return planned(self, runs, programs, everything, graph, is_dynamic, particles, mode)()
         finally:
             # What is planned here is no step's.
             self.plans.last = last

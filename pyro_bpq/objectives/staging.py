@@ -2,24 +2,24 @@ r"""Collects the signals of the sites of a step, from the plan of their structur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Staged
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.flips import flipped_costs
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.runner import StepRunner
 
 
-def staged(
+def planned(
     runner: StepRunner,
     runs: Sequence[TracedRun],
     programs: Sequence[Program],
@@ -29,8 +29,8 @@ def staged(
     particles: Particles,
     mode: Mode,
     one: Program | None = None,
-) -> Staged:
-    """The signals of the sites of some of the runs of a step, which have one structure.
+) -> Callable[[], Staged]:
+    """Plans some of the runs of a step, which have one structure; returns what gives the signals of their sites.
 
     Args:
         runner: Runs the programs.
@@ -57,12 +57,16 @@ def staged(
     plan = runner.plans.plan(first, graph, facts, lambda name: has_slope(values, graph, name))
     if one is not None and has_plate and plan.held.all_drawn:
         values = replace(values, alone=runner.alone(one, particles, first))
-    tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
-    rerun = None
-    if one is not None and plan.needs_program and not is_dynamic:
-        rerun = Reruns(values, plan, runner.noise())
-    if plan.patterns:
-        charges = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
-        rollout = replace(rollout, runs=charges)
-    signals = Signals(plan.layout, rollout, tables, runner.critics, mode.learning, rerun, mode.by_value, shifts)
-    return Staged(traced, own, particles, signals)
+
+    def staged() -> Staged:
+        tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
+        rerun, charges = None, rollout
+        if one is not None and plan.needs_program and not is_dynamic:
+            rerun = Reruns(values, plan, runner.noise())
+        if plan.patterns:
+            runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
+            charges = replace(rollout, runs=runs)
+        signals = Signals(plan.layout, charges, tables, runner.critics, mode.learning, rerun, mode.by_value, shifts)
+        return Staged(traced, own, particles, signals)
+
+    return staged

@@ -1,4 +1,4 @@
 """Decides what a step does on a structure: estimator, critic and exact costs of each site.
 
-Imports ``tracing`` and what is below it; nothing here runs a program. Read ``rules.py`` first, then ``planner.py``.
+Imports ``record`` and what is below it; nothing here runs a program. Read ``rules.py`` first, then ``planner.py``.
 """

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyro_bpq.record.function import values_in
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.values import Node, Value
 
@@ -54,7 +54,7 @@ def work_of(nodes: Iterable[Node], shapes: Shapes, dtypes: Sequence[torch.dtype]
     """The cost of some operators."""
     shared = added = 0.0
     for node in nodes:
-        kind = kind_of(node.func)
+        kind = effects_of(node.func)
         shared += OPERATOR
         if kind.is_view:
             continue

@@ -57,7 +57,7 @@ class Calls(TorchFunctionMode):
 
     def scalar(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handles reads of a number; ``torch.Tensor([z])`` reads it without an operator."""
-        with self.tape.paused():
+        with self.tape.paused:
             result = func(*args)
         self.tape.read(args[0], result, check=args[0].dtype is torch.bool)
         return result
@@ -74,7 +74,7 @@ class Calls(TorchFunctionMode):
         first = 1 if func.__name__ in ("new", "new_tensor", "__set__") else 0
         data = args[first] if len(args) > first else kwargs.get("data", kwargs.get("obj"))
         tape = self.tape
-        with tape.paused():
+        with tape.paused:
             result = func(*args, **kwargs)
         target = args[0] if result is None else result  # x.data = y
         if func is _LIFT or (func in _ALIASES and not isinstance(data, (Tensor, list, tuple, int, float))):
@@ -94,7 +94,7 @@ class Calls(TorchFunctionMode):
         tape.compute(mask)
         outer, tape.deferred = tape.deferred, mask
         try:
-            with tape.paused():
+            with tape.paused:
                 result = func(*args, **kwargs)
         except IndexError:
             found, tape.deferred = tape.deferred, outer

@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.values import Value
-from pyro_bpq.rollout.features import batch_of, element_log_prob
+from pyro_bpq.rollout.features import batch_of, element_log_prob, independent_components
 from pyro_bpq.rollout.runs import SiteRecord
 
 # Largest number of operators that are followed for components, over all sites.
@@ -37,14 +37,6 @@ class Pattern:
     # The component that each element reads, flattened; `NONE` where an element reads none
     components: tuple[int, ...]
     number: int  # number of components `D` of the site
-
-    def fits(self, batch: torch.Size) -> bool:
-        """Whether the pattern applies to a cost of this batch shape: if rows differ, their number must match."""
-        if self.is_uniform:
-            return True
-        own = self.shape[: len(self.shape) - self.event_ndim]
-        given = (1,) * (len(own) - len(batch)) + tuple(batch)
-        return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -97,7 +89,8 @@ class Scored:
 
 def elements_of(site: Any) -> tuple[Tensor, int]:
     """The scaled, masked elements of a log-probability, and their number of event dimensions."""
-    log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
+    is_one = (independent_components(site["fn"]) or 1) == 1
+    log_prob, event_ndim = (site["unscaled_log_prob"], 0) if is_one else element_log_prob(site["fn"], site["value"])
     weights = [site["scale"], site["mask"]]
     for i, weight in enumerate(weights):
         if isinstance(weight, Tensor):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bpq.record.function import Function, arguments_of, values_in
 from pyro_bpq.record.indexing import MASKS, copied, filled, one_hot, remade, selected, written
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.values import Value
 
 NONE, MANY = -1, -2
@@ -147,10 +147,6 @@ def _sum(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: 
     return over(read(tensor), dims, bool(keepdim))
 
 
-def _sum_all(read: Reader, *args: Any) -> Labels:
-    return combined(*(over(read(value), None, False) for value in values_in(args)))
-
-
 def _extreme(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
     """Rule for ``max`` and ``min``: reductions, or elementwise if a second tensor is given."""
     return _pointwise(read, tensor, dims) if dims.__class__ is Value else _sum(read, tensor, dims, keepdim)
@@ -161,23 +157,19 @@ def _along(read: Reader, tensor: Any, dim: Any = -1, *rest: Any) -> Labels:
     return over(read(tensor), dims[0] if dims else -1)
 
 
-def _last(number: int, read: Reader, *args: Any, **_: Any) -> Labels:
-    """Rule for operators on the last dimensions of all arguments, as on batches of matrices."""
-    parts = [read(value) for value in values_in(args)]
-    return combined(*(over(part, tuple(range(-min(number, part.ndim), 0))) for part in parts))
+def _spread(*dims: tuple[int, ...] | None, keepdim: bool = True) -> Rule:
+    """Rule for an entry that reads each tensor along these dimensions; ``None``: all of it. The last ones go on."""
+
+    def rule(read: Reader, *args: Any, **_: Any) -> Labels:
+        parts = [read(value) for value in values_in(args)]
+        each = zip(parts, (*dims, *dims[-1:] * len(parts)), strict=False)
+        return combined(*(over(part, _within(axes, part.ndim), keepdim and axes is not None) for part, axes in each))
+
+    return rule
 
 
-def _matmul(read: Reader, left: Any, right: Any) -> Labels:
-    return combined(over(read(left), -1), over(read(right), -2))
-
-
-def _mv(read: Reader, left: Any, right: Any) -> Labels:
-    return combined(over(read(left), -1, False), over(read(right), -1, False))
-
-
-def _convolution(read: Reader, tensor: Any, weight: Any, bias: Any, *_: Any) -> Labels:
-    own = over(read(tensor), tuple(range(1, len(read.shape(tensor)))))
-    return combined(own, *(over(read(part), None, False) for part in values_in((weight, bias))))
+def _within(axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    return None if axes is None else tuple(axis for axis in axes if -rank <= axis < rank)
 
 
 def _batch_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
@@ -185,11 +177,6 @@ def _batch_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
     parts = [read(part).reshape(1, -1, *(1,) * (ndim - 2)) for part in values_in(rest)]
     is_training = next((flag for flag in rest if isinstance(flag, bool)), True)
     return combined(over(own, (0, *range(2, ndim))) if is_training else own, *parts)
-
-
-def _group_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
-    own = read(tensor)
-    return combined(over(own, tuple(range(1, own.ndim))), *(over(read(part), None, False) for part in values_in(rest)))
 
 
 def _layer_norm(read: Reader, tensor: Any, shape: Any, weight: Any = None, bias: Any = None, *_: Any) -> Labels:
@@ -201,13 +188,6 @@ def _layer_norm(read: Reader, tensor: Any, shape: Any, weight: Any = None, bias:
 def _solve(read: Reader, matrix: Any, right: Any, left: bool = True) -> Labels:
     """Rule for ``X`` of ``matrix @ X = right``: a column reads its right side, and all of the matrix."""
     return combined(over(read(matrix), (-2, -1)), over(read(right), -2 if left else -1))
-
-
-def _attention(read: Reader, query: Any, keys: Any, values: Any, *rest: Any) -> Labels:
-    """A row of the result reads its query, all keys and all values."""
-    others = [over(read(part), None, False) for part in values_in(rest)]
-    attended = combined(over(read(keys), (-2, -1)), over(read(values), (-2, -1)))
-    return combined(over(read(query), -1), attended, *others)
 
 
 def _recurrent(read: Reader, tensor: Any, *rest: Any) -> list[Labels]:
@@ -250,15 +230,15 @@ def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
 
 def _selected(read: Reader, table: Any, index: Any) -> Labels:
     """Rule for ``table[z]`` with numbers ``z``."""
+
+    def first(table: Tensor, index: Any) -> Tensor:
+        return table[tuple(0 if isinstance(part, Tensor) and not part.dim() else part for part in index)]
+
     parts = index if isinstance(index, tuple) else (index,)
     chosen = [part for part in values_in(parts) if read.shape(part) == ()]
-    labels = _moved(partial(_at, len(read.shape(table))), read, table, parts)
+    labels = _moved(first, read, table, parts)
     found = over(read(table), None, False) if (read(table) != NONE).any() else labels
     return combined(found, *map(read, chosen))
-
-
-def _at(rank: int, table: Tensor, index: Any) -> Tensor:
-    return table[tuple(0 if isinstance(part, Tensor) and not part.dim() else part for part in index)]
 
 
 def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
@@ -326,7 +306,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift clone": _pointwise,
         "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
         "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj lift_fresh": _pointwise,
-        "_sample_dirichlet _dirichlet_grad multinomial": lambda read, *args, **_: _last(1, read, *args),
+        "_sample_dirichlet _dirichlet_grad multinomial linalg_cross": _spread((-1,)),
         "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
         "var_mean std_mean median nanmedian aminmax": _sum,
         "max min": _extreme,
@@ -335,45 +315,40 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "linalg_vector_norm norm": lambda read, tensor, order=2, *rest, **dims: _sum(read, tensor, *rest, **dims),
         "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
         "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
-        "dist": _sum_all,
+        "dist": _spread(None),
         "view_as_real": lambda read, tensor: read(tensor)[..., None],
-        "view_as_complex": lambda read, tensor: over(read(tensor), -1, False),
+        "view_as_complex": _spread((-1,), keepdim=False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
-        "masked_scatter": lambda read, target, mask, source: combined(
-            read(target), read(mask), over(read(source), None, False)
+        "masked_scatter": _spread((), (), None),
+        "searchsorted take": _spread(None, ()),
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math": _spread(
+            (-1,), (-2, -1), (-2, -1), None
         ),
-        "searchsorted": lambda read, bounds, tensor, *_, **__: combined(read(tensor), over(read(bounds), None, False)),
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention": _attention,
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math": _attention,
-        "mv dot vdot": _mv,
-        "mm bmm": _matmul,
-        "addmm baddbmm": lambda read, bias, left, right, *_: combined(read(bias), _matmul(read, left, right)),
-        "addmv": lambda read, bias, left, right, *_: combined(read(bias), _mv(read, left, right)),
+        "mv dot vdot": _spread((-1,), keepdim=False),
+        "mm bmm": _spread((-1,), (-2,)),
+        "addmm baddbmm": _spread((), (-1,), (-2,)),
+        "addmv": _spread((), (-1,), keepdim=False),
         "linalg_solve_triangular": _solve,
-        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse": partial(_last, 2),
-        "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh triangular_solve": partial(_last, 2),
-        "linalg_cross": partial(_last, 1),
-        "_linalg_det _linalg_slogdet": lambda read, tensor: over(read(tensor), (-2, -1), False),
+        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse triangular_solve": _spread((-2, -1)),
+        "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh": _spread((-2, -1)),
+        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d": _spread((-2, -1)),
+        "max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d": _spread((-2, -1)),
+        "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": _spread((-3, -2, -1)),
+        "convolution native_group_norm": _spread((1, 2, 3, 4, 5), None),
+        "_linalg_det _linalg_slogdet": _spread((-2, -1), keepdim=False),
         "zero": lambda read, *_: np.full((), NONE, np.int32),
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
         "topk": lambda read, tensor, *_: over(read(tensor), [part for part in _ if isinstance(part, int)][1:2] or -1),
-        "take": lambda read, tensor, index: combined(over(read(tensor), None, False), read(index)),
         "embedding": lambda read, table, index, *_: _index(read, table, [index]),
         "index _unsafe_index": _index,
         "index_select": _select,
         "index_put _unsafe_index_put _index_put_impl": _put,
         "gather": _gather,
-        "convolution": _convolution,
-        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d": partial(
-            _last, 2
-        ),
-        "upsample_bilinear2d max_pool2d mkldnn_max_pool2d": lambda read, tensor, *_: over(read(tensor), (-2, -1)),
         "grid_sampler_2d": lambda read, tensor, grid, *_: combined(
             over(read(tensor), (-2, -1)), over(read(grid), -1, False)[:, None]
         ),
-        "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": partial(_last, 3),
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm": _batch_norm,
-        "native_group_norm": _group_norm,
         "native_layer_norm": _layer_norm,
         "mkldnn_rnn_layer": _recurrent,
         "_cdist_forward": lambda read, left, right, *_: combined(
@@ -391,7 +366,7 @@ _MOVING = frozenset(
 
 def name_of(func: Any) -> str:
     """The name of an operator."""
-    return kind_of(func).name or getattr(func, "__name__", str(func))
+    return effects_of(func).name or getattr(func, "__name__", str(func))
 
 
 @cache
@@ -399,7 +374,7 @@ def rule_of(func: Any) -> Rule:
     """The rule of an operator."""
     if func in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[func]
-    kind, name = kind_of(func), name_of(func)
+    kind, name = effects_of(func), name_of(func)
     if kind.is_blank:
         return lambda read, *_, **__: np.full((), NONE, np.int32)
     if name in _RULES:
@@ -418,17 +393,13 @@ def _remade(read: Reader, data: Any, *_: Any) -> Labels:
     return read(data)
 
 
-def _one_hot(read: Reader, tensor: Any, number: int) -> Labels:
-    return read(tensor)[..., None]
-
-
 _OF_FUNCTIONS: Mapping[Any, Rule] = MappingProxyType(
     {
         remade: _remade,
-        one_hot: _one_hot,
+        one_hot: lambda read, tensor, number: read(tensor)[..., None],
         selected: _selected,
         written: _put,
         copied: _copied,
-        filled: lambda read, tensor, number: _copied(read, tensor, number),
+        filled: _copied,
     }
 )

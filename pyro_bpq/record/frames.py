@@ -6,8 +6,8 @@ import dis
 import functools
 import linecache
 import sys
+from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
 
 from pyro_bpq.record.calls import OWN
 from pyro_bpq.record.key import is_library
@@ -22,14 +22,19 @@ def catcher(outer: FrameType | None) -> FrameType | None:
     A ``with`` counts where the function names ``suppress``. Other context managers are taken to let errors through, and
     so are libraries.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not outer:
-        caught = _caught(frame.f_code)
-        if caught and not is_library(frame.f_globals.get("__name__") or ""):
-            if any(start <= frame.f_lasti < end for start, end in caught):
+    for frame in _frames(outer):
+        if not is_library(frame.f_globals.get("__name__") or ""):
+            if any(start <= frame.f_lasti < end for start, end in _caught(frame.f_code)):
                 return frame
-        frame = frame.f_back
     return None
+
+
+def _frames(outer: FrameType | None = None) -> Iterator[FrameType]:
+    """The functions that run, from the one that called the caller to one that is ``outer``."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame is not outer:
+        yield frame
+        frame = frame.f_back
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,24 +54,20 @@ def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 def is_library_check() -> bool:
     """Whether the nearest caller outside of torch's internals and of this package is one of the libraries."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
+    for frame in _frames():
         module = frame.f_globals.get("__name__") or ""
         if module.startswith(_LIBRARIES):
-            return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
+            return frame.f_code.co_name != "__eq__"  # the caller of == gets the answer
         if module != "torch" and not module.startswith(("torch.", "pyro_bpq.")):
             return False
-        frame = frame.f_back
     return False
 
 
 def line_of_the_program() -> str:
     """The line of the program that runs."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
+    for frame in _frames():
         module = frame.f_globals.get("__name__") or ""
         if not module.startswith(("torch", "pyro.", *OWN)) and not frame.f_code.co_filename.startswith("<"):
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             return f"{text!r} in {frame.f_code.co_name}, line {frame.f_lineno}"
-        frame = frame.f_back
     return "a library"

@@ -2,6 +2,7 @@ r"""Parts of a recorded run as functions of some of its values: straight lines o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.record.indexing import copied, filled, written
 from pyro_bpq.record.laws import Draw, DrawRows
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Node, Value
 
@@ -27,17 +28,19 @@ def values_in(item: Any) -> Iterator[Value]:
             yield from values_in(part)
 
 
-def arguments_of(node: Node) -> Iterator[Value]:
+def arguments_of(node: Node) -> list[Value]:
     """The values that a node takes."""
-    yield from values_in(node.args)
-    for part in node.kwargs.values():
-        yield from values_in(part)
+    found = list[Value]()
+    for part in (*node.args, *node.kwargs.values()) if node.kwargs else node.args:
+        if part.__class__ in (Value, tuple, list):
+            found += (part,) if part.__class__ is Value else values_in(part)
+    return found
 
 
-def results_of(node: Node) -> Iterator[Value]:
+def results_of(node: Node) -> list[Value]:
     """The values that a node makes, those that it writes included."""
-    yield from values_in(node.result)
-    yield from (new for _, new in node.written)
+    own = [node.result] if node.result.__class__ is Value else [*values_in(node.result)]
+    return own + [new for _, new in node.written] if node.written else own
 
 
 def makers(nodes: Iterable[Node]) -> dict[Value, int]:
@@ -93,6 +96,10 @@ class Function:
             gone.append(tuple(own))
         return gone[::-1]
 
+    @cached_property
+    def _maker(self) -> dict[Value, int]:
+        return makers(self.nodes)
+
     def with_draws(self, change: Callable[[Draw], Any]) -> Function:
         """The same with something else in place of draws."""
         nodes = (n._replace(func=change(n.func)) if isinstance(n.func, Draw) else n for n in self.nodes)
@@ -124,7 +131,7 @@ class Function:
 
     def giving(self, wanted: Sequence[Value]) -> Function:
         """The operators that some of the values need."""
-        nodes, _ = pruned(self.nodes, makers(self.nodes), wanted, {*self.given})
+        nodes, _ = pruned(self.nodes, self._maker, wanted, {*self.given})
         return replace(self, nodes=nodes, wanted=tuple(wanted))
 
     def only_reading(self, sources: Set[Value]) -> Function:
@@ -138,13 +145,13 @@ class Function:
     @cached_property
     def draws(self) -> bool:
         """Whether an operator draws from a generator."""
-        return any(isinstance(node.func, (Draw, DrawRows)) or kind_of(node.func).is_random for node in self.nodes)
+        return any(isinstance(node.func, (Draw, DrawRows)) or effects_of(node.func).is_random for node in self.nodes)
 
     @cached_property
     def writes(self) -> bool:
         """Whether an operator writes in place."""
         # What an operator gives back may be what it wrote into; batch_norm gives a new tensor.
-        kinds = ((node, kind_of(node.func)) for node in self.nodes)
+        kinds = ((node, effects_of(node.func)) for node in self.nodes)
         return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 
     def without_writes(self, tensors: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:
@@ -225,3 +232,37 @@ def pruned(
                 pending += arguments_of(nodes[i])
                 first += nodes[i].after
     return tuple(nodes[i] for i in sorted(needed)), [*taken]
+
+
+class InRows:
+    """A function that runs row by row."""
+
+    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
+        self.function, self.dims, self.draws = function, dims, function.draws
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """The wanted values of all rows."""
+        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
+        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
+        found = []
+        for i in range(number):
+            with drawing(self.function):  # the same noise in each row
+                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def drawing(function: Function, seed: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Draws of a function leave the global generators as they are."""
+    return seeded(seed) if function.draws else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's global generators start from a seed, and are as before afterwards."""
+    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield

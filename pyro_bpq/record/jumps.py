@@ -1,20 +1,33 @@
-r"""Costs that jump where the value of a site moves continuously. A pathwise gradient misses such jumps."""
+r"""Costs that jump where the value of a site moves continuously: a pathwise gradient misses the jumps.
+
+Sites with such costs get the score function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, arguments_of, results_of
-from pyro_bpq.record.operators import kind_of
-from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, drawing
+from pyro_bpq.record.function import Function, arguments_of, drawing, results_of
+from pyro_bpq.record.key import Call
+from pyro_bpq.record.operators import effects_of
+from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded
+from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import Value
+from pyro_bpq.record.watch import carried
+from pyro_bpq.rollout.features import base_distribution
+from pyro_bpq.short import number as in_short
 
+# Recorded runs whose operators are compared with those of the run before.
+_COMPARED = 16
 # Operators whose results are piecewise constant, besides those that make no floating-point numbers.
 _STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"))
+_EXPAND, _EQUAL = torch.ops.aten.expand.default, torch.ops.aten.eq.Tensor
 # Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
 _LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
 
@@ -29,7 +42,7 @@ class Jump(NamedTuple):
 
 def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
     """Values on the way that change by steps while sources move, and the operators that make them."""
-    found, moving, dtypes = dict[Value, str](), {*sources}, function.dtypes
+    found, moving, dtypes, copied = dict[Value, str](), {*sources}, function.dtypes, dict[Value, Value]()
     taken = {*function.wanted}.union(*map(arguments_of, function.nodes))
     for node in function.nodes:
         read = moving.intersection(arguments_of(node))
@@ -37,11 +50,22 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
             continue
         made = {*results_of(node)}
         moving |= made
-        if any(dtypes[value].is_floating_point for value in read):
-            name = kind_of(node.func).name.rstrip("_")
+        own = {copied.get(value, value) for value in arguments_of(node)}
+        if node.func is _EXPAND or getattr(node.func, "is_copy", False):
+            copied[node.result] = copied.get(node.args[0], node.args[0])
+        # Else a number is compared with itself, as where a Delta scores its value.
+        elif any(dtypes[value].is_floating_point for value in read) and (len(own) > 1 or node.func is not _EQUAL):
+            name = effects_of(node.func).name.rstrip("_")
             steps = name in _STEPS or "rounding_mode" in node.kwargs
             found.update({v: name for v in sorted(made & taken) if steps or not dtypes[v].is_floating_point})
     return found
+
+
+def may_jump(recorded: Recorded, names: Set[str], passing: Set[str]) -> bool:
+    """Whether an operator between some sites and the costs may switch."""
+    sites, through = ({recorded.drawn[name].value for name in own} for own in (names, passing))
+    costs = [value for cost, value in recorded.costs.items() if recorded.can_compute(cost)]
+    return bool(switches(recorded.recording.cut(costs, sites, through, sees_all=True), sites))
 
 
 @torch.no_grad()
@@ -137,8 +161,7 @@ def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
     Where numbers count steps, no number tells paths apart.
     """
     recording = recorded.recording
-    function, bits = recording.cut(recorded.named.values(), sees_all=True), sum(recording.bits[name] for name in names)
-    numbers = dict[Value, int]()
+    bits, numbers = sum(recording.bits[name] for name in names), dict[Value, int]()
 
     def put(item: Any) -> Any:
         if item.__class__ is Value:
@@ -148,9 +171,73 @@ def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
         return None if has_counters and item.__class__ in (int, float) else item
 
     found: list[Any] = [sorted(recorded.named)]
-    for node in function.nodes:
+    for node in recorded.core.nodes:
         found.append((node.func, put(node.args), put(sorted(node.kwargs.items(), key=str)), put(node.result)))
     # A run that makes parameters has their first numbers.
-    constants = recording.constants - {*recorded.stored.values()}
-    found += [(put(value), put(recording.tensors[value].tolist())) for value in function.given if value in constants]
+    constants = {*recorded.core.given} & recording.constants - {*recorded.stored.values()}
+    found += [(put(value), put(recording.tensors[value].tolist())) for value in sorted(constants)]
     return Path([read for mask, read in recording.told if mask & ~bits], found)
+
+
+def open_sites(run: TracedRun) -> frozenset[str]:
+    """The sites of a recorded run whose gradient is pathwise, and that nobody chose an estimator for."""
+    assert run.recorded is not None
+    return frozenset(
+        name
+        for name, site in run.run.sites.items()
+        if name in run.recorded.drawn and run.infos[name].has_rsample and run.options[name].estimator is None
+        if site.value.requires_grad and not carried(site.value) and not isinstance(base_distribution(site.fn), Delta)
+    )
+
+
+def is_undecided(run: TracedRun, looks: int) -> bool:
+    """Whether it is not yet known if reads of such sites steer the program."""
+    return run.recorded is not None and looks < _COMPARED and not open_sites(run).isdisjoint(run.escaped_sites)
+
+
+def jumps_of(
+    run: TracedRun, call: Call, looks: int, paths: list[Path], has_counters: bool
+) -> Iterator[tuple[str, str]]:
+    """Such sites whose costs jump, and what was seen.
+
+    Args:
+        run: A recorded run.
+        call: Its call.
+        looks: Number of recorded runs of such calls before it.
+        paths: The paths that they have taken; that of the run is added.
+        has_counters: Whether numbers change from step to step.
+    """
+    recorded, sites = run.recorded, open_sites(run)
+    if recorded is None or not sites:
+        return
+    steering = sites & run.escaped_sites
+    if steering and looks < _COMPARED:
+        path = path_of(recorded, steering, has_counters)
+        steers = any(map(path.turns_off, paths))
+        paths.append(path)
+        for name in sorted(steering) if steers else ():
+            bit = recorded.recording.bits[name]
+            line = next((line for mask, line in recorded.recording.lines.items() if mask & bit), "the program")
+            costs = sorted(cost for cost in recorded.reads if name in recorded.reads[cost])
+            yield name, f"other operators or numbers follow in {', '.join(costs[:4])} where {line} reads other values"
+    # Looked at are the first recorded run, the fourth, the sixteenth, and so on.
+    if (looks + 1).bit_count() > 1 or (looks + 1).bit_length() % 2 == 0:
+        return
+    passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
+    bound = run.bound(recorded, call)
+    for name in sorted(sites) if may_jump(recorded, sites, passing) else ():
+        try:
+            jump = jump_of(recorded, bound, name, passing, 1 + looks)
+        except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
+            continue  # a program may fail in any way at other values
+        if jump is not None:
+            yield name, f"{jump.cost} jumps by {in_short(jump.size)} nats where {jump.operator!r} switches"
+
+
+def told(name: str, seen: str) -> str:
+    """The warning that a site gets the score function."""
+    return (
+        f"Site {name!r} is reparameterised, but a pathwise gradient misses jumps: {seen}. From now on it gets the "
+        "score function, with leave-one-out where several particles run. To keep the pathwise gradient, write "
+        'infer={"bpq": {"estimator": Pathwise()}} at the site.'
+    )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from pyro.distributions import OneHotCategorical
+from pyro.distributions import Delta, OneHotCategorical
 from pyro.poutine.runtime import effectful
 from torch import Tensor
-from torch.distributions import Distribution, Transform
+from torch.distributions import Distribution, Independent, Transform
 
 from pyro_bpq.record.tape import noted
 from pyro_bpq.rollout.features import finite_components
@@ -37,6 +37,8 @@ class Draw:
     def __init__(self, name: str, fn: Any, is_mean: bool = False) -> None:
         self.name, self.is_mean, empty = name, is_mean, torch.empty(0)
         self._form = mapped(fn, lambda _: empty)
+        # Whether the value is the first tensor of the distribution.
+        self.is_copy = isinstance(fn.base_dist if isinstance(fn, Independent) else fn, Delta)
 
     def __repr__(self) -> str:
         return f"Draw({self.name!r})"
@@ -148,15 +150,21 @@ def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> di
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log-probability at a value that may lie between support values: that of a one-hot site is linear in it."""
-    return unchecked(_linear(fn)).log_prob(value)
+    return rebased(fn, _linear, _validate_args=False).log_prob(value)
 
 
 def unchecked(fn: Any) -> Any:
     """A copy of the distribution that does not check values."""
+    return rebased(fn, lambda base: base, _validate_args=False)
+
+
+def rebased(fn: Any, change: Callable[[Any], Any], **own: Any) -> Any:
+    """A copy of a distribution with another base, and with some attributes at each level."""
     fn = copy.copy(fn)
-    fn._validate_args = False
-    if hasattr(fn, "base_dist"):
-        fn.base_dist = unchecked(fn.base_dist)
+    vars(fn).update(own)
+    if not hasattr(fn, "base_dist"):
+        return change(fn)
+    fn.base_dist = rebased(fn.base_dist, change, **own)
     return fn
 
 
@@ -167,12 +175,6 @@ class _LinearOneHot(OneHotCategorical):
 
 
 def _linear(fn: Any) -> Any:
-    """The distribution, with a one-hot base distribution made linear in the value."""
-    if isinstance(fn, torch.distributions.OneHotCategorical):
-        return _LinearOneHot(logits=fn.logits, validate_args=False)
-    if hasattr(fn, "base_dist"):
-        base = _linear(fn.base_dist)
-        if base is not fn.base_dist:
-            fn = copy.copy(fn)
-            fn.base_dist = base
-    return fn
+    """A one-hot distribution that is linear in the value; any other as it is."""
+    is_one_hot = isinstance(fn, torch.distributions.OneHotCategorical)
+    return _LinearOneHot(logits=fn.logits, validate_args=False) if is_one_hot else fn

@@ -25,7 +25,7 @@ _METADATA = re.compile(
 _PARTIAL = frozenset(("div", "floor_divide", "fmod", "pow", "remainder"))
 
 
-class Kind(NamedTuple):
+class Effects(NamedTuple):
     """What an operator does besides computing new tensors from its arguments."""
 
     name: str = ""
@@ -41,11 +41,11 @@ class Kind(NamedTuple):
 
 
 @cache
-def kind_of(func: Any) -> Kind:
+def effects_of(func: Any) -> Effects:
     """What an operator does."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
-        return Kind()
+        return Effects()
     name = schema.name.removeprefix("aten::")
     writes = tuple(
         argument.name if argument.kwarg_only else position
@@ -59,7 +59,7 @@ def kind_of(func: Any) -> Kind:
         # In training, it updates its running statistics, but its schema does not declare the write.
         writes += tuple(position for position, argument in enumerate(schema.arguments) if "running" in argument.name)
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
-    kind = Kind(
+    kind = Effects(
         name,
         reads=torch.Tag.data_dependent_output in func.tags or (opaque and not _METADATA.fullmatch(name)),
         is_sized=sized,
@@ -71,10 +71,10 @@ def kind_of(func: Any) -> Kind:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
     is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
-    return kind._replace(is_plain=kind == Kind(name, is_view=kind.is_view), is_total=is_total)
+    return kind._replace(is_plain=kind == Effects(name, is_view=kind.is_view), is_total=is_total)
 
 
-def sizing(kind: Kind, args: Any) -> Any:
+def sizing(kind: Effects, args: Any) -> Any:
     """The arguments of an operator that decide on the shape of its result."""
     found = args if kind.shape_from is None else args[kind.shape_from]
     if isinstance(found, list):  # indices of a tensor: only masks do
@@ -82,7 +82,7 @@ def sizing(kind: Kind, args: Any) -> Any:
     return found
 
 
-def written_arguments(kind: Kind, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(kind: Effects, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that a call writes into."""
     if not kind.writes or ("batch_norm" in kind.name and not any(arg is True for arg in args)):
         return []  # batch_norm takes its running statistics as they are

@@ -2,9 +2,8 @@ r"""A recorded run of guide and model: its costs as functions of the values of i
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, arguments_of, called, flat, results_of, values_in
+from pyro_bpq.record.function import Function, InRows, arguments_of, called, drawing, flat, results_of, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Value
@@ -101,16 +100,16 @@ class Recorded:
 
     def is_like(self, other: Recorded) -> bool:
         """Whether another run did the same: the same operators on the same values, with the same numbers."""
-        return self._made is other._made or (self.named == other.named and self._core == other._core)
+        return self._made is other._made or (self.named == other.named and self.core.nodes == other.core.nodes)
 
     @cached_property
-    def _core(self) -> tuple[Any, ...]:
+    def core(self) -> Function:
         """The operators of all that may be asked for: scales and masks may change from run to run."""
-        return self.recording.cut(self.named.values(), sees_all=True).nodes
+        return self.recording.cut(self.named.values(), sees_all=True)
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
-        known = ("_made", "met", "patterns", "cuts", "_core", "_direct", "_noisy")
+        known = ("_made", "met", "patterns", "cuts", "core", "_direct")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
@@ -137,7 +136,7 @@ class Recorded:
         names, read = {value: name for name, value in self.parameters.items()}, set[str]()
         for node in self.recording.nodes[: self.num_of_guide]:
             found = {names[value] for value in arguments_of(node) if value in names}
-            if found and kind_of(node.func).is_view:
+            if found and effects_of(node.func).is_view:
                 names.update(dict.fromkeys(values_in(node.result), found.pop()))
             read |= found
         return frozenset(read)
@@ -167,12 +166,11 @@ class Recorded:
 
     def can_compute(self, cost: str) -> bool:
         """Whether a cost can be computed again."""
-        return cost in self._laws_and_costs and self._direct[self._laws_and_costs[cost]] >= 0
+        return cost in self._laws_and_costs and self._direct[self._laws_and_costs[cost]] < self._noise << 1
 
     def can_cut(self, cost: str, site: str) -> bool:
         """Whether a cost is known at other values of a site."""
-        mask = self._direct[self._laws_and_costs[cost]] if cost in self._laws_and_costs else -1
-        return mask >= 0 and bool(mask >> [*self.drawn].index(site) & 1)
+        return self.can_compute(cost) and bool(self._direct[self.named[cost]] >> [*self.drawn].index(site) & 1)
 
     @staticmethod
     def law(child: str) -> str:
@@ -189,29 +187,37 @@ class Recorded:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """For each cost and law the sites that it reads as they are, as bits; -1 where it cannot be computed again."""
+        """For each cost and law what it reads directly."""
         return tuple(self._direct[value] for value in self._laws_and_costs.values())
 
     @cached_property
     def _laws_and_costs(self) -> dict[str, Value]:
         return {**{self.law(name): value for name, value in self.laws.items()}, **self.costs}
 
+    @property
+    def _noise(self) -> int:
+        """The bit of random numbers besides the values of sites, behind those of sites; behind it that of the lost."""
+        return 1 << len(self.drawn)
+
     @cached_property
     def _direct(self) -> list[int]:
-        """For each value the sites that it reads other than through a draw, as bits; -1 where nothing makes it."""
-        recording, bits = self.recording, {site.value: 1 << i for i, site in enumerate(self.drawn.values())}
-        found = [-1] * len(recording.masks)
+        """For each value the sites that it reads other than through a draw, as bits; noise, and what nothing makes."""
+        recording, noise, lost = self.recording, self._noise, self._noise << 1
+        bits = {site.value: 1 << i for i, site in enumerate(self.drawn.values())}
+        found = [lost] * len(recording.masks)
         for value in recording.leaves:
-            found[value] = bits.get(value, 0)
+            found[value] = noise if value in recording.noise else bits.get(value, 0)
         of_node = list[int]()
         for node in recording.nodes:
-            mask, read = 0, [*(found[value] for value in arguments_of(node)), *(of_node[i] for i in node.after)]
-            for part in read:
-                mask = -1 if part < 0 or mask < 0 else mask | part
+            mask = noise if isinstance(node.func, Draw) or effects_of(node.func).is_random else 0
+            for value in arguments_of(node):
+                mask |= found[value]
+            for i in node.after:
+                mask |= of_node[i]
             of_node.append(mask)
             for value in results_of(node):
                 if value not in recording.leaves:
-                    found[value] = -1 if value in recording.opaque else mask
+                    found[value] = mask | lost if value in recording.opaque else mask
         return found
 
     def num_elements(self, cost: str) -> int:
@@ -228,6 +234,7 @@ class Recorded:
         redrawn: frozenset[str],
         means: bool,
         seed: int,
+        in_double: bool = False,
     ) -> dict[str, Tensor]:
         """What is named, and the values of redrawn sites, where sites have given values and others are drawn anew.
 
@@ -238,6 +245,7 @@ class Recorded:
             redrawn: Sites that are drawn anew.
             means: Whether these take their means, where they have one.
             seed: Seed of these draws; the global generators stay as they are.
+            in_double: Whether in double precision.
 
         Raises:
             Uncut: If something on the way cannot be computed again.
@@ -247,11 +255,13 @@ class Recorded:
         def made() -> Function:
             drawn = frozenset(values[name] for name in redrawn)
             function = self.recording.cut([self.named[name] for name in wanted], [values[n] for n in given], drawn)
-            return function.with_draws(lambda draw: draw.mean) if means else function
+            function = function.with_draws(lambda draw: draw.mean) if means else function
+            return function.in_double() if in_double else function
 
-        function = self.kept((wanted, redrawn, means), made)
+        function = self.kept((wanted, redrawn, means, in_double), made)
         tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
         taken = [tensors[value] for value in function.given]
+        taken = [t.double() if t.is_floating_point() else t for t in taken] if in_double else taken
         taken = [tensor.clone() for tensor in taken] if function.writes else taken
         with drawing(function, seed):
             found = zip(wanted, function(*taken), strict=True)
@@ -259,18 +269,7 @@ class Recorded:
 
     def draws(self, cost: str) -> bool:
         """Whether it reads random numbers besides the values of sites."""
-        return self.named[cost] in self._noisy
-
-    @cached_property
-    def _noisy(self) -> set[Value]:
-        recording, wrote = self.recording, set[int]()
-        found = set(recording.noise)
-        for i, node in enumerate(recording.nodes):
-            is_draw = isinstance(node.func, Draw) or kind_of(node.func).is_random
-            if is_draw or not (found.isdisjoint(arguments_of(node)) and wrote.isdisjoint(node.after)):
-                wrote.add(i)
-                found.update(value for value in results_of(node) if value not in recording.leaves)
-        return found
+        return bool(self._direct[self.named[cost]] & self._noise)
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.
@@ -278,12 +277,7 @@ class Recorded:
         Raises:
             Uncut: If something on the way cannot be computed again.
         """
-        function = self.kept(("at", *costs), lambda: self.recording.cut([self.named[cost] for cost in costs]))
-        tensors = [bound.tensors[value] for value in function.given]
-        if in_double:
-            function, tensors = function.in_double(), [t.double() if t.is_floating_point() else t for t in tensors]
-        tensors = [tensor.clone() for tensor in tensors] if function.writes else tensors
-        return {cost: bound.weighted(cost, value) for cost, value in zip(costs, function(*tensors), strict=True)}
+        return self.again(costs, bound, {}, frozenset(), False, 0, in_double)
 
     def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
@@ -313,7 +307,7 @@ class Recorded:
         recording, sites = self.recording, frozenset(site.value for site in self.drawn.values())
         wanted = tuple(dict.fromkeys(value for value in self.traced if recording.masks[value]))
         function = recording.cut(wanted, (), sites)
-        if not recording.lasts(function.given) or any(kind_of(node.func).is_random for node in function.nodes):
+        if not recording.lasts(function.given) or any(effects_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
         given = function.given
         tensors = [bound.tensors[value] for value in given]
@@ -365,38 +359,8 @@ class Recorded:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
                 # Torch does not run an operator for many rows at once.
-                return _InRows(function, dims), given, constants
+                return InRows(function, dims), given, constants
         return many, given, constants + more
-
-
-class _InRows:
-    """A function that runs row by row."""
-
-    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
-        self.function, self.dims, self.draws = function, dims, function.draws
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
-        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
-        found = []
-        for i in range(number):
-            with drawing(self.function):  # the same noise in each row
-                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
-
-
-@contextlib.contextmanager
-def drawing(function: Function, seed: int = 0) -> Iterator[None]:
-    """Draws of a function leave the global generators as they are."""
-    if not function.draws:
-        yield
-        return
-    with torch.random.fork_rng():
-        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
-        yield
 
 
 def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:

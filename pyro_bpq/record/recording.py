@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -14,62 +14,42 @@ from torch import Tensor
 from pyro_bpq.record.elements import Labels, Reader, Unknown
 from pyro_bpq.record.function import Function, makers, pruned
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.values import Guard, Node, Value
+from pyro_bpq.record.values import Notes, Value
 
 
 class Uncut(Exception):
     """A part of a recording cannot run by itself."""
 
 
-@dataclass(frozen=True, eq=False)
-class Recording:
+@dataclass(eq=False)
+class Recording(Notes):
     """A run as operators.
 
     Args:
-        nodes: The operators, in their order.
-        masks: For each value the sources that it depends on, as bits.
-        shapes: The shape of each value.
-        dtypes: Its type.
         leaves: Values that no operator has made: inputs, values of sites, noise.
         tensors: Their tensors in the run.
-        opaque: Values that cannot be made again, and why.
-        guards: What Python read where no source reaches.
-        bits: The bit of each source, by name.
-        constants: Leaves whose numbers stand in the program.
         noise: Leaves that are random numbers.
         written: Leaves that the run has written into: the tensor, and what was in it before.
-        told: What Python read where sources reach: these, as bits, and the number.
-        lines: The first line that read each of these sources.
         marked: Values whose elements will be asked for.
+
+    For the rest see :class:`Notes`.
     """
 
-    nodes: tuple[Node, ...]
-    masks: Sequence[int]
-    shapes: Sequence[Any]
-    dtypes: Sequence[torch.dtype]
-    leaves: Set[Value]
-    tensors: dict[Value, Tensor]
-    opaque: Mapping[Value, str]
-    guards: tuple[Guard, ...]
-    bits: Mapping[str, int]
-    constants: Set[Value]
+    leaves: Set[Value] = frozenset()
+    tensors: dict[Value, Tensor] = field(default_factory=dict)
     noise: Set[Value] = frozenset()
     written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    told: Sequence[tuple[int, Any]] = ()
-    lines: Mapping[int, str] = field(default_factory=dict)
     marked: tuple[Value, ...] = ()
     _flat: dict[Any, Any] = field(default_factory=dict, repr=False)  # functions without writes
 
     @classmethod
     def of(cls, tape: Tape, given: Mapping[Value, Tensor], marked: Iterable[Value] = ()) -> Recording:
         """What a tape has written down; values of sites, and indices of plates, are ``given``."""
-        found = {**tape.inputs, **tape.before, **tape.noise, **given}
-        return cls(
-            *((*tape.nodes,), tape.masks, tape.shapes, tape.dtypes, frozenset(found), found, tape.opaque),
-            *((*tape.guards,), tape.bits, tape.constants, frozenset(tape.noise)),
-            {value: (tape.inputs[value], kept) for value, kept in tape.before.items()},
-            *((*tape.told,), tape.lines, tuple(dict.fromkeys(marked))),
-        )
+        notes = {part.name: getattr(tape, part.name) for part in fields(Notes)}
+        tensors = {**tape.inputs, **tape.before, **tape.noise, **given}
+        written = {value: (tape.inputs[value], kept) for value, kept in tape.before.items()}
+        noise, marks = frozenset(tape.noise), tuple(dict.fromkeys(marked))
+        return cls(**notes, leaves=frozenset(tensors), tensors=tensors, noise=noise, written=written, marked=marks)
 
     @cached_property
     def _maker(self) -> dict[Value, int]:

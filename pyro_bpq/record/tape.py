@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, is_library_check, line_of_the_program
-from pyro_bpq.record.operators import Kind, kind_of, sizing, written_arguments
-from pyro_bpq.record.values import Guard, Known, Node, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
+from pyro_bpq.record.operators import Effects, effects_of, sizing, written_arguments
+from pyro_bpq.record.values import Guard, Node, Notes, RecordingError, Table, Value, memory_of, tensors_in, unwrapped
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Tape(TorchDispatchMode):
+class Tape(Notes, TorchDispatchMode):
     """Writes down what runs inside ``with tape:``.
 
     It does not see the following, because nothing in torch reports it:
@@ -43,41 +43,25 @@ class Tape(TorchDispatchMode):
     - data that a distribution keeps of a draw besides the value (a cached ``flow.inv(z)`` lacks ``z``).
 
     Attributes:
-        nodes: The operators so far.
-        masks: For each value the sources that it depends on, as bits; ``shapes`` and ``dtypes`` what it is like.
-        bits: The bit of each source, by name; ``origins`` what its value depended on before.
+        origins: What the value of each source depended on before.
         inputs: Tensors that no node has made, by value; ``before`` copies of those that were written into.
         noise: Random numbers that were drawn where no source reaches, by value.
-        constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
-        opaque: Values that no operator has made, and what has made them.
-        guards: What Python read where no source reaches.
-        steering: The sources that Python has read so far, as bits; ``lines`` the first line that read each; ``told``
-            what each read has found.
+        steering: The sources that Python has read so far, as bits.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nodes: list[Node] = []
-        self.masks: list[int] = []
-        self.shapes: list[torch.Size | None] = []
-        self.dtypes: list[torch.dtype] = []
-        self.bits: dict[str, int] = {}
+        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.origins: dict[str, int] = {}
         self.inputs: dict[Value, Tensor] = {}
         self.before: dict[Value, Tensor] = {}
         self.noise: dict[Value, Tensor] = {}
-        self.opaque: dict[Value, str] = {}
-        self.constants: set[Value] = set()
-        self.guards: list[Guard] = []
         self.steering = 0
-        self.lines: dict[int, str] = {}
-        self.told: list[tuple[int, Any]] = []
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
-        self._heard: int | None = None  # the sources that were read while it listens
-        self._paused = False
+        self.paused = _Paused()
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
@@ -167,7 +151,7 @@ class Tape(TorchDispatchMode):
             return value
         with torch._C.DisableTorchFunction():
             self.origins[name] = self.origins.get(name, 0) | self.mask_of(value) & ~bit
-            with self.paused():
+            with self.paused:
                 value = value if self._owns(value, bit) else value.clone()
             self._bind(value, bit)
             for storage in memory_of(value):
@@ -180,20 +164,10 @@ class Tape(TorchDispatchMode):
         """Writes down how the value of a source was drawn, from the tensors of its law; returns the value."""
         with torch._C.DisableTorchFunction():
             value, self._mask, self._after = self._value(tensor), 0, ()
-            taken = self.taken(tuple(law))
-            self.nodes.append(Node(func, taken, _NOTHING, value, (), self._after))
+            self.nodes.append(Node(func, self.taken(tuple(law)), _NOTHING, value, (), self._after))
             return value
 
     # Reads.
-
-    def listen(self) -> None:
-        """Collects the sources that are read from now on."""
-        self._heard = 0
-
-    def stop_listening(self) -> int:
-        """The sources that were read since :meth:`listen`; all that ever were if nothing listened."""
-        found, self._heard = self.steering if self._heard is None else self._heard, None
-        return found
 
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and what it found; a library that only checks an argument does not."""
@@ -205,23 +179,17 @@ class Tape(TorchDispatchMode):
             is_check = self.has_ended or (check and is_library_check() and not catcher(self._outer))
             if not is_check:
                 self.told.append((mask, found))
-                if self._is_new(mask):
-                    self.steer(mask)
+                self.steer(mask)
         elif not (check and is_library_check()):
-            self.guards += [Guard(self._value(tensor), found) for tensor in tensors_in(items)]
+            self.guards.extend([Guard(self._value(tensor), found) for tensor in tensors_in(items)])
 
     def compute(self, mask: int) -> None:
         """Notes that an operator reads sources: a program that would catch its error learns from it."""
-        if self._is_new(mask) and catcher(self._outer):
+        if mask & ~self.steering and catcher(self._outer):
             self.steer(mask)
-
-    def _is_new(self, mask: int) -> bool:
-        return bool(mask & ~(self.steering if self._heard is None else self.steering & self._heard))
 
     def steer(self, mask: int) -> None:
         """Notes that Python has learned something of these sources."""
-        if self._heard is not None:
-            self._heard |= mask
         if mask & ~self.steering:
             self.lines[mask & ~self.steering] = line_of_the_program()
             self.steering |= mask
@@ -243,8 +211,8 @@ class Tape(TorchDispatchMode):
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = kind_of(func)
-        if self._paused:
+        kind = effects_of(func)
+        if self.paused.depth:
             if self.deferred is not None and kind.reads:
                 self.deferred |= self.mask_of(args)
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -272,10 +240,12 @@ class Tape(TorchDispatchMode):
             raise RecordingError(kind.name) from error
         return result
 
-    def _noted(self, kind: Kind, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
+    def _noted(self, kind: Effects, call: tuple[Any, ...], args: Any, kwargs: Any, result: Any, targets: Any) -> None:
         """Writes down what an operator has done."""
         func, taken, named, mask, after = call
-        if kind.is_plain and not self.positions:
+        # The autograd graph of a view holds the view's position as a plain number.
+        positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
+        if kind.is_plain and not positions:
             self.nodes.append(Node(func, taken, named, self._bind_all(result, mask | self.steering), (), after))
             return
         if kind.reads and not isinstance(result, Tensor):
@@ -286,10 +256,7 @@ class Tape(TorchDispatchMode):
             found = sizing(kind, args)
             self.read(found, tuple(tuple(tensor.shape) for tensor in tensors_in(result)), check=True)
             sizes = self.mask_of(found)
-        mask = self.steering | (0 if kind.is_blank else mask)
-        if self.positions and torch._C._current_graph_task_id() != -1:
-            # The autograd graph of a view holds the view's position as a plain number.
-            mask |= self.positions
+        mask = self.steering | positions | (0 if kind.is_blank else mask)
         self.note(func, taken, named, result, targets, mask, after)
         if kind.shape_from is not None and isinstance(result, tuple):  # (packed data, batch sizes)
             self.masks[self._value(result[1])] = self._storages.of(result[1].untyped_storage()).mask = sizes
@@ -320,7 +287,7 @@ class Tape(TorchDispatchMode):
                 known = self._storages.get(id(storage))
                 for value in () if known is None else known.inputs:
                     if value not in self.before:
-                        with self.paused():
+                        with self.paused:
                             self.before[value] = self.inputs[value].detach().clone()
 
     def _wrote(self, target: Tensor, mask: int) -> None:
@@ -380,16 +347,11 @@ class Tape(TorchDispatchMode):
 
     def _bind(self, tensor: Tensor, mask: int) -> Value:
         """A new value, which a tensor is from now on."""
-        masks, key = self.masks, id(tensor)
-        value = Value(len(masks))
-        masks.append(mask)
+        value = Value(len(self.masks))
+        self.masks.append(mask)
         self.shapes.append(None if tensor.is_nested else tensor.shape)
         self.dtypes.append(tensor.dtype)
-        known = self._tensors.get(key)
-        if known is None:
-            known = self._tensors[key] = Known(tensor, self._tensors.gone)
-            known.key = key
-        known.value = value
+        self._tensors.of(tensor).value = value
         return value
 
     def _bind_all(self, result: Any, mask: int) -> Any:
@@ -435,15 +397,6 @@ class Tape(TorchDispatchMode):
 
     # For the function mode.
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is written down within."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def hide(self, result: Any, why: str) -> None:
         """Makes results values that no operator can make again."""
         self.opaque.update({self._value(tensor): why for tensor in tensors_in(result)})
@@ -456,8 +409,19 @@ class Tape(TorchDispatchMode):
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""
         self._mask, self._after = 0, ()
-        taken = self.taken(args)
-        self.note(func, taken, {}, result, targets, self._mask | mask | self.steering, self._after)
+        self.note(func, self.taken(args), {}, result, targets, self._mask | mask | self.steering, self._after)
+
+
+class _Paused:
+    """Nothing is written down within."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
 def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -465,7 +429,7 @@ def noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
     tape = next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Tape)), None)
     if tape is None:
         return function(*tensors)
-    with tape.paused():
+    with tape.paused:
         result = unwrapped(function(*tensors))
     tape.made(function, tuple(tensors), result)
     return result

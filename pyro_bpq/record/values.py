@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,35 @@ class Guard(NamedTuple):
 
     value: Value
     read: Any  # a number, or shapes
+
+
+@dataclass(eq=False)
+class Notes:
+    """What is written down of a run.
+
+    Args:
+        nodes: The operators, in their order.
+        masks: For each value the sources that it depends on, as bits.
+        shapes: The shape of each value.
+        dtypes: Its type.
+        bits: The bit of each source, by name.
+        opaque: Values that no operator has made, and what has made them.
+        constants: Inputs whose numbers stand in the program, as those of ``torch.tensor([1, 2])``.
+        guards: What Python read where no source reaches.
+        told: What Python read where sources reach: these, as bits, and what it found.
+        lines: The first line that read each of these sources.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
+    shapes: list[Any] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    bits: dict[str, int] = field(default_factory=dict)
+    opaque: dict[Value, str] = field(default_factory=dict)
+    constants: set[Value] = field(default_factory=set)
+    guards: list[Guard] = field(default_factory=list)
+    told: list[tuple[int, Any]] = field(default_factory=list)
+    lines: dict[int, str] = field(default_factory=dict)
 
 
 class Known(weakref.ref[Any]):

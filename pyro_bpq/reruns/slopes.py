@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.record.components import Drawn
 from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
-from pyro_bpq.record.operators import kind_of
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.values import Value
 
@@ -74,9 +74,9 @@ def linear_reads(function: Function, sites: Set[Value]) -> list[LinearRead]:
     held: dict[Value, tuple[frozenset[Value], float | None]] = {site: (frozenset((site,)), 1.0) for site in sites}
     reading, found = {*sites}, list[LinearRead]()
     for node in function.reading(sites):
-        name, results = kind_of(node.func).name, [*values_in(node.result)]
+        name, results = effects_of(node.func).name, [*values_in(node.result)]
         read = [value for value in arguments_of(node) if value in reading]
-        if not read or kind_of(node.func).is_blank:
+        if not read or effects_of(node.func).is_blank:
             continue
         reading.update(results)
         if name in _MAPS:

@@ -13,9 +13,9 @@ from steps import repeat
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import REBAR, RELAX, NetworkVariate
+from pyro_bpq.record import laws
 from pyro_bpq.step.site_program import SiteProgramRuns
 from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
-from pyro_bpq.tracing import substitute
 
 
 def worst_z(name: str, estimator: Any, samples: int = 180, particles: int = 800) -> float:
@@ -63,7 +63,7 @@ def test_draws_downstream_that_follow_the_relaxed_value_are_seen(monkeypatch: py
 
 
 def test_rounding_in_the_log_probability_of_a_one_hot_site_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(substitute, "_linear", lambda fn: fn)
+    monkeypatch.setattr(laws, "_linear", lambda fn: fn)
     assert worst_z("onehot", REBAR(scale=1.0)) > 6
 
 

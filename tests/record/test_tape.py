@@ -23,6 +23,7 @@ from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 
 Program = Callable[["Inputs"], Any]
@@ -868,3 +869,9 @@ def test_a_view_that_covers_its_memory_but_was_chosen_depends_on_the_choice() ->
         chosen = table[z]
         assert tape.sources_of(chosen.expand(2, 2) + 0.0) == {"z"}
         assert tape.sources_of(chosen.as_strided((2, 2), (0, 1), 2) + 0.0) == {"z"}
+
+
+def test_operators_that_fail_at_some_whole_numbers_are_not_total_in_place_either() -> None:
+    aten = torch.ops.aten
+    assert not any(effects_of(func).is_total for func in (aten.div_.Tensor, aten.pow_.Scalar, aten.fmod_.Tensor))
+    assert effects_of(aten.add_.Tensor).is_total

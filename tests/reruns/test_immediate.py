@@ -22,11 +22,11 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.plan.flips import FlippedSite, Flips
 from pyro_bpq.plan.structure import Structure, StructureFacts
+from pyro_bpq.record.substitute import Substitute
+from pyro_bpq.record.watch import PARTICLES
 from pyro_bpq.reruns import flips as module
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.watch import PARTICLES
 
 Graph = StochasticComputationGraph
 

@@ -9,7 +9,7 @@ from pyro.optim import Adam
 from torch.distributions import Distribution
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.tracing.watch import draw_bits
+from pyro_bpq.record.watch import draw_bits
 
 LARGE = 1 << 14
 

@@ -23,7 +23,7 @@ from pyro_bpq import (
     config_bpq,
 )
 from pyro_bpq.errors import OptionError
-from pyro_bpq.tracing.config import SiteOptions, site_options
+from pyro_bpq.record.config import SiteOptions, site_options
 
 
 def model() -> None:

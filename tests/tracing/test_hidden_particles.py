@@ -19,13 +19,13 @@ from torch.distributions.transforms import AffineTransform, ExpTransform
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.record import laws
+from pyro_bpq.record.further import further_particles
 from pyro_bpq.record.key import reach
+from pyro_bpq.record.substitute import Substitute
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.tracer import trace_run
+from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.further import further_particles
-from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import trace_run
-from pyro_bpq.tracing.watch import TraceOptions
 
 NUMBER = 3
 OPTIONS_OF_RUN = TraceOptions(TraceBackpropQ_ELBO().planner.choose, num_particles=NUMBER, track=True)

@@ -19,16 +19,16 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
-from pyro_bpq.record.jumps import Path
+from pyro_bpq.record.further import costs_agree
+from pyro_bpq.record.graphs import build_graph, dense_graph
+from pyro_bpq.record.jumps import Path, jumps_of, told
 from pyro_bpq.record.key import Call, Keys
+from pyro_bpq.record.program_warnings import crossing
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
-from pyro_bpq.tracing.further import costs_agree
-from pyro_bpq.tracing.graphs import build_graph, dense_graph
-from pyro_bpq.tracing.jumping import jumps_of, told
-from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 STRUCTURES = ("auto", "dynamic", "dense")
@@ -37,8 +37,6 @@ STRUCTURES = ("auto", "dynamic", "dense")
 _LONGEST = 64
 # Largest numbers of structures and of kinds of calls that are kept.
 _CAPACITY = 256
-# Fewer rows of a plate than these need no word.
-_FEW_ROWS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +322,7 @@ class Recordings:
             self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is recorded.")
         self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
         if not self.crosses and traced.crosses:
-            if text := _crossing(traced):
+            if text := crossing(traced):
                 warnings.warn(text, BPQWarning, stacklevel=2)
             self.crosses = True
 
@@ -376,39 +374,3 @@ class Recordings:
     def _say(self, text: str) -> None:
         self.said = text
         LOG.info("%s", text)
-
-
-def _crossing(traced: TracedRun) -> str:
-    """Says that rows of a plate may meet, although the plate declares them independent; empty for few rows."""
-    if not traced.met:
-        return _left_a_plate(traced)
-    assert traced.recorded is not None
-    cost, (plate, why) = next(iter(traced.met.items()))
-    read = traced.recorded.reads.get(cost, traced.run.sites)  # summed with others, it has another name
-    inside = [n for n in sorted(read) if any(own.name == plate for own in traced.plates[n])]
-    first = f"a row of it reads other rows of {', '.join(map(repr, inside))}"
-    if why:
-        first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"
-    return (
-        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From "
-        "now on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own "
-        f"ELBOs would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, "
-        "flips or indexes; if it is, take the dimension into the event with .to_event()."
-    )
-
-
-def _left_a_plate(traced: TracedRun) -> str:
-    # Gradients of sites without a score come through their values: no costs are charged to them.
-    scored = {name for name, record in traced.run.sites.items() if record.score is not None}
-    sites = [name for name in sorted(scored & traced.escaped_sites) if traced.plates[name]]
-    plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
-    rows = math.prod(traced.plate_sizes[plate] for plate in plates)
-    if rows < _FEW_ROWS:
-        return ""
-    return (
-        f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
-        "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "
-        f"the costs of all {rows} rows, which is unbiased, with a variance that grows with their number. Stay "
-        "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or give what a simulator in numpy returns "
-        "as the cost of each row, pyro_bpq.cost(name, function, z)."
-    )

@@ -238,7 +238,6 @@ class CostOptions:
     is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
     # Two runs of the same structure may differ in whether the function was called.
     size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
-    in_guide: bool = False  # whether the statement is in the guide
 
 
 def cost_options(site: Any) -> CostOptions | None:

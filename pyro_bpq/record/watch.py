@@ -2,7 +2,6 @@ r"""Watches a run of guide and model: values that leave torch, draws, and values
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -23,15 +22,12 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.config import SiteOptions, cost_options, site_options
+from pyro_bpq.record.cost_statement import Given, check_particles
 from pyro_bpq.record.key import Call
-from pyro_bpq.record.laws import Draw, tensors_of
+from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.rollout.features import base_distribution, count_components, finite_components
-from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
-from pyro_bpq.tracing.cost_statement import Given, check_particles
-
-Frames = tuple[Any, ...]
-"""The vectorised plates around a statement, as Pyro's frames."""
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
@@ -74,14 +70,12 @@ class Watch(Messenger):
         self.options, self.tape = options, tape
         self.is_guide = False
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
-        self.plates: dict[str, Frames] = {}
-        self.drawn_as: dict[str, tuple[Any, Frames]] = {}
-        self.scored_as: dict[str, tuple[Any, Frames]] = {}
+        self.met = {"guide": dict[str, Any](), "model": dict[str, Any]()}  # the statements of each program
         self.costs, self.enumerated, self.given = set[str](), set[str](), set[str]()
         self.attached: dict[str, Any] = {}
         self.untraced: dict[str, dict[str, Any]] = {}
         self.subsamples: dict[str, Any] = {}
-        # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
+        # Sources, as bits: those that had left torch before a statement, and at the end of one of the guide.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
         self.drawn = dict[str, Any]()  # values of sites on the tape
@@ -101,13 +95,10 @@ class Watch(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if self.tape is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tape.steering
-            if self.is_guide:
-                # Reads count from here to the end of the statement, the draw included.
-                self.tape.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
-        if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
-            msg["fn"] = _without_rsample(msg["fn"])
+        if self.is_guide and not msg["is_observed"] and has_rsample(msg) and not self._is_pathwise(msg):
+            msg["fn"] = rebased(msg["fn"], _scored)
         if self._draws_alone(msg):
             msg["value"] = draw_bits(msg)
 
@@ -122,9 +113,7 @@ class Watch(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
         if self.tape is not None and self.is_guide:
-            # The end of a nested statement ends the listening of both statements.
-            found = self.tape.stop_listening()
-            self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
+            self.heard[msg["name"]] = self.tape.steering
 
     def _pyro_post_param(self, msg: Any) -> None:
         if self.tape is not None and self.is_guide:
@@ -135,13 +124,9 @@ class Watch(Messenger):
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[name] = msg["value"]
             return
-        frames = msg["cond_indep_stack"]
-        self.plates[name] = tuple([frame for frame in frames if frame.vectorized]) if frames else ()
+        self.met["guide" if self.is_guide else "model"][name] = msg
         if msg["infer"] and cost_options(msg) is not None:
             self.costs.add(name)
-        if not msg["is_observed"]:
-            laws = self.drawn_as if self.is_guide else self.scored_as
-            laws[name] = msg["fn"], self.plates[name]
         if msg["infer"] and is_enumerated(msg):
             self._enumerate(msg)
         elif msg["is_observed"]:
@@ -174,7 +159,7 @@ class Watch(Messenger):
     def _is_pathwise(self, msg: Any) -> bool:
         """Whether the value of a site of the guide carries all of its gradient."""
         is_left = msg["name"] not in self.options.jumps or site_options(msg["name"], msg["infer"]).estimator is not None
-        return _has_rsample(msg) and is_left and self._choose(msg).is_pathwise
+        return has_rsample(msg) and is_left and self._choose(msg).is_pathwise
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if self.tape is not None:
@@ -202,7 +187,7 @@ class Watch(Messenger):
         attach, name = self.options.attach, msg["name"]
         estimator = None if attach is None else attach(msg["infer"])
         # A value that was set from outside does not depend on the parameters.
-        if estimator is None or name in self.given or (_has_rsample(msg) and not estimator.corrects):
+        if estimator is None or name in self.given or (has_rsample(msg) and not estimator.corrects):
             return
         if self._choose(msg) == estimator:
             try:
@@ -236,7 +221,8 @@ class Watch(Messenger):
             sites[name] = {**site, "score_parts": ScoreParts(*parts)}
         if not self.untraced:
             return sites
-        order = {name: i for i, name in enumerate(self.drawn_as) if name not in self.enumerated}
+        met = (name for name, msg in self.met["guide"].items() if not msg["is_observed"])
+        order = {name: i for i, name in enumerate(met) if name not in self.enumerated}
         merged = {**sites, **self.untraced}
         return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(merged)))}
 
@@ -285,17 +271,14 @@ def _is_of_library(fn: Any, methods: Sequence[str]) -> bool:
     return all(getattr(type(fn), name).__module__.startswith(("torch.", "pyro.")) for name in methods)
 
 
-def _has_rsample(msg: Any) -> bool:
-    return bool(getattr(msg["fn"], "has_rsample", False))
+def has_rsample(site: Any) -> bool:
+    """Whether the distribution of a site is reparameterised."""
+    return bool(getattr(site["fn"], "has_rsample", False))
 
 
-def _without_rsample(fn: Any) -> Any:
-    fn = copy.copy(fn)
-    if hasattr(fn, "base_dist"):
-        fn.base_dist = _without_rsample(fn.base_dist)
-    else:
-        fn.has_rsample = False
-    return fn
+def _scored(base: Any) -> Any:
+    base.has_rsample = False
+    return base
 
 
 def number_of_values(fn: Any) -> int | None:
@@ -328,6 +311,11 @@ def leaf_of(value: Any) -> Any:
     return value if unconstrained is None else unconstrained()
 
 
+def plates_of(site: Any) -> tuple[Any, ...]:
+    """The vectorised plates around a site, as Pyro's frames."""
+    return tuple([frame for frame in site["cond_indep_stack"] if frame.vectorized])
+
+
 def samples(trace: Any) -> dict[str, Any]:
     """The sample sites of a trace."""
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
@@ -339,7 +327,7 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
     return SiteInfo(
         name=site["name"],
         distribution=distribution_name(fn),
-        has_rsample=_has_rsample(site),
+        has_rsample=has_rsample(site),
         components=finite_components(fn),
         num_particles=particles,
         plates=tuple(plate.name for plate in plates),

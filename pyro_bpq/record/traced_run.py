@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.record.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
+from pyro_bpq.record.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
-from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
-from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:
@@ -30,6 +30,13 @@ def cost_of_site(site: Any, is_guide: bool) -> str:
     if cost_options(site) is not None:
         return f"cost({site['name']})"
     return cost_of_guide(site["name"]) if is_guide else cost_of_model(site["name"])
+
+
+def named(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """The costs of sites by name, the sites, and whether each is of the guide."""
+    for sites, is_guide in ((guide_sites, True), (model_sites, False)):
+        for site in sites.values():
+            yield cost_of_site(site, is_guide), site, is_guide
 
 
 @dataclass(frozen=True)
@@ -92,9 +99,8 @@ class TracedRun:
     @property
     def weights(self) -> dict[str, tuple[Any, Any]]:
         """Scale and mask of each cost."""
-        sides = ((self.guide_trace, True), (self.model_trace, False))
-        sites = [(site, of_guide) for trace, of_guide in sides for site in samples(trace).values()]
-        return {cost_of_site(site, of_guide): (site["scale"], site["mask"]) for site, of_guide in sites}
+        sites = named(samples(self.guide_trace), samples(self.model_trace))
+        return {cost: (site["scale"], site["mask"]) for cost, site, _ in sites}
 
     def bound(self, recorded: Recorded, call: Call) -> Bound:
         """The tensors of the run, whose call it was, with the operators of a recording."""
@@ -134,7 +140,7 @@ def record_run(
         cost, given, chosen = cost_of_site(site, True), cost_options(site), None
         costs[cost] = site["log_prob"]
         if given is not None:
-            user[cost] = replace(given, in_guide=True)
+            user[cost] = given
         if is_enumerated(site):
             site_options(name, site["infer"])
         elif not site["is_observed"]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
-from pyro_bpq.tracing.config import CostOptions, cost_options
+from pyro_bpq.record.config import CostOptions, cost_options
 
 # What to look for where a cost or a factor is NaN.
 NO_NUMBER = "Look at how it is computed: 0 / 0, a logarithm of a negative number, or infinity minus infinity."
@@ -167,15 +167,10 @@ class _Cost(TorchDistribution):
 
 
 class SkipCosts(Messenger):
-    """Skips the functions of costs; with ``exact``, those of costs with ``exact=True`` are still called."""
-
-    def __init__(self, exact: bool = False) -> None:
-        super().__init__()
-        self.exact = exact
+    """Skips the functions of costs."""
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        if not (self.exact and msg["infer"]["exact"]):
-            msg["done"] = True
+        msg["done"] = True
 
 
 class GiveCosts(Messenger):

@@ -15,18 +15,43 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
-from pyro.util import check_model_guide_match, check_site_shape
+from pyro.util import check_model_guide_match, check_site_shape, warn_if_inf, warn_if_nan
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Distribution, OneHotCategorical, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Drawn, Scored, elements_of
+from pyro_bpq.record.config import OthersDraw, cost_options
+from pyro_bpq.record.further import parts_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
+from pyro_bpq.record.program_errors import EXPLAINED, explain, of_run, of_scores
+from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.traced_run import (
+    PlainRun,
+    TracedRun,
+    cost_of_site,
+    full_mask,
+    named,
+    plain_run,
+    record_run,
+    total,
+)
+from pyro_bpq.record.values import Value
+from pyro_bpq.record.watch import (
+    PARTICLES,
+    TraceOptions,
+    Watch,
+    carried,
+    has_rsample,
+    is_enumerated,
+    is_untraced,
+    plates_of,
+    samples,
+)
 from pyro_bpq.rollout.features import (
     base_distribution,
     batch_of,
@@ -34,27 +59,6 @@ from pyro_bpq.rollout.features import (
     element_log_prob,
     finite_components,
     independent_components,
-)
-from pyro_bpq.tracing.config import OthersDraw, cost_options
-from pyro_bpq.tracing.further import parts_of
-from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores
-from pyro_bpq.tracing.program_warnings import warn_of_program
-from pyro_bpq.tracing.traced_run import (
-    PlainRun,
-    TracedRun,
-    cost_of_site,
-    full_mask,
-    plain_run,
-    record_run,
-    total,
-)
-from pyro_bpq.tracing.watch import (
-    PARTICLES,
-    TraceOptions,
-    Watch,
-    carried,
-    is_untraced,
-    samples,
 )
 
 # Modules whose distributions keep a value only in tensors.
@@ -85,10 +89,7 @@ def trace_run(
     """
     tape = Tape() if options.track else None
     watch = Watch(options, tape)
-    with contextlib.ExitStack() as stack:
-        for mode in (tape, watch):
-            if mode is not None:
-                stack.enter_context(mode)
+    with tape or contextlib.nullcontext(), watch:
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
@@ -98,11 +99,15 @@ def trace_run(
         if watch.enumerated:
             traced = replace(traced, enumerated=frozenset(watch.enumerated))
         if tape is not None:
-            reads = {**_reads(tape, guide_sites, watch, heard, True), **_reads(tape, model_sites, watch, heard, False)}
+            reads = _reads(tape, guide_sites, model_sites, watch, heard)
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
         traced = finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
+    looks = tape is not None and poutine.is_validation_enabled()
+    for name, site in (*samples(model_trace).items(), *samples(guide_trace).items()) if looks else ():
+        warn_if_nan(site["log_prob_sum"], f"log_prob_sum at site '{name}'")
+        warn_if_inf(site["log_prob_sum"], f"log_prob_sum at site '{name}'", allow_neginf=True)
     traced = _only_costs(traced) if options.only_costs else traced
     if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped_sites):
         raise UnsupportedProgramError(
@@ -140,7 +145,7 @@ def _explained_traces(
     try:
         return importance_traces(model, watch, guide, args, kwargs)
     except EXPLAINED as error:
-        explain_run(error, watch, dict([*enumerate(args), *kwargs.items()]))
+        explain(error, of_run, watch, dict([*enumerate(args), *kwargs.items()]))
         raise
 
 
@@ -176,7 +181,7 @@ def importance_traces(
             for site in (*samples(model_trace).values(), *samples(guide_trace).values()):
                 check_site_shape(site, nesting)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
-        explain_scores(error, *given)
+        explain(error, of_scores, *given)
         raise
     return model_trace, guide_trace, heard
 
@@ -203,19 +208,22 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
     if tape is None:
         compute(trace)
         return {}
-    heard, everything = {}, tape.steering
+    heard, everything, validates = {}, tape.steering, poutine.is_validation_enabled()
     for name, site in samples(trace).items():
         one = Trace()
         one.nodes[name] = site
-        tape.listen()
+        # A look for numbers that are not finite would be recorded: it comes later.
+        poutine.enable_validation(False)
         try:
             with tape.steered_by(watch.steering_of(name, is_guide)):
                 compute(one)
+                found = tape.steering
         except ValueError:
             # The whole trace is computed again, so that the error message shows the shapes of all sites.
             compute(trace)
             raise
-        found = tape.stop_listening()
+        finally:
+            poutine.enable_validation(validates)
         # A user's own object may have kept any value that has left torch so far.
         heard[is_guide, name] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
@@ -223,8 +231,6 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch
 
 def _is_own(fn: Any, depth: int = 0) -> bool:
     """Whether a distribution contains a user's own Python code."""
-    if isinstance(fn, Tensor):
-        return False
     if isinstance(fn, (list, tuple)):
         return any(_is_own(item, depth + 1) for item in fn)
     if isinstance(fn, (Distribution, Transform, nn.Module)):
@@ -237,44 +243,45 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
 def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
     follows = not (traced.only_costs or traced.enumerated or tape.escaped)
-    scored, drawn, values = dict[str, Any](), dict[str, Any](), {}
-    for cost, site in _scored(guide_sites, model_sites, True):
-        elements, ndim = (site["log_prob"], 0) if cost_options(site) or not follows else elements_of(site)
+    is_noisy = not all(has_rsample(site) for name, site in guide_sites.items() if name in watch.drawn)
+    scored, drawn, laws, values, unweighted = {}, dict[str, Drawn](), {}, dict[Value, Any](), set[str]()
+    costs = {name: tape.value_of(cost) for name, cost in traced.run.costs.items()}
+    for cost, site, is_guide in named(guide_sites, model_sites):
+        if is_untraced(site):
+            continue
+        is_user, fn = cost_options(site) is not None, site["fn"]
+        elements, ndim = (site["log_prob"], 0) if is_user or not follows else elements_of(site)
         scored[cost] = Scored(site["name"], tape.value_of(elements), ndim, _plates(site))
+        if isinstance(base_distribution(fn), OneHotCategorical):
+            if cost in costs and not (site["is_observed"] or is_enumerated(site)):
+                # A linear function of the value, which has a slope.
+                own = scale_and_mask(relaxed_log_prob(fn, site["value"]), site["scale"], full_mask(site))
+                costs[cost] = tape.value_of(own if is_guide else -own)
+        elif not (is_user or traced.enumerated or tape.mask_of([site["scale"], site["mask"]])):
+            own = site["unscaled_log_prob"]
+            costs[cost] = tape.value_of(own if is_guide else -own)
+            unweighted.add(cost)
     for name, value in watch.drawn.items():
         site = guide_sites.get(name)
         if site is None:
             continue
         values[value] = site["value"]
-        fn, (law, ndim), is_pathwise = site["fn"], (site["log_prob"], 0), _is_pathwise(site)
+        fn, (law, ndim), is_pathwise = site["fn"], (site["log_prob"], 0), has_rsample(site)
         number = 0 if is_pathwise else independent_components(fn) or 0
         if follows and number > 1:
             law, ndim = element_log_prob(unchecked(fn), site["value"])
-        plates = {plate: dim for plate, dim in _plates(site).items() if plate == PARTICLES or not is_pathwise}
+        # Nothing is charged with costs where no site is noisy.
+        plates = {p: dim for p, dim in _plates(site).items() if not is_pathwise or (is_noisy and p == PARTICLES)}
         read, batch = tape.value_of(site["value"]), batch_of(fn, site["value"])
         drawn[name] = Drawn(value, read, batch, number, tape.value_of(law), ndim, plates)
-    costs, unweighted = (
-        {name: tape.value_of(cost) for name, cost in {**traced.run.costs, **_linear(traced)}.items()},
-        set(),
-    )
-    for cost, site in _scored(guide_sites, model_sites) if not traced.enumerated else ():
-        if not tape.mask_of([site["scale"], site["mask"]]) and not isinstance(
-            base_distribution(site["fn"]), OneHotCategorical
-        ):
-            own = site["unscaled_log_prob"]
-            costs[cost] = tape.value_of(own if cost in traced.of_guide else -own)
-            unweighted.add(cost)
+        law = site.get("unscaled_log_prob", site["score_parts"].score_function)
+        while isinstance(fn, MaskedDistribution):
+            fn, law = fn.base_dist, None
+        laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
     values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
     reached, stored, made = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
-    laws = {}
-    for name in drawn:
-        site = guide_sites[name]
-        fn, law = site["fn"], site.get("unscaled_log_prob", site["score_parts"].score_function)
-        while isinstance(fn, MaskedDistribution):
-            fn, law = fn.base_dist, None
-        laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
     # From such runs those of further particles are computed.
     is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
@@ -310,52 +317,22 @@ def _self_read(tape: Tape, sites: Sites) -> frozenset[str]:
     return frozenset(found)
 
 
-def _linear(traced: TracedRun) -> dict[str, Tensor]:
-    """The own costs of one-hot sites, as linear functions of their values."""
-    found = {}
-    for name, record in traced.run.sites.items():
-        if isinstance(base_distribution(record.fn), OneHotCategorical) and name not in traced.untraced:
-            sides = (
-                (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),
-                (cost_of_model(name), -1.0, record.prior, record.prior_scale, record.prior_mask),
-            )
-            for cost, sign, fn, scale, mask in sides:
-                if cost in traced.run.costs and fn is not None:
-                    found[cost] = sign * scale_and_mask(relaxed_log_prob(fn, record.value), scale, mask)
-    return found
-
-
 def _plates(site: Any) -> dict[str, int]:
-    return {frame.name: frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+    return {frame.name: frame.dim for frame in plates_of(site)}
 
 
-def _is_pathwise(site: Any) -> bool:
-    return bool(getattr(site["fn"], "has_rsample", False))
-
-
-def _reads(tape: Tape, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:
+def _reads(tape: Tape, guide_sites: Sites, model_sites: Sites, watch: Watch, heard: Heard) -> dict[str, int]:
     """The sources that each site's cost reads, as bits; for a guide site, also the sources of its draw."""
     reads = {}
-    for name, site in sites.items():
-        before = watch.steering_of(name, is_guide)
-        scored = site["score_parts"].score_function if is_untraced(site) else site["log_prob"]
-        found = tape.mask_of(scored) | before | heard.get((is_guide, name), 0)
+    for cost, site, is_guide in named(guide_sites, model_sites):
+        name, scored = site["name"], site["score_parts"].score_function if is_untraced(site) else site["log_prob"]
+        found = tape.mask_of(scored) | heard.get((is_guide, name), watch.steering_of(name, is_guide))
         if is_guide:
             found |= tape.origins.get(name, 0) | watch.heard.get(name, 0)
             # A flow remembers what it drew, so that its log-probability may not look at the value again.
             found |= tape.bits.get(name, 0)
-        reads[cost_of_site(site, is_guide)] = found
+        reads[cost] = found
     return reads
-
-
-def _scored(guide_sites: Sites, model_sites: Sites, user: bool = False) -> list[tuple[str, Any]]:
-    """Lists the sites whose log-probabilities are costs, by cost name; cost statements only if ``user``."""
-    found = [(site, True) for site in guide_sites.values()] + [(site, False) for site in model_sites.values()]
-    return [
-        (cost_of_site(site, is_guide), site)
-        for site, is_guide in found
-        if (user or cost_options(site) is None) and not (is_guide and is_untraced(site))
-    ]
 
 
 def _only_costs(traced: TracedRun) -> TracedRun:
@@ -367,5 +344,4 @@ def _only_costs(traced: TracedRun) -> TracedRun:
                 f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
             )
     costs = total([traced.run.costs[name].sum() for name in traced.user_costs])
-    run = replace(traced.run, differentiable=costs, loss=costs.detach())
-    return replace(traced, run=run, only_costs=True)
+    return replace(traced, run=replace(traced.run, differentiable=costs, loss=costs.detach()), only_costs=True)

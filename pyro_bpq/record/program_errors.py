@@ -3,7 +3,7 @@ r"""Errors about mistakes in guide and model: they name the site and say what to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,25 +14,23 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.record.calls import Calls
-from pyro_bpq.record.tape import Tape
-from pyro_bpq.tracing.plate_errors import (
+from pyro_bpq.record.plate_errors import (
     ABOUT_SHAPES,
     asks_for_one_value,
     data_line,
     described,
-    laws_of,
     left_torch,
     own_text,
     particle_advice,
     plate_lines,
-    plates_of,
     site_lines,
     statements,
     support_of,
     told,
     unlike_line,
 )
-from pyro_bpq.tracing.watch import PARTICLES, Watch, distribution_name, number_of_values
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.watch import PARTICLES, Watch, distribution_name, number_of_values
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -53,29 +51,24 @@ _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _ONE_NAME = re.compile("Multiple sample sites named '(.*)'|site (.*) must be sampled in trace")
 
 
-def explain_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> None:
-    """Raises, for an error of a run of guide and model, one that names the site and says what to write, if it can."""
-    found = None if isinstance(error, BPQError) else _of_run(error, watch, inputs)
+def explain(error: Exception, find: Callable[..., BPQError | None], *seen: Any) -> None:
+    """Raises, for an error of guide and model, one that names the site and says what to write, if it can."""
+    found = None if isinstance(error, BPQError) else find(error, *seen)
     if found is not None:
         raise found from error
 
 
-def explain_scores(error: Exception, model_trace: Any, guide_trace: Any) -> None:
-    """The same for an error of log-probabilities and shape checks."""
-    model, guide = statements(model_trace), statements(guide_trace)
-    found = None if isinstance(error, BPQError) else _of_scores(error, model, guide)
-    if found is not None:
-        raise found from error
-
-
-def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
+def of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
-    text, plates, model, guide = own_text(error), watch.plates.values(), watch.scored_as, watch.drawn_as
+    text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
     declared = len(watch.subsamples.keys() - {PARTICLES})
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
-    pairs = [(name, law[0], guide[name][0]) for name, law in model.items() if name in guide]
-    unlike = [unlike_line(name, *laws) for name, *laws in pairs if _form(laws[0]) != _form(laws[1])]
-    if lines := unlike or plate_lines(error, model, guide, plates, watch.where, declared):
+    pairs = [(site, guide[name]) for name, site in model.items() if name in guide]
+    drawn = [
+        (own["name"], own["fn"], its["fn"]) for own, its in pairs if not (own["is_observed"] or its["is_observed"])
+    ]
+    unlike = [unlike_line(name, *laws) for name, *laws in drawn if _form(laws[0]) != _form(laws[1])]
+    if lines := unlike or plate_lines(error, model, guide, watch.where, declared):
         return PlateError(told(error, *lines))
     if watch.enumerated and re.search(r"up to \d+ dims|too many \(>", text):
         line = "Each of {} enumerated sites has a dimension of its own: loop with pyro.markov(...)."
@@ -96,7 +89,7 @@ def _of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> 
     if arrays and "numpy" in text.lower():
         line = f"Argument {arrays[0]!r} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
         return UnsupportedProgramError(told(error, line))
-    advice = particle_advice(plates)
+    advice = particle_advice((*model.values(), *guide.values()))
     if not advice:
         return None
     if asks and watch.tape is not None:
@@ -142,7 +135,7 @@ def _number_lines(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> I
                 "under pyro.poutine.mask(mask=~x.isnan())."
             )
     if found := _OUT_OF_RANGE.search(text):
-        seen = [*(watch.scored_as if watch.where == "model" else watch.plates)]
+        seen = [*watch.met[watch.where]]
         after = f" after the statement {seen[-1]!r}" if seen else ""
         kind = _CONSTRAINTS.get(found[3])
         known = kind and f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})."
@@ -163,10 +156,10 @@ def _name_error(text: str, name: str, costs: set[str]) -> UnsupportedProgramErro
     return UnsupportedProgramError(f"{text}\n{line}")
 
 
-def _of_scores(error: Exception, model: Mapping[str, Any], guide: Mapping[str, Any]) -> BPQError | None:
+def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError | None:
     """The same for an error that came while log-probabilities were computed, or shapes were checked."""
-    lines = plate_lines(error, laws_of(model), laws_of(guide), map(plates_of, (*model.values(), *guide.values())))
-    if lines := lines or [*site_lines(error, model, guide)]:
+    model, guide = statements(model_trace), statements(guide_trace)
+    if lines := plate_lines(error, model, guide) or [*site_lines(error, model, guide)]:
         return PlateError(told(error, *lines))
     text, at = own_text(error), _AT_SITE.match(str(error))
     # Torch's errors name no site. The first one without a log-probability is where it failed.

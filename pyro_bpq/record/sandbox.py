@@ -12,6 +12,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import is_of_critic
+from pyro_bpq.record.function import seeded
 
 
 class LentBuffers:
@@ -40,11 +41,6 @@ class LentBuffers:
                 # The run writes into clones only: autograd may hold the originals.
                 _put(part, {name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
-    @property
-    def originals(self) -> list[Tensor]:
-        """The buffers that were lent."""
-        return [buffer for own in self._own.values() for buffer in own.values() if buffer is not None]
-
 
 def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
     for name, buffer in buffers.items():  # a scripted module has no dictionary to update
@@ -54,12 +50,7 @@ def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
 @contextlib.contextmanager
 def sandbox(seed: int) -> Iterator[None]:
     """Undoes the effects of an extra run, which starts from a seed, on generators and on module buffers."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), LentBuffers():
-        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
+    with seeded(seed), LentBuffers():
         yield
 
 

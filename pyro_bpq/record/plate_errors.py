@@ -11,10 +11,10 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError
-from pyro_bpq.tracing.watch import PARTICLES, Frames, distribution_name, samples
+from pyro_bpq.record.watch import PARTICLES, distribution_name, plates_of, samples
 
-Law = tuple[Any, Frames]  # a distribution, and the plates around it
-Laws = Mapping[str, Law]
+Sites = Mapping[str, Any]
+Frames = tuple[Any, ...]
 
 # Words in torch's and Python's errors about shapes.
 ABOUT_SHAPES = re.compile(
@@ -44,23 +44,21 @@ def asks_for_one_value(error: Exception) -> bool:
     return _ONE_VALUE_ONLY.search(own_text(error)) is not None
 
 
-def plate_lines(
-    error: Exception, model: Laws, guide: Laws, plates: Iterable[Frames], where: str = "", declared: int = 0
-) -> list[str]:
+def plate_lines(error: Exception, model: Sites, guide: Sites, where: str = "", declared: int = 0) -> list[str]:
     """Says that a plate has two sizes, or another one than its distributions, or which nesting is needed.
 
     Args:
         error: An error of a run, or of log-probabilities.
-        model: The latent sites of the model.
+        model: The sites of the model.
         guide: Those of the guide.
-        plates: The plates around each statement.
         where: The program that ran.
         declared: Number of subsampled plates.
     """
     text, found = own_text(error), []
     if ABOUT_SHAPES.search(text):
-        found = [sizes_line(name, law[1], guide.get(name, law)[1]) for name, law in model.items()]
-    return [*filter(None, found)] or [*_nesting_lines(text, plates, declared)] or [*_row_lines(text, where)]
+        found = [sizes_line(name, plates_of(site), plates_of(guide.get(name, site))) for name, site in model.items()]
+    sites = *model.values(), *guide.values()
+    return [*filter(None, found)] or [*_nesting_lines(text, sites, declared)] or [*_row_lines(text, where)]
 
 
 def sizes_line(name: str, model: Frames, guide: Frames) -> str:
@@ -80,7 +78,7 @@ def sizes_line(name: str, model: Frames, guide: Frames) -> str:
     return ""
 
 
-def _nesting_lines(text: str, plates: Iterable[Frames], declared: int) -> Iterator[str]:
+def _nesting_lines(text: str, sites: Iterable[Any], declared: int) -> Iterator[str]:
     """Says which ``max_plate_nesting`` a program needs, if Pyro's error is that it is too small."""
     collision, among = _COLLISION.search(text), _OTHER_SIZE.search(text)
     if collision is not None:
@@ -89,7 +87,7 @@ def _nesting_lines(text: str, plates: Iterable[Frames], declared: int) -> Iterat
     elif among is not None and among[1] == PARTICLES and declared >= -int(among[3]):
         what, dim = f"Site {among[2]!r}", int(among[3])
     elif "plate stack overflow" in text:
-        what, dim = "A plate", -max(map(_depth, plates), default=0)
+        what, dim = "A plate", -max(map(_depth, sites), default=0)
     else:
         return
     yield (
@@ -133,7 +131,7 @@ def site_lines(error: Exception, model: Mapping[str, Any], guide: Mapping[str, A
             )
         if theirs == ours:
             yield from filter(None, (loose_line(each, each["fn"].batch_shape) for each in (twin, site)))
-    yield from particle_advice(map(plates_of, (*model.values(), *guide.values())))
+    yield from particle_advice((*model.values(), *guide.values()))
 
 
 def unlike_line(name: str, model: Any, guide: Any) -> str:
@@ -198,9 +196,9 @@ def data_line(site: Any) -> str:
     )
 
 
-def particle_advice(plates: Iterable[Frames]) -> list[str]:
+def particle_advice(sites: Iterable[Any]) -> list[str]:
     """What to write where shapes do not fit with several particles at once; empty where these have no plate."""
-    frame = next((frame for frames in plates for frame in frames if frame.name == PARTICLES), None)
+    frame = next((frame for site in sites for frame in plates_of(site) if frame.name == PARTICLES), None)
     if frame is None:
         return []
     return [
@@ -224,16 +222,6 @@ def statements(trace: Any) -> dict[str, Any]:
     return {name: site for name, site in samples(trace).items() if not isinstance(site["fn"], _Subsample)}
 
 
-def laws_of(sites: Mapping[str, Any]) -> Laws:
-    """The distributions of the sites of a trace, and the plates around them."""
-    return {name: (site["fn"], plates_of(site)) for name, site in sites.items()}
-
-
-def plates_of(site: Any) -> Frames:
-    """The vectorised plates around a site of a trace."""
-    return tuple(frame for frame in site["cond_indep_stack"] if frame.vectorized)
-
-
 def own_plates(frames: Frames) -> list[Any]:
     """The plates that the program itself declares, from left to right."""
     return sorted((frame for frame in frames if frame.name != PARTICLES), key=lambda frame: frame.dim)
@@ -247,8 +235,9 @@ def _written(name: str, dim: int, size: int) -> str:
     return f'pyro.plate("{name}", {size}, dim={dim})'
 
 
-def _depth(frames: Frames) -> int:
+def _depth(site: Any) -> int:
     """The number of dimensions that the plates of a site reach, without that of the particles."""
     # Pyro counts on beyond the particles, where a plate has no room on their right.
+    frames = plates_of(site)
     particles = next((frame.dim for frame in frames if frame.name == PARTICLES), -math.inf)
     return max((-frame.dim - (frame.dim < particles) for frame in own_plates(frames)), default=0)

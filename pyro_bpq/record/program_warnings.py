@@ -13,14 +13,17 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import cost_of_guide
-from pyro_bpq.tracing.config import cost_options, option_names
-from pyro_bpq.tracing.cost_statement import NO_NUMBER
-from pyro_bpq.tracing.plate_errors import own_plates, plates_of, sizes_line, support_of, unlike_line
-from pyro_bpq.tracing.program_errors import number_missing, value_line
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import distribution_name, is_enumerated, leaf_of
+from pyro_bpq.record.config import cost_options, option_names
+from pyro_bpq.record.cost_statement import NO_NUMBER
+from pyro_bpq.record.plate_errors import own_plates, sizes_line, support_of, unlike_line
+from pyro_bpq.record.program_errors import number_missing, value_line
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import distribution_name, is_enumerated, leaf_of, plates_of
 
 Sites = Mapping[str, Any]
+
+# Fewer rows of a plate than these need no word.
+_FEW_ROWS = 3
 
 
 def warn_of_program(traced: TracedRun, model: Sites, guide: Sites, is_first: bool) -> None:
@@ -192,3 +195,39 @@ def _by_hand(traced: TracedRun, guide: Sites) -> Iterator[str]:
                 f'factor write pyro.sample("{name}", fn, infer={{"is_auxiliary": True}}), or the name of the value in '
                 "the model. If the factor is a cost, write has_rsample=True."
             )
+
+
+def crossing(traced: TracedRun) -> str:
+    """Says that rows of a plate may meet, although the plate declares them independent; empty for few rows."""
+    if not traced.met:
+        return _left_a_plate(traced)
+    assert traced.recorded is not None
+    cost, (plate, why) = next(iter(traced.met.items()))
+    read = traced.recorded.reads.get(cost, traced.run.sites)  # summed with others, it has another name
+    inside = [n for n in sorted(read) if any(own.name == plate for own in traced.plates[n])]
+    first = f"a row of it reads other rows of {', '.join(map(repr, inside))}"
+    if why:
+        first = f"it reads {', '.join(map(repr, inside))} by {why!r}, of which it is not known that rows stay apart"
+    return (
+        f"Rows of the plate {plate!r} meet in {cost}: {first}, although a plate declares its rows independent. From "
+        "now on each row is charged with the costs of all rows, which is unbiased, with more variance; Pyro's own "
+        f"ELBOs would be biased. If that is not meant, look at the dimensions in which the program of {cost} reduces, "
+        "flips or indexes; if it is, take the dimension into the event with .to_event()."
+    )
+
+
+def _left_a_plate(traced: TracedRun) -> str:
+    # Gradients of sites without a score come through their values: no costs are charged to them.
+    scored = {name for name, record in traced.run.sites.items() if record.score is not None}
+    sites = [name for name in sorted(scored & traced.escaped_sites) if traced.plates[name]]
+    plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
+    rows = math.prod(traced.plate_sizes[plate] for plate in plates)
+    if rows < _FEW_ROWS:
+        return ""
+    return (
+        f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
+        "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "
+        f"the costs of all {rows} rows, which is unbiased, with a variance that grows with their number. Stay "
+        "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or give what a simulator in numpy returns "
+        "as the cost of each row, pyro_bpq.cost(name, function, z)."
+    )
