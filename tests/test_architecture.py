@@ -250,8 +250,8 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15980,
-    "modules": 159,
+    "pyro_bpq": 15962,
+    "modules": 158,
     "top": 103,
     "batching/": 523,
     "compiled/": 1275,
@@ -260,13 +260,13 @@ BUDGETS = {
     "estimators/": 1401,
     "graph/": 719,
     "objectives/": 1891,
-    "plan/": 973,
+    "plan/": 968,
     "record/": 2041,
     "reruns/": 1083,
     "rollout/": 450,
     "step/": 996,
     "svi/": 291,
-    "targets/": 172,
+    "targets/": 162,
     "testing/": 843,
     "tracing/": 1821,
     "tests": 23224,

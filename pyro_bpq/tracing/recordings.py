@@ -21,7 +21,7 @@ from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.jumps import Path
 from pyro_bpq.record.key import Call, Keys
-from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.further import costs_agree
@@ -244,13 +244,15 @@ class Recordings:
         """The recording in force for a run of so many particles."""
         return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
 
-    def news(self, runs: Sequence[TracedRun], particles: Particles) -> str:
-        """What runs that were not recorded have that no recording of such calls has; empty if there is nothing."""
+    def news(self, runs: Sequence[TracedRun], particles: Particles, bound: Bound | None) -> str:
+        """What runs that were not recorded have that no recording of such calls has; empty if there is nothing.
+
+        ``bound`` is the run from which those of hidden particles are computed.
+        """
         if not all(self.knows(run, particles.in_call) for run in runs):
             return "another structure"
         # What further particles cost is no control variate: it must not be outdated.
-        recorded = self.recorded(runs[0], 1) if particles.is_hidden else None
-        return "" if recorded is None or costs_agree(recorded, runs[0], self.call) else "other costs"
+        return "" if bound is None or costs_agree(runs[0], bound) else "other costs"
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""

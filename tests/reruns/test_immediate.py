@@ -43,7 +43,7 @@ class Spy:
             self.calls.append((found, args))
             return found
 
-        monkeypatch.setattr("pyro_bpq.objectives.staging.flipped_costs", spy)
+        monkeypatch.setattr("pyro_bpq.objectives.runner.flipped_costs", spy)
 
 
 @pytest.fixture

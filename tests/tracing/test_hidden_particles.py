@@ -79,7 +79,7 @@ def programs_of(kind: str) -> tuple[Program, Program]:
 def hidden(model: Program, guide: Program) -> list[TracedRun]:
     call = reach({"model": model, "guide": guide})
     first = trace_run(model, guide, (), {}, replace(OPTIONS_OF_RUN, call=call))
-    return [first, *further_particles(first.recorded, first, call, NUMBER - 1)]
+    return [first, *further_particles(first, first.recorded and first.bound(first.recorded, call), NUMBER - 1)]
 
 
 def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
