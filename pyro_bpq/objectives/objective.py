@@ -112,7 +112,8 @@ class Objective(CountedELBO, nn.Module):
         """Runs guide and model as a step does, or for other particles."""
         runner, particles = self.runner, particles or self.particles.drawn
         runner.meet(program, self.mode(learning=False))
-        return runner.trace(program, particles, step=self.num_steps, track=runner.recordings.wants(particles))
+        track = runner.recordings.wants(particles, is_step=False)
+        return runner.trace(program, particles, step=self.num_steps, track=track)
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""

@@ -45,11 +45,6 @@ class Mode:
     may_order: bool = False
     shows: bool = False  # whether somebody wants to see the signals of sites, so that a graph is needed in any case
 
-    @property
-    def asks_for_more(self) -> bool:
-        """Whether it needs more than a loss and its gradient."""
-        return self.shows or self.by_value or not self.may_order
-
     def counts(self, run: TracedRun) -> bool:
         """Whether it is a step since the last recorded run."""
         return self.learning and not self.is_recorded and run.recorded is None

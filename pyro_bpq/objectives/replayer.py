@@ -23,7 +23,6 @@ from pyro_bpq.reruns.redraw import (
     coparents,
     guide_leaves,
     held_sites,
-    isolated,
     known_sites,
     learned_sites,
     stored_values,
@@ -33,6 +32,7 @@ from pyro_bpq.reruns.redraw import (
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.tracing.sandbox import isolated
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.planned import PlannedObjective

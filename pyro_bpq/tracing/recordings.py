@@ -192,14 +192,15 @@ class Recordings:
         """Records the next run: what is known may no longer be so."""
         self._must = True
 
-    def wants(self, particles: Particles) -> bool:
-        """Whether the next run is recorded."""
+    def wants(self, particles: Particles, is_step: bool = True) -> bool:
+        """Whether the next run is recorded; other runs than those of steps leave what is due to the next step."""
         # By modes of torch, structure and number of particles.
         knows = any(key[::2] == (self.call.modes, particles.in_call) for key in self.now.recorded)
         if self.is_ordered:
             # In a plate of particles one run has to show that they keep apart.
             return not (knows or self.failed or particles.in_call == 1)
-        return not knows or self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
+        is_due = self._must or (is_step and self.now.steps >= self.now.next)
+        return not knows or is_due or bool(self.always or self.now.always)
 
     @property
     def always(self) -> bool:

@@ -3,12 +3,16 @@ r"""Makes runs of a program free of side effects: generators and module buffers 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.runtime import effectful
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import is_of_critic
@@ -40,27 +44,32 @@ class LentBuffers:
                 # The run writes into clones only: autograd may hold the originals.
                 _put(part, {name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
-    @property
-    def originals(self) -> list[Tensor]:
-        """The buffers that were lent."""
-        return [buffer for own in self._own.values() for buffer in own.values() if buffer is not None]
-
 
 def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
     for name, buffer in buffers.items():  # a scripted module has no dictionary to update
         module._buffers[name] = buffer
 
 
+class _Unheard(BlockMessenger):
+    """Keeps statements from the handlers around. No program sees it, so it makes no other call."""
+
+
 @contextlib.contextmanager
-def sandbox(seed: int) -> Iterator[None]:
-    """Undoes the effects of an extra run, which starts from a seed, on generators and on module buffers."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), LentBuffers():
-        # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed_all(seed)
-        yield
+def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
+    """Runs programs from a given seed; generators, module buffers and captured parameters stay unchanged."""
+    devices, before = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0), get_rng_state()
+    hidden = _Unheard(hide_types=["param"] if hides_params else [])
+    try:
+        with torch.random.fork_rng(devices), LentBuffers(), hidden:
+            # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            yield
+    finally:
+        set_rng_state(before)
 
 
 class Draws:

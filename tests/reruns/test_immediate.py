@@ -25,7 +25,6 @@ from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.reruns import flips as module
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.watch import PARTICLES
 
 Graph = StochasticComputationGraph
@@ -56,7 +55,7 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
     program: Any = case.model
     if particles > 1:
         program = pyro.plate(PARTICLES, particles, dim=-3)(program)
-    trace = poutine.trace(Substitute({**values, **subsamples})(program)).get_trace(*case.args)
+    trace = poutine.trace(poutine.condition(program, {**values, **subsamples})).get_trace(*case.args)
     trace.compute_log_prob()
     return {name: site["log_prob"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
 

@@ -125,12 +125,16 @@ def random_network(draw: Any, discounted: bool = False) -> BackpropQNetwork:
     return BackpropQNetwork.build(graph, reduction, immediate=immediate, discounted=discounted)
 
 
+def drawn(data: st.DataObject, network: BackpropQNetwork) -> tuple[Any, ...]:
+    """A network, and costs, learned parts and expectations."""
+    names = [[own.name for own in part] for part in (network.graph.costs, network.learned, network.nodes)]
+    return network, *(numbers({name: data.draw(reals) for name in part}) for part in names)
+
+
 @hypothesis.given(st.data())
 def test_lambda_one_is_monte_carlo_for_any_critic(data: st.DataObject) -> None:
     gamma = data.draw(st.floats(0.1, 1))
-    network = random_network(data.draw, gamma < 1.0)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    q = numbers({node.name: data.draw(reals) for node in network.learned})
+    network, costs, q, _ = drawn(data, random_network(data.draw, gamma < 1.0))
     expected = lambda_return(network, {}, costs, 1.0, gamma)
     assert floats(lambda_return(network, q, costs, 1.0, gamma)) == pytest.approx(floats(expected), abs=1e-9)
     for node in network.nodes:
@@ -194,10 +198,8 @@ def test_the_sum_of_all_costs_has_no_discount() -> None:
 
 @hypothesis.given(st.data())
 def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObject) -> None:
-    network = random_network(data.draw, True)
-    options = {"immediate": network.immediate}
-    plain = BackpropQNetwork.build(network.graph, network.reduction, **options)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
+    network, costs, *_ = drawn(data, random_network(data.draw, True))
+    plain = BackpropQNetwork.build(network.graph, network.reduction, immediate=network.immediate)
     found, expected = lambda_return(network, {}, costs, 1.0), lambda_return(plain, {}, costs, 1.0)
     for site in network.graph.index:
         mine, theirs = (
@@ -209,10 +211,7 @@ def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObje
 
 @hypothesis.given(st.data())
 def test_lambda_zero_is_td(data: st.DataObject) -> None:
-    network = random_network(data.draw)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    q = numbers({node.name: data.draw(reals) for node in network.learned})
-    expected = numbers({node.name: data.draw(reals) for node in network.nodes})
+    network, costs, q, expected = drawn(data, random_network(data.draw))
     for more in ({}, {"expected": expected}):
         found = floats(lambda_return(network, q, costs, 0.0, 1.0, **more))
         for node in network.nodes:
@@ -234,10 +233,7 @@ def test_lambda_zero_is_td(data: st.DataObject) -> None:
 @hypothesis.given(st.data())
 def test_expected_backups_at_lambda_one_subtract_the_corrections(data: st.DataObject) -> None:
     # On a chain: the Monte Carlo return minus Σ (Q_Y(y) - E_Y[Q_Y]) over all descendants.
-    network = chain(data.draw(st.integers(2, 5)), "exact")
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    q = numbers({node.name: data.draw(reals) for node in network.learned})
-    expected = numbers({node.name: data.draw(reals) for node in network.learned})
+    network, costs, q, expected = drawn(data, chain(data.draw(st.integers(2, 5)), "exact"))
     found = lambda_return(network, q, costs, 1.0, 1.0, expected)
     plain, corrections = lambda_return(network, {}, costs, 1.0), torch.zeros((), dtype=torch.float64)
     for node in network.nodes:

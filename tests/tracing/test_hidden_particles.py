@@ -20,9 +20,9 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.record import laws
 from pyro_bpq.record.key import reach
+from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.further import further_particles
-from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -85,7 +85,7 @@ def hidden(model: Program, guide: Program) -> list[TracedRun]:
 def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
     """The same values in a run of one particle."""
     values = {name: record.value.detach() for name, record in run.run.sites.items()}
-    put = Substitute({**values, **run.subsamples})
+    put = Hold({**values, **run.subsamples})
     return trace_run(put(model), put(guide), (), {}, OPTIONS_OF_RUN)
 
 
