@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15937,
+    "pyro_bpq": 15934,
     "modules": 157,
     "top": 103,
     "batching/": 523,
@@ -259,7 +259,7 @@ BUDGETS = {
     "diagnostics/": 702,
     "estimators/": 1401,
     "graph/": 719,
-    "objectives/": 1882,
+    "objectives/": 1879,
     "plan/": 968,
     "record/": 2041,
     "reruns/": 1072,

@@ -150,8 +150,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     ) -> None:
         given, is_discounted = locals(), callable(gamma) or gamma != 1.0
         changed = changed_options(TraceBackpropQ_ELBO, given)
-        _check_counts(num_particles, window)
-        _check_options(estimator, critic, reduction, lam, gamma, learner)
+        _check_options(num_particles, window, estimator, critic, reduction, lam, gamma, learner)
         for name, choices in _CHOICES.items():
             check_choice(name, given[name], choices)
         options = {name: given[name] for name in inspect.signature(ELBO).parameters}
@@ -289,17 +288,15 @@ def paper_settings(
     return {**given, "learner": CriticLearner(sweep=BackwardSweep(rate)), "immediate": "learned", "form": "ancestor"}
 
 
-def _check_counts(num_particles: Any, window: Any) -> None:
-    """Raises :class:`OptionError` for a number of particles or a window that is no positive integer."""
+def _check_options(
+    num_particles: Any, window: Any, estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any
+) -> None:
+    """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     if num_particles is not None and not is_whole(num_particles, 1):
         hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
         raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}")
     if not is_whole(window, 1):
         raise OptionError(f"window={window!r}: write a positive integer.")
-
-
-def _check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
-    """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     check_estimator(estimator)
     check_critic(critic, None)
     check_choice("reduction", reduction, get_args(Reduction))

@@ -112,8 +112,8 @@ class TraceBackpropQ_IWAE(Objective):
     def _num_draws(self) -> int:
         return self.num_outer
 
-    def _evaluate(self, program: Program, mode: Mode) -> Step:
-        runs = self._observe(program, mode).runs
+    def _evaluate(self, seen: Observation, mode: Mode) -> Step:
+        runs = seen.runs
         loss, paths = self._bound(runs) if any(run.run.costs for run in runs) else (torch.zeros(()), torch.zeros(()))
         learns = mode.learning and may_learn(loss, self.learning(mode))
         return Step(loss, torch.zeros(()), learns=learns, paths=paths)
