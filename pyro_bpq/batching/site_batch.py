@@ -12,7 +12,18 @@ from torch.nn.functional import hardtanh
 
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
-from pyro_bpq.rollout.features import Components, Standardised, batch_of, element_log_prob, encode_real, standardise
+from pyro_bpq.rollout.features import (
+    Components,
+    Neighbours,
+    Standardised,
+    batch_of,
+    count_mean,
+    dispersion_score,
+    element_log_prob,
+    encode_real,
+    neighbours,
+    standardise,
+)
 from pyro_bpq.rollout.runs import Rollout, SiteRecord
 
 
@@ -99,6 +110,26 @@ class SiteBatch:
         mean, variance = self.stack(lambda site: site.fn.mean, ndim), self.stack(lambda site: site.fn.variance, ndim)
         value, mean, variance = map(self.widened, (self.value, mean, variance))
         return standardise(value.to(mean.dtype), mean, variance)
+
+    @cached_property
+    def means(self) -> Tensor:
+        """The means of counts, ``(G, M, plates, D)``, with gradient."""
+        return self.widened(self.stack(lambda site: count_mean(site.fn), self.cls.value_ndim))
+
+    @cached_property
+    def near(self) -> Neighbours:
+        """The values next to counts, ``(G, M, plates, D)``."""
+        known = {id(site): neighbours(site.fn, site.value) for site in self._records}
+        parts = (self.stack(lambda site, i=i: known[id(site)][i], self.cls.value_ndim) for i in range(3))
+        return Neighbours(*map(self.widened, parts))
+
+    @cached_property
+    def dispersion(self) -> Tensor | None:
+        """``log q`` of negative binomials as a function of ``total_count`` alone, ``(G, M, plates)``, or ``None``."""
+        scores = {id(site): dispersion_score(site.fn, site.value) for site in self._records}
+        if all(score is None for score in scores.values()):
+            return None
+        return self.stack(lambda site: self.like.new_zeros(()) if scores[id(site)] is None else scores[id(site)], 0)
 
     def widened(self, tensor: Tensor) -> Tensor:
         """A tensor ``(G, M, plates, event)`` of values, with one event dimension."""

@@ -17,6 +17,7 @@ from pyro_bpq.estimators.base import cost_per_row as cost_per_row
 from pyro_bpq.estimators.base import event_sum as event_sum
 from pyro_bpq.estimators.base import site_mean as site_mean
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough as DebiasedStraightThrough
+from pyro_bpq.estimators.differences import Differences as Differences
 from pyro_bpq.estimators.disarm import DisARM as DisARM
 from pyro_bpq.estimators.hindsight import Hindsight as Hindsight
 from pyro_bpq.estimators.lax import LAX as LAX

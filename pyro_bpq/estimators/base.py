@@ -28,6 +28,7 @@ class SiteInfo:
         components: Its finite components, or ``None``.
         num_particles: Number of particles.
         plates: Names of its plates.
+        counts: Its counts, each beside the value next to it, or ``None``.
     """
 
     name: str
@@ -36,6 +37,7 @@ class SiteInfo:
     components: Components | None
     num_particles: int
     plates: tuple[str, ...] = ()
+    counts: Components | None = None
 
 
 class SiteProgram(Protocol):

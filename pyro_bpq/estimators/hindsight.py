@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, site_mean, unit_scale
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, unit_scale
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import common_type, in_single
 
 # Weight of the past in the moments of crossed costs.
@@ -134,6 +135,14 @@ class Hindsight(Estimator):
     def __post_init__(self) -> None:
         check_option(self, "draws", self.draws >= 1, "a positive number")
 
+    def split(self, site: SiteInfo) -> Components | None:
+        """The components of a site that take other values."""
+        return site.components
+
+    def number(self, split: Components) -> int:
+        """Number of components that are evaluated."""
+        return self.draws
+
     @property
     def needs(self) -> frozenset[str]:
         """What other values change, and crossed costs if ``crossed`` is set."""
@@ -159,7 +168,7 @@ class Hindsight(Estimator):
             if held.drawn is not None:
                 table = _corrected(table, log_q, level, kept, held)
             if (uncut := _uncut(held, later)) is not None:
-                rest, own = _centred(uncut, context, "rest")
+                rest, own = centred_cost(uncut, context, "rest")
                 table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
             table = table if held.sign is None else table.mul_(held.sign)
         return SiteTerm(table * held.log_q, statistics)
@@ -170,8 +179,8 @@ class Hindsight(Estimator):
         """The centred sum ``B + λ A + L`` at the drawn values ``(..., D or 1)``, ``λ``, and new statistics."""
         # Predictions read all particles: in a baseline they would bring in the own value.
         own = [means.later.sum(-1), means.held.sum(-1)] if held.drawn is None else [later.new_zeros(())] * 2
-        centred, new = _centred(later.unsqueeze(-1) + own[0], context, "baseline")
-        immediate, more = _centred(held.settled.unsqueeze(-1) + own[1], context, "settled")
+        centred, new = centred_cost(later.unsqueeze(-1) + own[0], context, "baseline")
+        immediate, more = centred_cost(held.settled.unsqueeze(-1) + own[1], context, "settled")
         crossed = context.crossed if self.crossed and context.cost.shape[1] > 1 else None
         shape = (-1, *(1,) * later.dim())
         kept, scale = (part.reshape(shape) for part in _scales(context.statistics["moments"]))
@@ -283,7 +292,7 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: 
     return own if held.particle is None else table.index_copy_(1, held.particle, own)
 
 
-def _centred(cost: Tensor, context: SiteContext, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+def centred_cost(cost: Tensor, context: SiteContext, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Subtracts the mean over the other particles or, with a single particle, that of earlier steps."""
     centred, new = LeaveOneOut()(cost, {"baseline": context.statistics[name]}, context.count)
     return centred, {name: new["baseline"]} if new else {}

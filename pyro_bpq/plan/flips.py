@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
@@ -39,7 +40,7 @@ class FlippedSite:
     """A site that takes other values while all other sites keep theirs.
 
     Args:
-        components: Its finite components.
+        components: Its finite components, or its counts.
         number: Number of components that are set to other values; all of them, or some that are drawn.
         costs: The costs that read it and are evaluated.
         immediate: Those of ``costs`` that read no site downstream. Their mean over the site's own law is known.
@@ -159,7 +160,13 @@ class Flips:
         return max(site.rows for site in self.sites.values()) if self.all_drawn else self.rows - 1
 
     def moved(
-        self, name: str, value: Tensor, fn: Any, drawn: Tensor | None = None, group: Tensor | None = None
+        self,
+        name: str,
+        value: Tensor,
+        fn: Any,
+        drawn: Tensor | None = None,
+        group: Tensor | None = None,
+        step: Tensor | None = None,
     ) -> Tensor:
         """Values ``(rows, batch, event)`` of a site; each row but the first sets one component to another value.
 
@@ -169,6 +176,7 @@ class Flips:
             fn: Its distribution.
             drawn: The components that take other values, ``(M, plates, n)``; ``None`` for all of them.
             group: Number of the only group of sites that takes other values; ``None`` for all sites.
+            step: How far counts are from the values next to them, in the shape of ``value``.
         """
         site, split = self.sites[name], self.sites[name].components
         lead, others = value.shape[: value.dim() - split.value_ndim], split.cardinality - 1
@@ -182,8 +190,9 @@ class Flips:
             steps = steps if group is None else steps * (group == self.group_of[name])
             delta = at.new_zeros(number, *lead, split.size)
             delta[start : start + site.rows].scatter_(-1, at, steps)
-        if split.kind == "bernoulli":
-            return torch.where(delta.reshape(*delta.shape[:-1], *split.event_shape) > 0, 1 - value, value)
+        if split.has_pairs:
+            other = 1 - value if step is None else value + step
+            return torch.where(delta.reshape(*delta.shape[:-1], *split.event_shape) > 0, other, value)
         return split.value((split.index(value, fn) + delta) % split.cardinality, fn).to(value.dtype)
 
     def _steps_of(self, name: str, device: torch.device) -> Tensor:
@@ -243,7 +252,7 @@ def _too_dear(structure: Structure, flips: Flips, max_elements: int) -> str:
 
 
 def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> Flips:
-    """Plans the rows for the sites whose estimator is :class:`~pyro_bpq.estimators.Hindsight`.
+    """Plans the rows for the sites whose estimator asks for held costs.
 
     A site is left out if one of its children has a law that is not known at other values.
 
@@ -258,14 +267,16 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
     traced, graph, sites = structure.traced, structure.graph, dict[str, FlippedSite]()
     is_refused = structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys()
     for name, estimator in estimators.items() if not is_refused else ():
-        components, children = traced.infos[name].components, graph.children(name)
-        if not isinstance(estimator, Hindsight) or components is None:
+        if not isinstance(estimator, Hindsight | Differences):
+            continue
+        components, children = estimator.split(traced.infos[name]), graph.children(name)
+        if components is None:
             continue
         lost = sorted(child for child in children if not _is_computed(structure, child))
         if lost and (is_chosen or not traced.options[name].leaves_estimator):
             warnings.warn(
                 f"Site {name!r}: the law of {lost[0]!r}, which reads it, is not known at other values of it, as where "
-                "the program draws noise of its own, so Hindsight() is leave-one-out there. Write "
+                f"the program draws noise of its own, so {type(estimator).__name__}() is leave-one-out there. Write "
                 "ScoreFunction(LeaveOneOut()), which costs less.",
                 BPQWarning,
                 stacklevel=2,
@@ -275,13 +286,13 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
             costs = {cost: graph.cost(cost).plates for cost in reading if structure.knows(name, cost)}
             sites[name] = FlippedSite(
                 components,
-                number=min(components.size, estimator.draws),
+                number=min(components.size, estimator.number(components)),
                 costs=costs,
                 immediate=tuple(cost for cost in costs if _is_immediate(graph, name, cost)),
                 laws={Recorded.law(child): graph.node(child).plates for child in children},
                 rest=tuple(cost for cost in reading if cost not in costs),
                 curvature=estimator.curvature,
-                is_drawn=components.size > estimator.draws,
+                is_drawn=components.size > estimator.number(components),
             )
     if any(site.is_drawn for site in sites.values()):
         # All of them can then be served by one particle. A single component is too much for slopes to tell.

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
 from pyro_bpq.plan.structure import num_reads
@@ -31,13 +32,17 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: W
     than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
     held = frozenset(name for name, may_hold in plan.layers.items() if may_hold)
+    stepped = [name for name, spec in plan.layout.specs.items() if isinstance(spec.estimator, Differences)]
+    counts = {name: plan.held.sites.get(name) for name in stepped}
+    drawn = frozenset(name for name, site in counts.items() if site is not None and site.is_drawn)
     sloped = [name for name, spec in plan.layout.specs.items() if "slope" in spec.estimator.needs]
     facts = ProgramFacts(
         compared=plan.compared,
         noisy=len(plan.noisy),
         sloped=frozenset(name for name in sloped if num_reads(traced, name) >= MANY_READS),
-        held=held,
+        held=held | drawn,
         crossed=frozenset(plan.layers) - held,
+        is_stepped=bool(plan.noisy) and plan.noisy <= counts.keys() - drawn,
         is_plain=not (traced.user_costs or traced.untraced or traced.enumerated),
         elements=largest_value(traced),
         particles=particles,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 from pyro_bpq.batching.classes import Known, SiteSpec
@@ -18,6 +18,7 @@ from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
@@ -27,6 +28,7 @@ from pyro_bpq.plan.rules import (
     FEW_PARTICLES,
     MANY_COMPONENTS,
     MANY_SITES,
+    MOST_CHILDREN,
     SITES,
     SiteFacts,
     site_critic,
@@ -263,11 +265,16 @@ class Planner:
         has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
             is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
+            is_plain = site.options.baseline is None and name not in traced.untraced and not traced.user_costs
+            can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
+            can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
+            if site.info.counts is not None:
+                more = {"can_step": can_step, "has_slopes": partial(has_slope, name)}
             if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
-                is_plain = site.options.baseline is None and name not in traced.untraced and not traced.user_costs
                 more = {
+                    "can_step": can_step,
                     "is_untold": True,
                     "can_compare": is_plain and not facts.is_dynamic,
                     "has_slopes": has_slopes,
@@ -317,7 +324,7 @@ class Planner:
             context = 0 if options.context is None else options.context.shape[-1]
             specs[name] = SiteSpec(
                 plates,
-                None if estimator.is_pathwise else info.components,
+                None if estimator.is_pathwise or isinstance(estimator, Differences) else info.components,
                 tuple(traced.run.sites[name].fn.event_shape),
                 estimator,
                 critic,

@@ -19,6 +19,7 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
+from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.disarm import DisARM
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.estimators.reparameterise import Pathwise
@@ -35,6 +36,12 @@ from pyro_bpq.rollout.features import has_moments
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
+# The same where differences serve all sites: they take the most of a step, and more particles take hardly more of it.
+MOST_STEPPED = 1024
+# Sites that read a count up to which what they show of it is worth its time.
+MOST_CHILDREN = 3
+# Counts of a site that are all evaluated one step on where costs have no slopes.
+MOST_EVALUATED = 32
 # Sites from which on sums over values and critics serve those that are not in rows of data.
 MANY_SITES = 10
 # Components of an only site from which on sums over the values of each are worth an extra run of all particles.
@@ -84,6 +91,7 @@ class SiteFacts:
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
             gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
+        can_step: Whether its costs may be known where a count is one step on, and few sites read it.
         has_slopes: Looks whether costs have gradients to its values, and to those of other layers.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         layers: Number of such sites; 0 if rows of plates do not stay apart.
@@ -101,6 +109,7 @@ class SiteFacts:
     has_rows: bool = False
     is_untold: bool = False
     can_compare: bool = False
+    can_step: bool = False
     has_slopes: Callable[[], bool] = lambda: False
     is_alone: bool = False
     layers: int = 0
@@ -131,6 +140,11 @@ class SiteFacts:
             return not (self.has_few_values or self.is_untold)
         chosen = own or self.chosen
         return isinstance(chosen, ScoreFunction) and (own is None or chosen.baseline is None)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether it is a count whose costs may be known one step on, and sums over its values would be long."""
+        return self.can_step and self.info.counts is not None and not self.has_few_values
 
     @property
     def has_many_particles(self) -> bool:
@@ -194,6 +208,11 @@ SITES = (
         lambda s: s.is_ordered and s.options.is_open,
         lambda s: s.plain_score,
     ),
+    Rule(
+        "counts: differences of one step, which slopes predict where there are many",
+        lambda s: s.is_stepped and (s.info.counts.size <= MOST_EVALUATED or s.has_slopes()),
+        lambda s: Differences() if s.has_slopes() else Differences(draws=MOST_EVALUATED),
+    ),
     # Many components, whose costs are not known at other values.
     Rule(
         "many components, in a program that is not run again at other values",
@@ -251,6 +270,7 @@ class ProgramFacts:
         noisy: Number of sites of the default's choice whose gradients are noisy.
         held: Layers that are served by their law given what was drawn after them, if there are enough particles.
         crossed: Layers that are served by costs of other particles' values, if there are enough particles.
+        is_stepped: Whether differences without predictions serve all noisy sites.
         free: Seconds of a particle that the particles of one call share, over those that each of them adds.
     """
 
@@ -262,17 +282,23 @@ class ProgramFacts:
     noisy: int = 0
     held: frozenset[str] = frozenset()
     crossed: frozenset[str] = frozenset()
+    is_stepped: bool = False
     free: float = math.inf
+
+    @property
+    def most(self) -> int:
+        """Number of particles that no program gets more than."""
+        return MOST_STEPPED if self.is_stepped else MOST_PARTICLES
 
     @property
     def affordable(self) -> int:
         """Number of particles whose values are small enough for one call."""
-        return min(MOST_PARTICLES, max(2, ELEMENTS * self.particles // max(self.elements, 1)))
+        return min(self.most, max(2, ELEMENTS * self.particles // max(self.elements, 1)))
 
 
 def _worthwhile(program: ProgramFacts) -> int:
     """As many as add at most half of the time of what they share, but not too few."""
-    return min(program.affordable, max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
+    return min(program.affordable, max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, program.most))))
 
 
 def _paired(program: ProgramFacts) -> int:

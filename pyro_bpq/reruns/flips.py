@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -28,12 +29,22 @@ class Rows(NamedTuple):
     costs: Mapping[str, Tensor]
 
     @staticmethod
-    def of(flips: Flips, traced: TracedRun, bound: Bound, drawn: Mapping[str, Tensor], group: Tensor | None) -> Rows:
-        """Evaluates them; see :meth:`Flips.moved`."""
+    def of(
+        flips: Flips,
+        traced: TracedRun,
+        bound: Bound,
+        drawn: Mapping[str, Tensor],
+        group: Tensor | None,
+        steps: Mapping[str, Tensor] = MappingProxyType({}),
+        wanted: Sequence[str] | None = None,
+    ) -> Rows:
+        """Evaluates what is wanted, all if that is ``None``; see :meth:`Flips.moved`."""
         recorded, sites = bound.recorded, traced.run.sites
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
-        moved = {n: flips.moved(n, value, sites[n].fn, drawn.get(n), group) for n, value in values.items()}
-        return Rows(traced, bound, recorded.at_rows(flips.wanted, bound, moved))
+        moved = {
+            n: flips.moved(n, value, sites[n].fn, drawn.get(n), group, steps.get(n)) for n, value in values.items()
+        }
+        return Rows(traced, bound, recorded.at_rows(flips.wanted if wanted is None else wanted, bound, moved))
 
     def sampled(self, name: str, split: Components, shape: tuple[int, ...]) -> Tensor:
         """Index ``(M, plates, D)`` of the sampled value of each component of a site."""

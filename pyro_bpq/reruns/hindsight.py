@@ -12,20 +12,25 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.estimators.differences import Differences, HeldCounts
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import Terms
+from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import expansions
-from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.features import Components, element_log_prob, neighbours
+from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -55,6 +60,7 @@ class HeldRuns:
         exact: The changes by site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``.
         excess: How much more the later and the immediate costs of a site were in the runs than in the recording,
             ``(M, plates)`` each; empty if the runs were recorded.
+        back: The change of laws of counts one step to the other side, in the shape of ``exact``.
         predicted: The changes of all components of sites of which some are drawn, ``(M, plates, D, K)``, of bits
             ``(M, plates, D)``; zero where nothing is known.
     """
@@ -68,6 +74,7 @@ class HeldRuns:
         self.exact: dict[str, Changes] = {}
         self.excess: dict[str, tuple[Tensor, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
+        self.back: dict[str, Tensor] = {}
         if self.plan.sites:
             self._choose()
             self._evaluate()
@@ -103,12 +110,18 @@ class HeldRuns:
         by_site = {n: self.drawn[c][0][g] for n, (c, g) in place.items() if n in plan.sites and c in self.drawn}
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
-            rows = Rows.of(plan, traced, bound, drawn, self.group)
+            steps, back = self._steps(traced, bound)
+            rows = Rows.of(plan, traced, bound, drawn, self.group, steps)
+            laws = tuple(law for name in back for law in plan.sites[name].laws)
+            before = Rows.of(plan, traced, bound, drawn, self.group, back, laws) if laws else None
             for name, site in plan.sites.items():
                 plates, sides = self.graph.node(name).plates, site.changes
                 shape = self.rollout.run_shape(plates)
                 shape = shape if self.particle is None else (1, *shape[1:])
                 found = [self._table(name, terms, rows, drawn.get(name), shape) for terms in sides.values()]
+                if before is not None and name in back and site.laws:
+                    at = self._table(name, site.laws, before, drawn.get(name), shape)
+                    self.back[name] = torch.cat((self.back[name], at)) if name in self.back else at
                 if values.is_outdated:
                     found += [excess(costs, rows.costs, sides[side], plates, shape) for side in ("later", "immediate")]
                 parts[name].append(found)
@@ -118,13 +131,26 @@ class HeldRuns:
             if more:
                 self.excess[name] = more[0], more[1]
 
+    def _steps(self, traced: TracedRun, bound: Bound) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The steps of counts to the values that they are compared with, and those to the other side."""
+        ahead, back = {}, {}
+        for name, site in self.plan.sites.items():
+            if site.components.kind == "count":
+                record, ndim = traced.run.sites[name], site.components.value_ndim
+                near, shape = neighbours(record.fn, record.value), bound.tensors[bound.recorded.drawn[name].value].shape
+                pair = near.step * (near.weight != 0.0), -near.step * (near.back != 0.0)
+                if self.particle is not None and self.values.nesting:
+                    pair = tuple(self.values.particle_of(step, self.particle, ndim) for step in pair)
+                ahead[name], back[name] = (step.reshape(shape) for step in pair)
+        return ahead, back
+
     def _table(self, name: str, terms: Terms, rows: Rows, drawn: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """The change of some costs at other values of a site, relative to the sampled one."""
         site, like, costs = self.plan.sites[name], rows.traced.run.loss.detach(), rows.costs
         start, split = 1 if self.group is not None else self.plan.start[name], site.components
         kept = ((costs[term][start : start + site.rows] - costs[term][:1], own) for term, own in terms.items())
         found = summed(kept, self.graph.node(name).plates, shape, like).to(like).expand(site.rows, *shape)
-        if drawn is not None and split.kind == "bernoulli":
+        if split.kind == "count" or (drawn is not None and split.kind == "bernoulli"):
             return found.movedim(0, -1)
         index = rows.sampled(name, split, shape)
         index = index if drawn is None else index.gather(-1, drawn)
@@ -140,9 +166,17 @@ class HeldRuns:
             derivatives = self._derivatives(bound, nesting)
             for name, split in drawn.items():
                 record, plates = traced.run.sites[name], self.graph.node(name).plates
-                sides = (derivatives[name, side] for side in Changes._fields)
-                tables = (_predicted(split, record.value.detach(), record.fn, own) for own in sides)
                 shape = (*rollout.run_shape(plates), *split.table_shape)
+                tables = [_predicted(split, record, derivatives[name, side]) for side in Changes._fields]
+                if split.kind == "count":
+                    for cost, change in _of_own_laws(name, record).items():
+                        side = 2 if cost in self.plan.sites[name].immediate else 1
+                        known = cost in self.plan.sites[name].costs
+                        tables[side] = (
+                            tables[side] + change.reshape(*change.shape[: change.dim() - split.value_ndim], -1)
+                            if known
+                            else tables[side]
+                        )
                 found[name].append([own.nan_to_num_(0.0, 0.0, 0.0).expand(shape) for own in tables])
         self.predicted = {name: Changes(*map(torch.cat, zip(*own, strict=True))) for name, own in found.items()}
 
@@ -177,19 +211,64 @@ class HeldRuns:
             terms[name, "law"].append(of_laws[name][1:])
             for group, own in zip(plan.groups, of_costs, strict=True):
                 terms[name, "immediate" if name in group.immediate else "later"].append(own[name][1:])
-                terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
+                if sites[name].components.kind != "count":
+                    terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
         return terms
 
-    def of_class(self, c: int) -> HeldCosts:
+    def of_class(self, c: int) -> HeldCosts | HeldCounts:
         """What the estimator of a class of sites gets."""
         names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
         index, share = self.drawn.get(c, (None, None))
+        if isinstance(batch.cls.spec.estimator, Differences):
+            return self._of_counts(c)
         has_bits = index is not None and batch.components.kind == "bernoulli"
         log_q = batch.log_odds if has_bits else batch.log_probs
         value = batch.flat(batch.value).to(log_q.dtype) if has_bits else batch.index
         own = log_q.detach(), value, [None] * len(names) if index is None else index
         pairs = [self._changes(*each) for each in zip(names, *own, strict=True)]
         changes, exact = (Changes(*map(torch.stack, zip(*each, strict=True))) for each in zip(*pairs, strict=True))
+        settled, rest, excess = self._known(names, index)
+        sign = 1.0 - 2.0 * value if has_bits else None
+        return HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
+
+    def _of_counts(self, c: int) -> HeldCounts:
+        """What the estimator of a class of counts gets."""
+        names, batch, drawn = self.signals.layout.classes[c].names, self.signals.batches[c], self.drawn.get(c)
+        index, share = (None, None) if drawn is None else drawn
+        mean = batch.means
+        none, back, parts = torch.zeros_like(mean[0]), [], []
+        for i, name in enumerate(names):
+            at = none if index is None else none[: len(index[i]), ..., : index.shape[-1]]
+            exact = Changes(*(own.expand(at.shape) for own in self.exact.get(name, (at,) * 3)))
+            known = (
+                exact if index is None else Changes(*(own.to(mean) for own in self.predicted.get(name, (none,) * 3)))
+            )
+            parts.append((known, exact))
+            back.append(self.back[name].expand(at.shape) if name in self.back else at)
+        changes, exact = (Changes(*map(torch.stack, zip(*own, strict=True))) for own in zip(*parts, strict=True))
+        settled, rest, excess = self._known(names, index)
+        lost = [name not in self.plan.sites for name in names]
+        return HeldCounts(
+            names,
+            mean,
+            batch.near,
+            changes,
+            settled,
+            rest,
+            torch.tensor(lost, device=mean.device) if any(lost) else None,
+            self.particle,
+            index,
+            share,
+            exact,
+            torch.stack(back),
+            excess,
+            batch.dispersion,
+        )
+
+    def _known(
+        self, names: Sequence[str], index: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Sums of immediate costs, of costs that are not known at other values, and what the run has cost more."""
         sites, excess = [self.plan.sites.get(name) for name in names], None
         settled = self._sum(names, [() if site is None else site.changes["immediate"] for site in sites])
         has_rest = any(site.rest for site in sites if site is not None)
@@ -201,8 +280,7 @@ class HeldRuns:
             if index is None:
                 rest, excess = later + immediate if rest is None else rest + later + immediate, None
                 settled = settled - immediate
-        sign = 1.0 - 2.0 * value if has_bits else None
-        return HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
+        return settled, rest, excess
 
     def _changes(self, name: str, log_q: Tensor, value: Tensor, drawn: Tensor | None) -> tuple[Changes, Changes]:
         """Changes of one site, and the true changes of what is evaluated."""
@@ -240,7 +318,13 @@ def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
-    """The uncertainty of each component: the chance that two draws of it differ, ``(G, M or 1, plates, D)``."""
+    """The uncertainty of each component: the chance that two draws of it differ, ``(G, M or 1, plates, D)``.
+
+    Of counts the mean, which multiplies the differences in the gradient.
+    """
+    if batch.cls.spec.components is None:
+        mean = batch.means.detach()
+        return mean if particle is None else mean.index_select(1, particle)
     has_bits = batch.components.kind == "bernoulli"
     log_q = (batch.log_odds if has_bits else batch.log_probs).detach()
     log_q = log_q if particle is None else log_q.index_select(1, particle)
@@ -274,16 +358,34 @@ def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]
     return [part.to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
 
 
-def _predicted(split: Components, value: Tensor, fn: Any, terms: Derivatives) -> Tensor:
-    """Changes ``(M, plates, D, K)``, of bits ``(M, plates, D)``, from derivatives at the drawn values."""
+def _of_own_laws(name: str, record: SiteRecord) -> dict[str, Tensor]:
+    """The changes ``(batch, event)`` of the log-probabilities of counts themselves one step on, by cost."""
+    found, value = {}, record.value.detach()
+    step = neighbours(record.fn, value).step
+    sides = (
+        (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),
+        (cost_of_model(name), -1.0, record.prior, record.prior_scale, record.prior_mask),
+    )
+    for cost, sign, fn, *weights in sides:
+        if fn is not None:
+            (after, ndim), (before, _) = (element_log_prob(unchecked(fn), at) for at in (value + step, value))
+            wide = [w.reshape(*w.shape, *(1,) * ndim) if isinstance(w, Tensor) else w for w in weights]
+            change = scale_and_mask(sign * (after - before), *wide)
+            found |= {cost: change.expand(value.shape)} if change.dim() == value.dim() else {}
+    return found
+
+
+def _predicted(split: Components, record: SiteRecord, terms: Derivatives) -> Tensor:
+    """Changes ``(M, plates, D, K)``, of pairs ``(M, plates, D)``, from derivatives at the drawn values."""
+    value, fn = record.value.detach(), record.fn
     slopes = [slope for slope, _ in terms if slope is not None]
     if not slopes:
         return value.new_zeros((), dtype=torch.get_default_dtype())
     slope, bent = sum(slopes[1:], slopes[0]), [curved for _, curved in terms if curved is not None]
     batch = value.shape[: value.dim() - split.value_ndim]
-    if split.kind == "bernoulli":
-        # The step of each bit to its other value.
-        change = slope * (1.0 - 2.0 * value)
+    if split.has_pairs:
+        step = 1.0 - 2.0 * value if split.kind == "bernoulli" else neighbours(fn, value).step
+        change = slope * step
         return (change + 0.5 * sum(bent[1:], bent[0]) if bent else change).reshape(*batch, split.size)
     index, table = split.index(value, fn).unsqueeze(-1), slope.reshape(*batch, split.size, split.cardinality)
     table = table - table.gather(-1, index)

@@ -23,7 +23,8 @@ class Components:
     """Describes how a distribution with finite support splits into independent components; no tensors.
 
     Args:
-        kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite support).
+        kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite support); ``"count"``
+            of a count beside the value next to it.
         event_shape: Shape of the components that ``to_event`` made part of the event.
         cardinality: Number of values ``K`` of a component.
     """
@@ -39,18 +40,23 @@ class Components:
 
     @property
     def has_slopes(self) -> bool:
-        """Whether costs may have slopes in values: in bits and in one-hot values."""
-        return self.kind in ("bernoulli", "one_hot")
+        """Whether costs may have slopes in values: in bits, in one-hot values and in counts."""
+        return self.kind in ("bernoulli", "one_hot", "count")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a component has one other value: that of a bit, or the value next to a count."""
+        return self.kind in ("bernoulli", "count")
 
     @property
     def table_shape(self) -> tuple[int, ...]:
         """Shape ``(D, K)`` of what other values change, or ``(D,)`` of bits."""
-        return (self.size,) if self.kind == "bernoulli" else (self.size, self.cardinality)
+        return (self.size,) if self.has_pairs else (self.size, self.cardinality)
 
     @property
     def event_ndim(self) -> int:
         """Number of event dimensions of :meth:`parameters`."""
-        return len(self.event_shape) + (self.kind != "bernoulli")
+        return len(self.event_shape) + (not self.has_pairs)
 
     @property
     def value_ndim(self) -> int:
@@ -195,6 +201,70 @@ def _independent(fn: td.Independent[Any]) -> Components | None:
     batch = fn.base_dist.batch_shape
     taken = tuple(batch[len(batch) - fn.reinterpreted_batch_ndims :])
     return Components(base.kind, taken + base.event_shape, base.cardinality)
+
+
+def count_components(fn: Any) -> Components | None:
+    """The independent components of counts, each beside the value next to it; ``None`` for other laws."""
+    base = base_distribution(fn)
+    is_count = isinstance(base, td.Poisson | td.Binomial | td.NegativeBinomial | td.Geometric)
+    if not is_count or _has_own_log_prob(fn) or _has_own_log_prob(base):
+        return None
+    return Components("count", tuple(fn.event_shape), 2)
+
+
+class Neighbours(NamedTuple):
+    r"""What weighs the values next to a count ``z`` with mean ``μ``, each ``batch_shape + event_shape``, detached.
+
+        ∇E f(z) = E[s w (f(z + s) - f(z))] ∇μ
+
+    Args:
+        step: ``s``, 1 or -1.
+        weight: ``w``.
+        back: What ``w`` at ``z - s`` becomes where ``z`` stands for it: ``w(z - s) q(z - s) / q(z)``.
+    """
+
+    step: Tensor
+    weight: Tensor
+    back: Tensor
+
+
+@torch.no_grad()
+def neighbours(fn: Any, value: Tensor) -> Neighbours:
+    r"""The steps of counts and their weights.
+
+    ``w = (z + 1) q(z + 1) / (μ q(z))`` up, and ``w = z / μ`` down, where ``q`` is Poisson, binomial, negative binomial
+    or geometric. The step is up, but for a binomial with a probability above one half: its weight would vary more.
+    """
+    base, value = base_distribution(fn), value.detach()
+    mean = base.mean.expand(value.shape)
+    up, down = torch.ones_like(value), value / mean
+    step = torch.ones_like(value)
+    if isinstance(base, td.Binomial):
+        up = (base.total_count - value) / (base.total_count * (1.0 - base.probs))
+        step = torch.where(base.probs > 0.5, -step, step)
+    elif isinstance(base, td.NegativeBinomial):
+        up = (value + base.total_count) * torch.sigmoid(-base.logits) / base.total_count
+    elif isinstance(base, td.Geometric):
+        up = (value + 1.0) * base.probs
+    weight, back = torch.where(step > 0, up, down), torch.where(step > 0, down, up)
+    weight, back = (torch.where(part.isfinite(), part, torch.zeros_like(part)) for part in (weight, back))
+    return Neighbours(step, weight, back)
+
+
+def count_mean(fn: Any) -> Tensor:
+    """The mean of counts, ``batch_shape + event_shape``, with a gradient to their probability or rate alone."""
+    base = base_distribution(fn)
+    mean = base.total_count.detach() * base.logits.exp() if isinstance(base, td.NegativeBinomial) else base.mean
+    return mean.expand(fn.batch_shape + fn.event_shape)
+
+
+def dispersion_score(fn: Any, value: Tensor) -> Tensor | None:
+    """``log q`` as a function of ``total_count`` alone, of the batch shape; ``None`` if that has no gradient."""
+    base = base_distribution(fn)
+    if not (isinstance(base, td.NegativeBinomial) and base.total_count.requires_grad):
+        return None
+    own = td.NegativeBinomial(base.total_count, logits=base.logits.detach(), validate_args=False)
+    return own.log_prob(value.detach()).flatten(len(fn.batch_shape)).sum(-1) if fn.event_shape else own.log_prob(value)
 
 
 def _is_masked(fn: Any) -> bool:

@@ -30,6 +30,7 @@ from pyro_bpq.record.tape import Tape
 from pyro_bpq.rollout.features import (
     base_distribution,
     batch_of,
+    count_components,
     element_log_prob,
     finite_components,
     independent_components,
@@ -188,8 +189,9 @@ def _score_apart(watch: Watch, *traces: Trace) -> None:
     for name in watch.drawn:
         sites: list[Any] = [trace.nodes[name] for trace in traces if name in trace.nodes]
         # Of other sites a tensor may say how many values there are.
-        is_bits = bool(sites) and isinstance(base_distribution(sites[0]["fn"]), (Bernoulli, OneHotCategorical))
-        if is_bits and finite_components(sites[0]["fn"]) and sites[0]["value"].is_floating_point():
+        fn = sites[0]["fn"] if sites else None
+        is_bits = isinstance(base_distribution(fn), (Bernoulli, OneHotCategorical)) and finite_components(fn)
+        if (is_bits or count_components(fn)) and sites[0]["value"].is_floating_point():
             scored = sites[0]["value"].view_as(sites[0]["value"])
             for site in sites:
                 site["value"] = scored

@@ -26,7 +26,7 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw, tensors_of
 from pyro_bpq.record.tape import Tape, same
-from pyro_bpq.rollout.features import base_distribution, finite_components
+from pyro_bpq.rollout.features import base_distribution, count_components, finite_components
 from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
 from pyro_bpq.tracing.cost_statement import Given, check_particles
 
@@ -343,6 +343,7 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
         components=finite_components(fn),
         num_particles=particles,
         plates=tuple(plate.name for plate in plates),
+        counts=count_components(fn),
     )
 
 

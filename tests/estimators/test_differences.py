@@ -1,0 +1,277 @@
+"""Differences of counts: exact over all values of truncated laws, and what one step changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
+from models import real
+from pyro import poutine
+from steps import repeat
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq.estimators import Differences
+from pyro_bpq.estimators import differences as estimator_module
+from pyro_bpq.reruns import hindsight as module
+from pyro_bpq.rollout.features import count_mean, neighbours
+from pyro_bpq.testing import ChoiceNoise, exact_gradient, expected_gradient
+
+Program = tuple[Callable[[], None], Callable[[], None]]
+
+
+def trained(program: Program, particles: int = 1, steps: int = 3, **options: Any) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(particles, **{"estimator": Differences(), **options})
+    repeat(steps, elbo.loss_and_grads, *program)
+    return elbo.eval()
+
+
+def largest_error(elbo: TraceBackpropQ_ELBO, program: Program, noise: ChoiceNoise | None = None) -> float:
+    truth = exact_gradient(*program)
+    found = expected_gradient(elbo, *program, noise=noise)
+    return max(float((found[key] - truth[key]).abs().max()) for key in truth)
+
+
+LAWS = {
+    "poisson": lambda q: ListedPoisson((q - 1.0).exp()),
+    "binomial": lambda q: dist.Binomial(4, (q - 1.0).sigmoid()),
+    "binomial logits": lambda q: dist.Binomial(4, logits=q - 0.4),
+    "likely binomial": lambda q: dist.Binomial(4, logits=q + 1.4),
+    "negative binomial": lambda q: ListedNegativeBinomial(2.5, 0.05 + 0.05 * q.sigmoid()),
+    "negative binomial logits": lambda q: ListedNegativeBinomial(1.5, logits=q - 3.5),
+    "dispersion": lambda q: ListedNegativeBinomial(q.exp(), logits=q - 3.5),
+    "geometric": lambda q: ListedGeometric(0.9 + 0.05 * q.sigmoid()),
+    "geometric logits": lambda q: ListedGeometric(logits=q + 2.0),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_identity_holds_over_the_support(name: str) -> None:
+    q = real(0.3)[0].requires_grad_()
+    fn = LAWS[name](q if name != "dispersion" else torch.tensor(0.7).double())
+    values = fn.enumerate_support()
+    near, probs = neighbours(fn, values), fn.log_prob(values).exp()
+
+    def f(z: Tensor) -> Tensor:
+        return (0.7 * z).sin() + 0.1 * z.square()
+
+    if name != "dispersion":
+        (slope,) = torch.autograd.grad((probs * f(values)).sum(), q, retain_graph=True)
+        (of_mean,) = torch.autograd.grad(count_mean(fn), q)
+        found = (probs * near.step * near.weight * (f(values + near.step) - f(values))).sum() * of_mean
+        torch.testing.assert_close(found, slope, rtol=0, atol=1e-10)
+    # The weight of the other side: the same sum, by the values that steps lead to.
+    forth = (probs * near.weight * f(values + near.step)).sum()
+    torch.testing.assert_close((probs * near.back * f(values)).sum(), forth, rtol=0, atol=1e-9)
+
+
+def alone(law: Callable[[Tensor], Any], is_masked: bool = False) -> Program:
+    """One count, scaled, with a cost that torch cannot differentiate."""
+
+    def guide() -> None:
+        with poutine.scale(scale=1.5):
+            pyro.sample("z", law(pyro.param("q", real(0.3)[0])))
+
+    def model() -> None:
+        with poutine.scale(scale=1.5), poutine.mask(mask=not is_masked):
+            z = pyro.sample("z", law(pyro.param("p", real(0.1)[0])))
+        pyro.sample("x", dist.Normal((0.4 * z + 0.2).round() + 0.3 * z, 0.7), obs=real(0.4)[0])
+
+    return model, guide
+
+
+@pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_count_is_exact(name: str, is_masked: bool) -> None:
+    pyro.clear_param_store()
+    program = alone(LAWS[name], is_masked)
+    assert largest_error(trained(program), program) < 1e-8
+
+
+def small(kind: str) -> Any:
+    """Poisson laws of few likely values, or binomial ones."""
+    if kind == "poisson":
+        return lambda mean: ListedPoisson((0.05 * mean).clamp(min=1e-30))
+    return lambda mean: dist.Binomial(2, logits=mean - 1.0)
+
+
+def chain(kind: str, excludes: bool = False, is_short: bool = True) -> Program:
+    """Two counts or three, each drawn from the last ones; with ``excludes`` a zero has only zeros after it."""
+    law = small(kind)
+
+    def run(side: str) -> None:
+        a, b, c = pyro.param(f"{side}", real(0.9, 0.6, 1.1) if side == "q" else real(0.7, 0.9, 0.5)).unbind()
+        more = 0.0 if excludes else 1.0
+        x = pyro.sample("x", law(a.exp()))
+        y = pyro.sample("y", law(b * x + more))
+        z = y if is_short else pyro.sample("z", law(c * y + 0.3 * x + more))
+        if side == "p":
+            pyro.sample("d", dist.Normal(x * y - 0.4 * z + 0.3 * z.square(), 0.9), obs=real(0.6)[0])
+
+    return (lambda: run("p")), (lambda: run("q"))
+
+
+@pytest.mark.parametrize(("kind", "excludes"), [("poisson", False), ("poisson", True), ("binomial", False)])
+def test_a_chain_is_exact(kind: str, excludes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ListedPoisson, "most", 7)
+    pyro.clear_param_store()
+    program = chain(kind, excludes, is_short=kind == "poisson")
+    elbo = trained(program)
+    assert {"x", "y"} <= set(elbo.plan.held.sites)
+    assert largest_error(elbo, program) < (1e-10 if kind == "binomial" else 1e-8)
+
+
+def test_two_particles_are_exact() -> None:
+    pyro.clear_param_store()
+    program = chain("binomial")
+    elbo = trained(program, 2, vectorize_particles=True, max_plate_nesting=0)
+    assert largest_error(elbo, program) < 1e-10
+
+
+# Many components, some of which are drawn.
+
+
+def with_choices(monkeypatch: pytest.MonkeyPatch, few: int = 1) -> ChoiceNoise:
+    """Lets the drawn components be enumerated, from ``few`` on; random signs are all one."""
+    noise = ChoiceNoise()
+
+    def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
+        return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
+
+    monkeypatch.setattr(estimator_module, "_FEW", few)
+    monkeypatch.setattr(module, "_draw", draw)
+    monkeypatch.setattr(module, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
+    return noise
+
+
+def layers(kind: str, rows: int = 1) -> Program:
+    """Two layers of two counts above data that reads both, in a plate; the lower one has a nonlinear decoder."""
+    law = small(kind)
+
+    def table(name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        return pyro.param(name, 0.8 * torch.sin(1.3 * torch.arange(size) + 2.3 * len(name)).double().reshape(shape))
+
+    def guide() -> None:
+        with pyro.plate("rows", rows), poutine.scale(scale=2.0):
+            low = pyro.sample("low", law(table("qlow", rows, 2).exp()).to_event(1))
+            mean = torch.nn.functional.linear(low, table("w", 1, 2), table("bias", 1))
+            pyro.sample("top", law(mean.exp().clamp(max=2.0)).to_event(1))
+
+    def model() -> None:
+        with pyro.plate("rows", rows):
+            with poutine.scale(scale=2.0):
+                top = pyro.sample("top", law(table("ptop", 1).exp().expand(rows, 1)).to_event(1))
+                low = pyro.sample("low", law((0.4 * top + 0.3).expand(rows, 2)).to_event(1))
+            mean = torch.nn.functional.linear(low, table("v", 3, 2)).tanh() + top
+            pyro.sample("x", dist.Normal(mean.sum(-1), 0.8), obs=real(0.7)[0].expand(rows))
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("binomial", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("poisson", 1), ("binomial", 2)])],
+)
+def test_drawn_components_are_exact(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ListedPoisson, "most", 7)
+    pyro.clear_param_store()
+    program, noise = layers(kind, rows), with_choices(monkeypatch)
+    elbo = trained(program)
+    assert elbo.plan.held.sites["low"].is_drawn
+    assert largest_error(elbo, program, noise) < (1e-10 if kind == "binomial" else 1e-8)
+
+
+TOGETHER = {"vectorize_particles": True, "max_plate_nesting": 1}
+
+
+@pytest.mark.parametrize("options", [TOGETHER, {}], ids=["together", "one by one"])
+def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(kind: str) -> None:
+        with pyro.plate("rows", 1):
+            mean = pyro.param(kind, real(0.4, -0.7)).expand(1, 2)
+            z = pyro.sample("z", dist.Binomial(2, logits=mean).to_event(1))
+            if kind == "p":
+                pyro.sample("x", dist.Normal(z.prod(-1) + z.sum(-1).sin(), 0.8), obs=real(0.7))
+
+    pyro.clear_param_store()
+    program, noise = ((lambda: run("p")), (lambda: run("q"))), with_choices(monkeypatch)
+    elbo = trained(program, 2, **options)
+    assert elbo.plan.held.sites["z"].is_drawn
+    assert largest_error(elbo, program, noise) < 1e-10
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "weight": lambda near: near._replace(weight=torch.ones_like(near.weight)),
+    "way back": lambda near: near._replace(back=1.01 * near.back),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_weight_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyro.clear_param_store()
+    program = chain("binomial")
+    right = estimator_module._differences
+    monkeypatch.setattr(
+        estimator_module, "_differences", lambda a, b, near, *rest: right(a, b, FAULTS[name](near), *rest)
+    )
+    # Before any step the score serves later costs.
+    assert largest_error(trained(program, steps=0), program) > 1e-4
+
+
+def test_what_a_count_excludes_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ListedPoisson, "most", 7)
+    monkeypatch.setattr(estimator_module, "_MOST", math.inf)
+    pyro.clear_param_store()
+    program = chain("poisson", excludes=True)
+    elbo = trained(program)
+    (moments,) = (value for key, value in elbo.state_dict().items() if key.endswith("moments"))
+    assert bool((moments > 0).any())
+    assert largest_error(elbo, program) > 1e-4
+
+
+def test_outdated_costs_leave_it_exact() -> None:
+    flags = {"flag": 0.0}
+
+    def guide() -> None:
+        pyro.sample("z", dist.Binomial(3, logits=pyro.param("q", real(0.3, -0.2))).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Binomial(3, logits=real(0.1, 0.4)).to_event(1))
+        pyro.factor("f", torch.as_tensor(z.sum(-1) * flags["flag"] + 0.3 * z.prod(-1)))
+
+    pyro.clear_param_store()
+    elbo = trained((model, guide), steps=20)
+    flags["flag"] = 1.0
+    assert largest_error(elbo, (model, guide)) < 1e-10
+
+
+def test_costs_that_are_not_known_at_other_values_multiply_the_score() -> None:
+    def run(kind: str) -> None:
+        z = pyro.sample("z", dist.Binomial(3, logits=pyro.param(kind, real(0.3, -0.2))).to_event(1))
+        if kind == "p":
+            cost("c", lambda: (z.numpy() ** 2).sum(-1))
+
+    pyro.clear_param_store()
+    program = (lambda: run("p")), (lambda: run("q"))
+    elbo = trained(program)
+    assert elbo.plan.held.sites["z"].rest
+    assert largest_error(elbo, program) < 1e-10
+
+
+def test_compiled_steps_have_the_same_gradient() -> None:
+    program = chain("binomial")
+    found = []
+    for options in ({}, {"compile": "eager"}):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, estimator=Differences(), **options)
+        repeat(12, elbo.loss_and_grads, *program)
+        found.append(torch.cat([leaf.grad.reshape(-1) for leaf in pyro.get_param_store()._params.values()]))
+    torch.testing.assert_close(*found)
