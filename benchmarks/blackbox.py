@@ -27,11 +27,11 @@ import pyro.distributions as dist
 import torch
 from common import Row, arguments, grouped, measured, median, progress, table, write_markdown
 from pyro import poutine
+from pyro_bpq.record.cost_statement import SkipCosts
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bpq import CostCounter, CriticLearner, ExpectedCost, MLPCritic, Replay, cost
-from pyro_bpq.tracing.cost_statement import SkipCosts
 
 BATCH, HIDDEN, CALL_SECONDS = 32, 48, 0.05
 

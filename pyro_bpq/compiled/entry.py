@@ -26,8 +26,8 @@ from pyro_bpq.compiled.recorder import Recording, first_line
 from pyro_bpq.compiled.subject import Subject, Updates, all_hold, distinct, numbers_of
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.record.key import Call, kind_of
+from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.rollout.schedule import scheduled
-from pyro_bpq.tracing.sandbox import Draws
 
 LOG = logging.getLogger("pyro_bpq")
 

@@ -28,9 +28,9 @@ from pyro_bpq.compiled.subject import (
 from pyro_bpq.compiled.watch import NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.key import Call, kind_of
+from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep
-from pyro_bpq.tracing.watch import leaf_of
 
 Info = dict[str, dict[str, Any]]
 

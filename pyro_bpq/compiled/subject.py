@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
+from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.rollout.schedule import NoiseSource, RecordedStep
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.sandbox import Draws
 
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

@@ -24,11 +24,11 @@ from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, take
 from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.record.plate_errors import own_text
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import short
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.parameters import GradientReader
-from pyro_bpq.tracing.plate_errors import own_text
 
 # Largest number of steps in which an ELBO settles a number of particles that is left open.
 _SETTLING = 20

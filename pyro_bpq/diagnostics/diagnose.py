@@ -19,10 +19,10 @@ from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, unto
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number
-from pyro_bpq.tracing.traced_run import TracedRun
 
 # A site draws one value only if it does so with at least this probability.
 _CERTAIN = 0.999

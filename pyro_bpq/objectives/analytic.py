@@ -11,7 +11,7 @@ from torch.distributions.kl import kl_divergence
 
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_model
 from pyro_bpq.objectives.observation import Observation
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.record.traced_run import TracedRun
 
 
 def analytic_paths(seen: Observation) -> Tensor:

@@ -22,9 +22,9 @@ from pyro_bpq.objectives.entry import LossModule
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.planner import Planner
+from pyro_bpq.record.config import OthersDraw, check_critic, check_estimator
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import changed_options, listed
-from pyro_bpq.tracing.config import OthersDraw, check_critic, check_estimator
 
 _ABOUT_CRITICS = ("critic", "reduction", "lam", "gamma", "learner", "window", "immediate", "form")
 _CHOICES = MappingProxyType(

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning, BusyError, OptionError, UnsupportedProgramError, is_real
 from pyro_bpq.objectives.particle_count import ParticleCount
+from pyro_bpq.record.cost_statement import SkipCosts
+from pyro_bpq.record.program_errors import EXPLAINED
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import listed
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.program_errors import EXPLAINED
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import leaf_of
 
 
 class Turn:

@@ -21,14 +21,14 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.plan import unread_options
+from pyro_bpq.record.config import SiteOptions
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.tracer import trace_run
+from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import changed_options, short
 from pyro_bpq.step.estimate import may_learn
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import trace_run
-from pyro_bpq.tracing.watch import TraceOptions
 
 MEANS = ("geometric", "arithmetic", None)
 _NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."

@@ -28,10 +28,10 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.record.cost_statement import SkipCosts
 from pyro_bpq.record.laws import mapped
 from pyro_bpq.reruns.redraw import Hold, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
-from pyro_bpq.tracing.cost_statement import SkipCosts
 
 
 @dataclass(frozen=True)

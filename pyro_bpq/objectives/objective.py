@@ -19,13 +19,13 @@ from pyro_bpq.errors import BPQError, OptionError, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import CountedELBO, LossModule, Turn, kept_gradients, together, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.short import Pending
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
-from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.compiled.entry import Outcome

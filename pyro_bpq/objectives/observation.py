@@ -11,19 +11,19 @@ from typing import Any
 import pyro
 from torch import Tensor
 
+from pyro_bpq.record.further import further_particles, gradients_agree
 from pyro_bpq.record.key import Call, reach
+from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
+from pyro_bpq.record.watch import PARTICLES
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.further import further_particles, gradients_agree
-from pyro_bpq.tracing.recordings import Recordings
-from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import PARTICLES
 
 # Why a single particle runs.
 STEERED = "sampled values steer the program"

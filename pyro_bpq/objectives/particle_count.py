@@ -29,8 +29,8 @@ from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 

@@ -24,15 +24,15 @@ from pyro_bpq.objectives.observation import Mode, Observation, Staged, programs_
 from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
+from pyro_bpq.record.cost_statement import SkipCosts
+from pyro_bpq.record.sandbox import isolated
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
 from pyro_bpq.step.critic_step import described
 from pyro_bpq.step.program_order import lone_step, order_step
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.sandbox import isolated
-from pyro_bpq.tracing.traced_run import TracedRun
 
 
 class PlannedObjective(Objective):

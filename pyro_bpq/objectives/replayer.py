@@ -16,6 +16,8 @@ from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
 from pyro_bpq.objectives.observation import Staged, Transient
+from pyro_bpq.record.cost_statement import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.record.sandbox import isolated
 from pyro_bpq.reruns.redraw import (
     Hold,
     StaleError,
@@ -31,8 +33,6 @@ from pyro_bpq.reruns.redraw import (
 )
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
-from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
-from pyro_bpq.tracing.sandbox import isolated
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.planned import PlannedObjective

@@ -23,7 +23,14 @@ from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
 from pyro_bpq.plan.work import work_of_run
+from pyro_bpq.record.graphs import merged_graph
+from pyro_bpq.record.jumping import is_undecided
+from pyro_bpq.record.plate_errors import check_declared, left_torch
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.traced_run import PlainRun, TracedRun
+from pyro_bpq.record.tracer import run_in_order, trace_run
+from pyro_bpq.record.watch import TraceOptions, samples
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.flips import flipped_costs
@@ -31,13 +38,6 @@ from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.graphs import merged_graph
-from pyro_bpq.tracing.jumping import is_undecided
-from pyro_bpq.tracing.plate_errors import check_declared, left_torch
-from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
-from pyro_bpq.tracing.tracer import run_in_order, trace_run
-from pyro_bpq.tracing.watch import TraceOptions, samples
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '

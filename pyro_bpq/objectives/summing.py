@@ -12,13 +12,13 @@ from torch import Tensor
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Mode, Observation, programs_of
 from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.substitute import AllValues
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.reruns.tables import exact_sum
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.sums import in_single
-from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.substitute import AllValues
-from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.runner import StepRunner

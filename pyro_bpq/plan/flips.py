@@ -25,8 +25,8 @@ from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide,
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.plan.work import work_at, work_of_run
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.watch import carried, samples
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.tracing.watch import carried, samples
 
 # Longest time of an extra run, in units of the step without it. In a longer time more particles win more.
 DEAR = 1.0

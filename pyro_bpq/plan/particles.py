@@ -11,8 +11,8 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
 from pyro_bpq.plan.structure import num_reads
 from pyro_bpq.plan.work import STEP, Work
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
-from pyro_bpq.tracing.watch import samples
+from pyro_bpq.record.traced_run import TracedRun, cost_of_site
+from pyro_bpq.record.watch import samples
 
 
 def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: Work | None = None) -> int:

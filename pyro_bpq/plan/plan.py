@@ -15,8 +15,8 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.record.components import Pattern
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.short import listed, short
-from pyro_bpq.tracing.traced_run import TracedRun
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"

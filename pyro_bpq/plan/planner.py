@@ -35,9 +35,9 @@ from pyro_bpq.plan.rules import (
 )
 from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
 from pyro_bpq.plan.sum_plan import sum_plan
-from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
-from pyro_bpq.tracing.watch import site_info
+from pyro_bpq.record.config import SiteOptions
+from pyro_bpq.record.traced_run import PlainRun, TracedRun
+from pyro_bpq.record.watch import site_info
 
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10

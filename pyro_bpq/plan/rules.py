@@ -32,8 +32,8 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
+from pyro_bpq.record.config import BaselineOptions, SiteOptions
 from pyro_bpq.rollout.features import has_moments
-from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
 # The same where differences serve all sites: they take the most of a step, and more particles take hardly more of it.

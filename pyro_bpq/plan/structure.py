@@ -13,9 +13,9 @@ from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Pattern, Patterns
 from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import samples
 from pyro_bpq.rollout.features import have_same_values
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import samples
 
 
 @dataclass(frozen=True)

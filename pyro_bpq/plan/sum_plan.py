@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from pyro_bpq.graph.scg import CostNode, StochasticNode, cost_of_guide, cost_of_model
 from pyro_bpq.plan.structure import Structure, is_plated
+from pyro_bpq.record.watch import carried
 from pyro_bpq.rollout.features import Components, have_same_values
-from pyro_bpq.tracing.watch import carried
 
 
 @dataclass(frozen=True)

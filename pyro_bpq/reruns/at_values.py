@@ -17,14 +17,14 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.traced_run import TracedRun, cost_of_site
+from pyro_bpq.record.watch import samples
 from pyro_bpq.reruns.hindsight import HeldRuns
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.site_program import slope_of
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
-from pyro_bpq.tracing.watch import samples
 
 
 class Reruns:

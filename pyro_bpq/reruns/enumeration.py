@@ -34,10 +34,10 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.record.traced_run import TracedRun, cost_of_site, entropy_term
+from pyro_bpq.record.watch import is_enumerated, samples
 from pyro_bpq.reruns.tables import Laws, Table
 from pyro_bpq.rollout.runs import Run
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site, entropy_term
-from pyro_bpq.tracing.watch import is_enumerated, samples
 
 _REMOVE, _SAMPLED = 'Remove infer={"enumerate": ...}', "so that it is sampled"
 

@@ -13,10 +13,10 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.plan.flips import Flips, Terms
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.recorded import Bound
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
-from pyro_bpq.tracing.traced_run import TracedRun
 
 Plates = Sequence[Plate]
 

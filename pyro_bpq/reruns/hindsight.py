@@ -27,12 +27,12 @@ from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import Terms
 from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.rollout.features import Components, element_log_prob, neighbours
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.reruns.at_values import Reruns

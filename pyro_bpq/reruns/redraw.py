@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import leaf_of
 
 
 class StaleError(Exception):

@@ -20,9 +20,9 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.record.traced_run import TracedRun, full_mask
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import common_type
-from pyro_bpq.tracing.traced_run import TracedRun, full_mask
 
 # Tables of up to so many elements are stacked, because a call takes longer than its computation.
 SMALL = 4096

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.record.traced_run import TracedRun
 
 
 @dataclass(frozen=True, eq=False)

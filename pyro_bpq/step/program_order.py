@@ -23,9 +23,9 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
+from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.step.estimate import estimate, may_learn
 from pyro_bpq.step.values import Info, Learning, Step, total
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
 
 @dataclass(frozen=True, eq=False)

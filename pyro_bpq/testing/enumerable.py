@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pyro_bpq.estimators import Estimator, debiased_straight_through, disarm
 from pyro_bpq.plan import rules
+from pyro_bpq.record.watch import site_info
 from pyro_bpq.reruns import hindsight
 from pyro_bpq.testing.choices import ChoiceNoise
-from pyro_bpq.tracing.watch import site_info
 
 
 def where_it_serves(guide: Callable[..., Any], estimator: Estimator, particles: int = 1) -> Any:

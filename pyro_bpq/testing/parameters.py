@@ -10,7 +10,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_bpq.compiled.subject import gradients_of
-from pyro_bpq.tracing.watch import leaf_of
+from pyro_bpq.record.watch import leaf_of
 
 
 class GradientReader(Messenger):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
-from pyro_bpq.tracing.config import CostOptions, cost_options
+from pyro_bpq.record.config import CostOptions, cost_options
 
 # What to look for where a cost or a factor is NaN.
 NO_NUMBER = "Look at how it is computed: 0 / 0, a logarithm of a negative number, or infinity minus infinity."

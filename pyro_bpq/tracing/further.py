@@ -17,8 +17,8 @@ from torch import Tensor
 from pyro_bpq.record.laws import mapped
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.tracing.traced_run import TracedRun, record_run
-from pyro_bpq.tracing.watch import samples
+from pyro_bpq.record.traced_run import TracedRun, record_run
+from pyro_bpq.record.watch import samples
 
 # What of a site's message is computed anew.
 _PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")

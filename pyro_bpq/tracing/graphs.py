@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pyro_bpq.graph.bitsets import Reads, named
 from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.record.traced_run import TracedRun
 
 
 def dense_graph(traced: TracedRun) -> StochasticComputationGraph:

@@ -9,10 +9,10 @@ from pyro.distributions import Delta
 from pyro_bpq.record.jumps import Path, jump_of, path_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import carried
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import carried
 
 # Recorded runs whose operators are compared with those of the run before.
 _COMPARED = 16

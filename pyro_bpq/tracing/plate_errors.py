@@ -11,7 +11,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError
-from pyro_bpq.tracing.watch import PARTICLES, Frames, distribution_name, samples
+from pyro_bpq.record.watch import PARTICLES, Frames, distribution_name, samples
 
 Law = tuple[Any, Frames]  # a distribution, and the plates around it
 Laws = Mapping[str, Law]

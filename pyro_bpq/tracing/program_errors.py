@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.record.calls import Calls
-from pyro_bpq.record.tape import Tape
-from pyro_bpq.tracing.plate_errors import (
+from pyro_bpq.record.plate_errors import (
     ABOUT_SHAPES,
     asks_for_one_value,
     data_line,
@@ -32,7 +31,8 @@ from pyro_bpq.tracing.plate_errors import (
     told,
     unlike_line,
 )
-from pyro_bpq.tracing.watch import PARTICLES, Watch, distribution_name, number_of_values
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.watch import PARTICLES, Watch, distribution_name, number_of_values
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)

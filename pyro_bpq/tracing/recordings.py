@@ -19,16 +19,16 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
+from pyro_bpq.record.further import costs_agree
+from pyro_bpq.record.graphs import build_graph, dense_graph
+from pyro_bpq.record.jumping import jumps_of, told
 from pyro_bpq.record.jumps import Path
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.recorded import Bound, Recorded
+from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
-from pyro_bpq.tracing.further import costs_agree
-from pyro_bpq.tracing.graphs import build_graph, dense_graph
-from pyro_bpq.tracing.jumping import jumps_of, told
-from pyro_bpq.tracing.sandbox import Draws
-from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 STRUCTURES = ("auto", "dynamic", "dense")

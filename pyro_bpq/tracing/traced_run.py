@@ -17,12 +17,12 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.record.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
+from pyro_bpq.record.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
-from pyro_bpq.tracing.config import CostOptions, SiteOptions, check_context, cost_options, site_options
-from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:

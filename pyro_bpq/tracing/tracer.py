@@ -23,23 +23,15 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Drawn, Scored, elements_of
+from pyro_bpq.record.config import OthersDraw, cost_options
+from pyro_bpq.record.further import parts_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
+from pyro_bpq.record.program_errors import EXPLAINED, explain_run, explain_scores
+from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.rollout.features import (
-    base_distribution,
-    batch_of,
-    count_components,
-    element_log_prob,
-    finite_components,
-    independent_components,
-)
-from pyro_bpq.tracing.config import OthersDraw, cost_options
-from pyro_bpq.tracing.further import parts_of
-from pyro_bpq.tracing.program_errors import EXPLAINED, explain_run, explain_scores
-from pyro_bpq.tracing.program_warnings import warn_of_program
-from pyro_bpq.tracing.traced_run import (
+from pyro_bpq.record.traced_run import (
     PlainRun,
     TracedRun,
     cost_of_site,
@@ -48,13 +40,21 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import (
+from pyro_bpq.record.watch import (
     PARTICLES,
     TraceOptions,
     Watch,
     carried,
     is_untraced,
     samples,
+)
+from pyro_bpq.rollout.features import (
+    base_distribution,
+    batch_of,
+    count_components,
+    element_log_prob,
+    finite_components,
+    independent_components,
 )
 
 # Modules whose distributions keep a value only in tensors.

@@ -23,12 +23,12 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.config import SiteOptions, cost_options, site_options
+from pyro_bpq.record.cost_statement import Given, check_particles
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw, tensors_of
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.rollout.features import base_distribution, count_components, finite_components
-from pyro_bpq.tracing.config import SiteOptions, cost_options, site_options
-from pyro_bpq.tracing.cost_statement import Given, check_particles
 
 Frames = tuple[Any, ...]
 """The vectorised plates around a statement, as Pyro's frames."""

@@ -379,7 +379,7 @@ def test_outdated_rollouts_are_dropped(change: dict[str, Any], monkeypatch: pyte
     elbo = chain_elbo(capacity=10, updates_per_step=0)
     repeat(10, elbo.loss_and_grads, program, guide)
     with monkeypatch.context() as known:
-        known.setattr("pyro_bpq.tracing.tracer.Tape", None)  # a known structure is not recorded again
+        known.setattr("pyro_bpq.record.tracer.Tape", None)  # a known structure is not recorded again
         assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
     for name, value in change.items():
         setattr(program, name, value)

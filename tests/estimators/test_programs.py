@@ -46,7 +46,7 @@ class WhereItServes:
         return {"num_particles": self.num_particles, "critic": None, **more}
 
     def guide(self, case: Case) -> Any:
-        from pyro_bpq.tracing.watch import site_info
+        from pyro_bpq.record.watch import site_info
 
         def choose(site: Any) -> dict[str, Any]:
             info = site_info(site, (), self.num_particles)

@@ -13,9 +13,9 @@ from steps import repeat
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import REBAR, RELAX, NetworkVariate
+from pyro_bpq.record import substitute
 from pyro_bpq.step.site_program import SiteProgramRuns
 from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
-from pyro_bpq.tracing import substitute
 
 
 def worst_z(name: str, estimator: Any, samples: int = 180, particles: int = 800) -> float:

@@ -86,7 +86,7 @@ def test_first_step_names_what_serves(site: str) -> None:
 
 def info_of(site: str) -> Any:
     """What the planner knows of the site."""
-    from pyro_bpq.tracing.watch import site_info
+    from pyro_bpq.record.watch import site_info
 
     with pyro.poutine.trace() as traced:
         pyro.sample("z", SITES[site](torch.tensor(0.3)))

@@ -161,7 +161,7 @@ def test_settled_steps_are_not_recorded() -> None:
 def test_costs_that_change_unseen_are_those_of_the_step(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that changes in many steps counts as a counter, which the key of a recording leaves out."""
     if not is_checked:
-        monkeypatch.setattr("pyro_bpq.tracing.recordings.costs_agree", lambda *_: True)
+        monkeypatch.setattr("pyro_bpq.record.recordings.costs_agree", lambda *_: True)
     weight = [0]
 
     def model() -> None:

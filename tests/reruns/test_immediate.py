@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import Case, coin, each_case
 from pyro import poutine
+from pyro_bpq.record.watch import PARTICLES
 from steps import repeat
 from torch import Tensor, nn
 
@@ -25,7 +26,6 @@ from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.reruns import flips as module
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.watch import PARTICLES
 
 Graph = StochasticComputationGraph
 

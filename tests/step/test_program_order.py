@@ -12,6 +12,9 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from pyro_bpq.record.traced_run import PlainRun, TracedRun
+from pyro_bpq.record.tracer import run_in_order, trace_run
+from pyro_bpq.record.watch import TraceOptions
 from steps import repeat
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -19,9 +22,6 @@ from pyro_bpq.estimators import AllAction, Estimator, Pathwise
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.step.program_order import served_alike
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
-from pyro_bpq.tracing.tracer import run_in_order, trace_run
-from pyro_bpq.tracing.watch import TraceOptions
 
 
 def logits(name: str, start: float, size: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from pyro_bpq.record.watch import draw_bits
 from torch.distributions import Distribution
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.tracing.watch import draw_bits
 
 LARGE = 1 << 14
 

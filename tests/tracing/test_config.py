@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro_bpq.record.config import SiteOptions, site_options
 from steps import trained
 
 from pyro_bpq import (
@@ -23,7 +24,6 @@ from pyro_bpq import (
     config_bpq,
 )
 from pyro_bpq.errors import OptionError
-from pyro_bpq.tracing.config import SiteOptions, site_options
 
 
 def model() -> None:

@@ -12,6 +12,10 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
+from pyro_bpq.record.further import further_particles
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.tracer import trace_run
+from pyro_bpq.record.watch import TraceOptions
 from steps import repeat
 from torch import Tensor
 from torch.distributions.transforms import AffineTransform, ExpTransform
@@ -22,10 +26,6 @@ from pyro_bpq.record import laws
 from pyro_bpq.record.key import reach
 from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.further import further_particles
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import trace_run
-from pyro_bpq.tracing.watch import TraceOptions
 
 NUMBER = 3
 OPTIONS_OF_RUN = TraceOptions(TraceBackpropQ_ELBO().planner.choose, num_particles=NUMBER, track=True)

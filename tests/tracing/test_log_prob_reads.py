@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import coin, fill, real
+from pyro_bpq.record.tracer import _is_own
 from steps import trained
 from torch import Tensor
 from torch.distributions import constraints
@@ -18,7 +19,6 @@ from torch.distributions import constraints
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.testing import assert_unbiased, exact_gradient
-from pyro_bpq.tracing.tracer import _is_own
 
 Program = Callable[[], None]
 DATA = real(0.7, -0.4)

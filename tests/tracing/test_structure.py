@@ -11,16 +11,16 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case, each_case
+from pyro_bpq.record.graphs import build_graph, dense_graph
+from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.tracer import trace_run
+from pyro_bpq.record.watch import TraceOptions
 from steps import filtered, repeat, trained
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.tracing.graphs import build_graph, dense_graph
-from pyro_bpq.tracing.recordings import Recordings
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import trace_run
-from pyro_bpq.tracing.watch import TraceOptions
 
 
 def run(case: Case, seed: int = 0) -> TracedRun:

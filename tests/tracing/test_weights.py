@@ -250,7 +250,7 @@ def test_leave_one_out_of_components(name: str) -> None:
 @pytest.mark.parametrize("name", ["flat_mask", "flat_flipped_mask", "flat_scale", "flat_scales", "event"])
 def test_elements_without_their_weights_are_a_bias_that_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pyro_bpq.tracing.tracer.elements_of", lambda site: elements_of({**site, "scale": 1.0, "mask": None})
+        "pyro_bpq.record.tracer.elements_of", lambda site: elements_of({**site, "scale": 1.0, "mask": None})
     )
     model, guide = VECTORS[name]
     with pytest.raises(AssertionError, match="is biased"):
@@ -296,7 +296,7 @@ def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytes
 
 
 def test_a_weight_by_the_site_itself_is_not_tabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing.tracer._self_read", lambda *_: frozenset())
+    monkeypatch.setattr("pyro_bpq.record.tracer._self_read", lambda *_: frozenset())
     model, guide = SITES["in_place"]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, num_particles=1), model, guide)
