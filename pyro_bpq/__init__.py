@@ -22,9 +22,9 @@ from pyro_bpq.graph.network import BackpropQNetwork as BackpropQNetwork
 from pyro_bpq.graph.scg import CostNode as CostNode
 from pyro_bpq.graph.scg import StochasticComputationGraph as StochasticComputationGraph
 from pyro_bpq.graph.scg import StochasticNode as StochasticNode
+from pyro_bpq.objectives.elbo import ExpectedCost as ExpectedCost
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.objectives.elbo import paper_settings as paper_settings
-from pyro_bpq.objectives.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
 from pyro_bpq.record.config import config_bpq as config_bpq
 from pyro_bpq.record.cost_statement import CostCounter as CostCounter

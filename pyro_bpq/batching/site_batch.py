@@ -120,8 +120,11 @@ class SiteBatch:
     def near(self) -> Neighbours:
         """The values next to counts, ``(G, M, plates, D)``."""
         known = {id(site): neighbours(site.fn, site.value) for site in self._records}
-        parts = (self.stack(lambda site, i=i: known[id(site)][i], self.cls.value_ndim) for i in range(3))
-        return Neighbours(*map(self.widened, parts))
+
+        def part(i: int) -> Tensor:
+            return self.widened(self.stack(lambda site: known[id(site)][i], self.cls.value_ndim))
+
+        return Neighbours(part(0), part(1), part(2))
 
     @cached_property
     def dispersion(self) -> Tensor | None:

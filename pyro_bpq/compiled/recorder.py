@@ -62,12 +62,13 @@ class Recording:
             with messages, watch, RecordedIndexing(watch):
                 with torch.no_grad():
                     before = [tensor.clone() for tensor in self.state]
-                result = subject.recorded_step(program, RecordedStep.of(number, watch.value))
-                leaves = inputs_of(result.surrogate)
-                graded = gradients_of(result.surrogate, leaves)
+                result, surrogate = subject.recorded_step(program, RecordedStep.of(number, watch.value))
+                loss = result.loss.detach()
+                leaves = inputs_of(surrogate)
+                graded = gradients_of(surrogate, leaves)
                 subject.learn()
                 with torch.no_grad():
-                    is_finite = torch.isfinite(result.loss)
+                    is_finite = torch.isfinite(loss)
                     for tensor, old in zip(self.state, before, strict=True):
                         tensor.copy_(torch.where(is_finite, tensor, old))
                 # The values of the parameters that the programs announce to handlers, by name.
@@ -96,11 +97,11 @@ class Recording:
         # Shapes and types of those, but for the optimiser's state, which stays as long as it is in its place.
         self.kinds = tuple(map(kind_of, checked))
         # The loss, and the gradients of leaves that no optimiser in the graph uses.
-        self.results = [watch.node_of(tensor) for tensor in (result.loss, *graded.values())]
+        self.results = [watch.node_of(tensor) for tensor in (loss, *graded.values())]
         # What is known of each site: its name, a key and a value.
         self.info = [
             (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
-            for site, entry in result.info.items()
+            for site, entry in (result.info if result.learns else {}).items()
             for key, value in entry.items()
             if key != "ms"
         ]

@@ -25,6 +25,7 @@ from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.rollout.schedule import NoiseSource, RecordedStep
+from pyro_bpq.step.values import Step
 
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -67,14 +68,6 @@ def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dic
     return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
-class RecordedResult(NamedTuple):
-    """What a step yields while it is recorded."""
-
-    loss: Tensor  # the loss in nats, detached
-    surrogate: Tensor  # has the gradient of the loss
-    info: dict[str, dict[str, Any]]  # what is known of each site
-
-
 class Subject(Protocol):
     """An objective whose steps may be recorded and compiled.
 
@@ -108,8 +101,8 @@ class Subject(Protocol):
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""
 
-    def recorded_step(self, program: Any, number: RecordedStep) -> RecordedResult:
-        """Takes a step; what it teaches is noted, not applied."""
+    def recorded_step(self, program: Any, number: RecordedStep) -> tuple[Step, Tensor]:
+        """Takes a step, and gives a scalar that has its gradient; what the step teaches is noted, not applied."""
 
     def learn(self) -> None:
         """Applies what the step taught."""

@@ -67,9 +67,7 @@ def _closed_form(compute: Any, site: Any) -> Tensor | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if one is None or other is None:
-            return False
-        one, other = torch.as_tensor(one), torch.as_tensor(other)
-        return one.shape == other.shape and bool((one == other).all())
-    return bool(one == other)
+    if one is None or other is None:
+        return one is other
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
+    return one.shape == other.shape and bool((one == other).all())

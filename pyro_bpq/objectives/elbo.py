@@ -1,12 +1,14 @@
-r"""``TraceBackpropQ_ELBO``, and the arguments with which it is the paper's algorithm."""
+r"""``TraceBackpropQ_ELBO``, ``ExpectedCost``, and the arguments with which they are the paper's algorithm."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from pyro import poutine
 from pyro.infer import ELBO
 
 from pyro_bpq.compiled.options import Backend, Compile
@@ -16,10 +18,12 @@ from pyro_bpq.errors import OptionError, check_choice, is_real, is_whole
 from pyro_bpq.estimators import Estimator, QScoreFunction
 from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
+from pyro_bpq.objectives.entry import LossModule
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.planner import Planner
-from pyro_bpq.record.config import check_critic, check_estimator
+from pyro_bpq.record.config import OthersDraw, check_critic, check_estimator
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import changed_options, listed
 
 _ABOUT_CRITICS = ("critic", "reduction", "lam", "gamma", "learner", "window", "immediate", "form")
@@ -146,8 +150,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     ) -> None:
         given, is_discounted = locals(), callable(gamma) or gamma != 1.0
         changed = changed_options(TraceBackpropQ_ELBO, given)
-        _check_counts(num_particles, window)
-        _check_options(estimator, critic, reduction, lam, gamma, learner)
+        _check_options(num_particles, window, estimator, critic, reduction, lam, gamma, learner)
         for name, choices in _CHOICES.items():
             check_choice(name, given[name], choices)
         options = {name: given[name] for name in inspect.signature(ELBO).parameters}
@@ -187,6 +190,53 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             return f"{number}, because of {fixed_by}{drawn}"
         noisy = [name for name in plan.layout.specs if name in plan.noisy | plan.compared] if number > 1 else []
         return f"{number}, left open{drawn}" + (f"; the gradient of {listed(noisy)} is noisy" if noisy else "")
+
+
+class ExpectedCost(TraceBackpropQ_ELBO):
+    r"""Expected sum of the costs of a stochastic program, with the gradients of Backprop-Q.
+
+    .. math:: J = E_{q}\Big[\sum_c c\Big],\qquad \nabla J = E_q\Big[\sum_X \nabla\log q_X\, C_X + \sum_c \nabla c\Big]
+
+    Only :func:`~pyro_bpq.cost` statements count: neither ``log q`` nor ``log p`` does. The options are those of
+    :class:`~pyro_bpq.TraceBackpropQ_ELBO`, with the same estimators, critics and structures. The program is
+
+    - a policy, ``SVI(None, policy, optim, loss=ExpectedCost())`` or ``ExpectedCost()(policy)``, a module whose
+      call gives the differentiable loss;
+    - a policy and an environment, ``SVI(environment, policy, optim, loss=ExpectedCost())``: the environment runs
+      after the policy and takes over the values of its sites by name; its other sites are sampled in it, and
+      gradients reach their parameters.
+
+    A step calls the function of a cost once per particle, or once for all vectorised particles; with ``exact=True``
+    at the cost it may call it more often. Every run of ``evaluate_loss`` calls it too, and so does every replayed
+    rollout, unless ``Replay(costs="stored")`` is chosen. Further epochs of :class:`~pyro_bpq.ProximalSVI` do not.
+
+    Raises:
+        OptionError: If an option is out of range.
+        UnsupportedProgramError: If a site is observed or a factor: conditioning has no place in this objective.
+
+    References:
+        | Gradient Estimation Using Stochastic Computation Graphs (Schulman et al., 2015)
+        | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018)
+    """
+
+    _only_costs = True
+
+    def __call__(self, *programs: Any) -> LossModule:
+        """The loss of a policy, or of an environment and a policy, as a module.
+
+        Args:
+            *programs: ``policy``, or ``environment, policy``.
+
+        Returns:
+            A module that is called with the programs' arguments.
+        """
+        environment, policy = programs if len(programs) == 2 else (None, *programs)
+        return LossModule(environment, policy, self)
+
+    def _prepared(self, program: Program) -> Program:
+        environment, policy, *_ = program
+        one = policy if environment is None else functools.partial(_in_turn, policy, environment)
+        return super()._prepared(program._replace(model=_nothing, guide=one))
 
 
 def paper_settings(
@@ -238,17 +288,15 @@ def paper_settings(
     return {**given, "learner": CriticLearner(sweep=BackwardSweep(rate)), "immediate": "learned", "form": "ancestor"}
 
 
-def _check_counts(num_particles: Any, window: Any) -> None:
-    """Raises :class:`OptionError` for a number of particles or a window that is no positive integer."""
+def _check_options(
+    num_particles: Any, window: Any, estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any
+) -> None:
+    """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     if num_particles is not None and not is_whole(num_particles, 1):
         hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
         raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}")
     if not is_whole(window, 1):
         raise OptionError(f"window={window!r}: write a positive integer.")
-
-
-def _check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
-    """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     check_estimator(estimator)
     check_critic(critic, None)
     check_choice("reduction", reduction, get_args(Reduction))
@@ -259,3 +307,15 @@ def _check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma:
     check_discounted(reduction, callable(gamma) or gamma != 1.0)
     if learner is not None and not isinstance(learner, CriticLearner):
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The model of a program that is all guide."""
+
+
+def _in_turn(policy: Any, environment: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs both as one program."""
+    trace = poutine.trace(policy).get_trace(*args, **kwargs)
+    latent = [name for name, site in trace.nodes.items() if site["type"] == "sample" and not site["is_observed"]]
+    with poutine.block(hide=latent), poutine.replay(trace=trace), OthersDraw("environment", "policy", trace, False):
+        return environment(*args, **kwargs)

@@ -19,7 +19,7 @@ from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, Observation, Runner, programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.plan import unread_options
 from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.record.traced_run import TracedRun
@@ -112,8 +112,8 @@ class TraceBackpropQ_IWAE(Objective):
     def _num_draws(self) -> int:
         return self.num_outer
 
-    def _evaluate(self, program: Program, mode: Mode) -> Step:
-        runs = self._observe(program, mode).runs
+    def _evaluate(self, seen: Observation, mode: Mode) -> Step:
+        runs = seen.runs
         loss, paths = self._bound(runs) if any(run.run.costs for run in runs) else (torch.zeros(()), torch.zeros(()))
         learns = mode.learning and may_learn(loss, self.learning(mode))
         return Step(loss, torch.zeros(()), learns=learns, paths=paths)
@@ -173,19 +173,13 @@ class BoundRunner(Runner):
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
-        recordings, number = self.recordings, particles.in_call
-        record = not mode.is_recorded and recordings.wants(particles)
-        programs, draws = programs_of(program, particles), recordings.mark() if particles.is_hidden else None
-        runs = self._runs(programs, particles, record)
-        if draws is not None and not (record or mode.is_recorded) and recordings.news(runs, particles):
-            draws.again()
-            record, runs = True, self._runs(programs, particles, True)
-        if record:
-            recordings.graph(runs[0], number, mode.learning)
+        _, runs = self._recorded_runs(program, particles, mode)
+        if runs[0].recorded is not None:
+            self.recordings.graph(runs[0], particles.in_call, mode.learning)
             # Rows and particles that meet are told once.
-            recordings.now.next = math.inf
-        if self.plate is not None and record and runs[0].entries:
-            self._warn_of_rows(self.plate, runs[0])
+            self.recordings.now.next = math.inf
+            if self.plate is not None and runs[0].entries:
+                self._warn_of_rows(self.plate, runs[0])
         return Observation(tuple(runs))
 
     def _warn_of_rows(self, plate: str, run: TracedRun) -> None:

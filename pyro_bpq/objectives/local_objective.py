@@ -66,10 +66,10 @@ class LocalObjective:
             if log_q:
                 found = torch.autograd.grad(total, [*log_q.values()], retain_graph=True, allow_unused=True)
             self.signals.append({c: signal for c, signal in zip(log_q, found, strict=True) if signal is not None})
-            self.old.append({c: tensor.detach().clone() for c, tensor in tensors.items()})
+            self.old.append({c: _kept(tensor) for c, tensor in tensors.items()})
         # Distributions may hold the parameters themselves, which an optimiser changes in place.
         self.frozen = [
-            [{name: _frozen(record.fn) for name, record in t.run.sites.items()} for t in staged.traced]
+            [{name: mapped(record.fn, _kept) for name, record in t.run.sites.items()} for t in staged.traced]
             for staged in items
         ]
 
@@ -187,6 +187,6 @@ def _by_particle(tensor: Tensor) -> Tensor:
     return tensor.reshape(*tensor.shape[:2], -1).sum(-1)
 
 
-def _frozen(fn: Any) -> Any:
-    """A distribution that shares no tensor with ``fn`` and carries no gradient."""
-    return mapped(fn, lambda tensor: tensor.detach().clone())
+def _kept(tensor: Tensor) -> Tensor:
+    """A tensor that stays as it is, without gradient."""
+    return tensor.detach().clone()

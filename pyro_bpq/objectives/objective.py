@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,14 +106,15 @@ class Objective(CountedELBO, nn.Module):
         return "guide and model."
 
     @abstractmethod
-    def _evaluate(self, program: Program, mode: Mode) -> Step:
-        """Takes a step, summed over draws; nothing has learned from it yet."""
+    def _evaluate(self, seen: Observation, mode: Mode) -> Step:
+        """The step on some runs, summed over draws; nothing has learned from it yet."""
 
     def run_program(self, program: Program, particles: Particles | None = None) -> TracedRun:
         """Runs guide and model as a step does, or for other particles."""
         runner, particles = self.runner, particles or self.particles.drawn
         runner.meet(program, self.mode(learning=False))
-        return runner.trace(program, particles, step=self.num_steps, track=runner.recordings.wants(particles))
+        track = runner.recordings.wants(particles, is_step=False)
+        return runner.trace(program, particles, step=self.num_steps, track=track)
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
@@ -307,20 +309,19 @@ class Objective(CountedELBO, nn.Module):
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""
-        result = self._evaluate(program, mode)
+        start = time.perf_counter()
+        seen = self.particles.observe(self.runner, program, mode)
+        ready = time.perf_counter()
+        result = self._evaluate(seen, mode)
+        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
+        if mode.learning:
+            self._note(_traces=Transient(seen.traces))
         surrogate, draws = result.paths + result.surrogate, self._num_draws
         surrogate = surrogate / draws if draws > 1 else surrogate
         if result.learns:
             self._note(info=result.info)
             surrogate = self.trainer.prepare(surrogate, result)
         return result, surrogate
-
-    def _observe(self, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and the signals of their sites."""
-        seen = self.particles.observe(self.runner, program, mode)
-        if mode.learning:
-            self._note(_traces=Transient(seen.traces))
-        return seen
 
     def _note(self, **found: Any) -> None:
         """Sets attributes that hold no modules: a module's own way looks for some, at every step."""

@@ -2,6 +2,7 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,15 @@ import pyro
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError
-from pyro_bpq.record.further import further_particles
+from pyro_bpq.record.further import further_particles, gradients_agree
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.record.plate_errors import check_declared
 from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.values import RecordingError
 from pyro_bpq.record.watch import PARTICLES, samples
+from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
@@ -136,19 +140,55 @@ class Runner(ABC):
 
     def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
         """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
-        return True
+        recordings = self.recordings
+        recorded = recordings.recorded(run, particles.in_call)
+        if recorded is not None and particles.is_hidden:
+            return gradients_agree(run, run.bound(recorded, recordings.call))
+        if recorded is None or one is None or one[0].recorded is None:
+            return True
+        values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
+        return is_alike(values, particles.number - 1)
 
-    def _runs(self, programs: Sequence[Program], particles: Particles, track: bool, **options: Any) -> list[TracedRun]:
-        """Traces the programs of a step, recorded with ``track``."""
-        first, *others = programs
-        run = self.trace(first, particles, track=track, **options)
-        if not particles.is_hidden:
-            return [run, *(self.trace(each, particles, track=track, has_told=True, **options) for each in others)]
-        self.recordings.recognises(run, 1)
-        recorded = self.recordings.recorded(run, 1)
-        if recorded is None and not track:
-            return [run]
-        return [run, *further_particles(recorded, run, self.recordings.call, particles.number - 1)]
+    def _finds_jumps(self, runs: Sequence[TracedRun], mode: Mode) -> bool:
+        """Whether runs show that pathwise gradients miss jumps: then they are taken once more, with scores."""
+        return False
+
+    def _recorded_runs(
+        self, program: Program, particles: Particles, mode: Mode, is_ordered: bool = False
+    ) -> tuple[list[Program], list[TracedRun]]:
+        """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
+        recordings, programs = self.recordings, programs_of(program, particles)
+        draws, record = recordings.mark(), recordings.wants(particles) or (recordings.always and not is_ordered)
+        take = functools.partial(self._runs, programs, particles, mode, draws)
+        try:
+            runs = take(record and not mode.is_recorded)
+        except RecordingError as error:
+            recordings.give_up(error)
+            draws.again()
+            return programs, take(False)
+        if self._finds_jumps(runs, mode):
+            draws.again()
+            runs = take(True)
+        return programs, runs
+
+    def _runs(
+        self, programs: Sequence[Program], particles: Particles, mode: Mode, draws: Draws, record: bool
+    ) -> list[TracedRun]:
+        """The runs of a step from a mark on; they are taken once more, and recorded, if they have something new."""
+        recordings, number = self.recordings, len(programs) if not particles.is_hidden else 1
+        options = {"track": record, "step": mode.num_steps, "warns": mode.learning}
+        runs = [self.trace(each, particles, has_told=i > 0, **options) for i, each in enumerate(programs[:number])]
+        bound = None
+        if particles.is_hidden:
+            recordings.recognises(runs[0], 1)
+            recorded = recordings.recorded(runs[0], 1)
+            bound = None if recorded is None else runs[0].bound(recorded, recordings.call)
+        new = "" if record or mode.is_recorded else recordings.news(runs, particles, bound)
+        if new:
+            recordings.is_new(new)
+            draws.again()
+            return self._runs(programs, particles, mode, draws, True)
+        return [*runs, *further_particles(runs[0], bound, particles.number - 1)] if particles.is_hidden else runs
 
     def staged(self, found: Observation) -> Observation:
         """An observation with the signals of the sites."""

@@ -190,14 +190,13 @@ class ParticleCount:
         one, refused = found.runs[0], list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
         hidden = Particles(number, False, True, self.nesting)
+        draws.again()
         for way, where in ((plate, "in a plate"), (hidden, "in one call")):
-            draws.again()
             many, why = self._tried(runner, program, way, mode, (one, call))
             if many is not None:
                 self._say(f"{number} particles run {way.way}.", *refused)
                 return many
             refused.append(f"{number} particles do not run {where}: {why}.")
-        draws.again()
         self._say("One particle runs.", *refused)
         return self._instead(runner, program, self.one, mode)
 
@@ -205,10 +204,8 @@ class ParticleCount:
         """The step of a call that looks new, with the particles of the last one, if its structure is no news."""
         if not self.now.has_plate or self.now.sums or mode.is_recorded:
             return None
-        draws = runner.recordings.mark()
         found, _ = self._tried(runner, program, self.now, mode, is_known=True)
         if found is None:
-            draws.again()
             runner.meet(program, mode)
         return found
 
@@ -221,7 +218,7 @@ class ParticleCount:
         one: tuple[TracedRun, Call] | None = None,
         is_known: bool = False,
     ) -> tuple[Observation | None, str]:
-        """The step of many particles in some way, which is settled then; or why they do not run so.
+        """The step of many particles in some way, settled from now on; or, with nothing drawn, why they do not run so.
 
         ``one`` is the run of one particle, and its call. With ``is_known`` the structure has to be known.
         """
@@ -277,8 +274,7 @@ class ParticleCount:
 
     def _summed(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The step whose loss is summed over all values; particles are drawn where that fails."""
-        draws, now = runner.recordings.mark(), runner.recordings.now
-        way, before = now.sums, self.now
+        way, before = runner.recordings.now.sums, self.now
         assert way is not None
         if mode.shows or mode.by_value or not mode.may_order:  # more than a loss and its gradient
             return runner.observe(program, self.one, mode)
@@ -288,7 +284,6 @@ class ParticleCount:
             if not before.sums:
                 self._say("All values run in one call, in a plate of their own.")
             return found
-        draws.again()
         now = runner.recordings.now
         now.sums = replace(way, is_compact=False) if way.is_compact else None
         now.may_sum = way.is_compact
@@ -306,21 +301,24 @@ def _attempt(
     differs: Callable[[Observation], str] = lambda found: "",
     warns: bool = False,
 ) -> tuple[Observation | None, str]:
-    """A step in some way; or why it does not count: ``differs`` says something, or the program fails."""
+    """A step in some way; or, with nothing drawn, why it does not count: ``differs`` says something, or it fails."""
+    draws = runner.recordings.mark()
     try:
         with warnings.catch_warnings():
             if not warns:  # a run of one particle has given our own warnings in the same step
                 warnings.simplefilter("ignore", BPQWarning)
             found = runner.observe(program, way, mode)
         reason = differs(found)
-        if reason:
-            _undo(found.runs)
-        return None if reason else found, reason
+        if not reason:
+            return found, ""
+        _undo(found.runs)
     except (StructureChangedError, TooManyOutcomesError):
         raise
     except Exception as error:  # a program may fail in any way at values of another shape
         text = str(error).split("\n")[0].rstrip(".")
-        return None, text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
+        reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
+    draws.again()
+    return None, reason
 
 
 def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:

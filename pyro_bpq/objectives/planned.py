@@ -2,7 +2,6 @@ r"""What objectives share whose steps follow a plan: a step on some runs, ways t
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -26,8 +25,8 @@ from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.record.cost_statement import SkipCosts
+from pyro_bpq.record.sandbox import isolated
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
 from pyro_bpq.step.critic_step import described
@@ -57,17 +56,13 @@ class PlannedObjective(Objective):
         warn_if_nan(loss, "loss")
         return float(loss.item())
 
-    def _evaluate(self, program: Program, mode: Mode) -> Step:
-        start = time.perf_counter()
-        seen = self._observe(program, mode)
+    def _evaluate(self, seen: Observation, mode: Mode) -> Step:
         if mode.learning and not self._has_told and self.plan and self.plan.unread:
             self._note(_has_told=True)
             warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
-        ready = time.perf_counter()
         result = self._result(seen, mode)
         if self.analytic_kl:
             result = replace(result, paths=analytic_paths(seen))
-        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
         if self.trainer.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result

@@ -6,12 +6,15 @@ from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyro_bpq.compiled.subject import Place, RecordedResult, untraced
+from torch import Tensor
+
+from pyro_bpq.compiled.subject import Place, untraced
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.record.sandbox import LentBuffers
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.step.values import Step
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.objective import Objective
@@ -93,9 +96,9 @@ class Recordable:
                 found += [Place(state, name, tensor) for name, tensor in state.items()]
         return found
 
-    def recorded_step(self, program: Program, number: RecordedStep) -> RecordedResult:
-        """Takes a step; what it teaches is noted, not applied."""
+    def recorded_step(self, program: Program, number: RecordedStep) -> tuple[Step, Tensor]:
+        """Takes a step, and gives a scalar that has its gradient; what the step teaches is noted, not applied."""
         mode = replace(self.objective.mode(learning=True), num_steps=number, is_recorded=True)
-        result, surrogate = self.objective.taken(program, mode)
+        found = self.objective.taken(program, mode)
         self.objective.trainer.announce()
-        return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})
+        return found

@@ -17,6 +17,7 @@ from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
 from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.record.cost_statement import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.record.sandbox import isolated
 from pyro_bpq.reruns.redraw import (
     Hold,
     StaleError,
@@ -24,7 +25,6 @@ from pyro_bpq.reruns.redraw import (
     coparents,
     guide_leaves,
     held_sites,
-    isolated,
     known_sites,
     learned_sites,
     stored_values,

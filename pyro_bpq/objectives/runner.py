@@ -14,8 +14,8 @@ from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
-from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
-from pyro_bpq.objectives.staging import planned
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged
 from pyro_bpq.objectives.summing import summed
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
@@ -23,21 +23,21 @@ from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
 from pyro_bpq.plan.work import work_of_run
-from pyro_bpq.record.further import gradients_agree
 from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.jumps import is_undecided
-from pyro_bpq.record.key import Call
 from pyro_bpq.record.plate_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, trace_run
-from pyro_bpq.record.values import RecordingError
 from pyro_bpq.record.watch import TraceOptions
+from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
-from pyro_bpq.reruns.values import Values, is_alike
-from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.reruns.flips import flipped_costs
+from pyro_bpq.reruns.values import Values
+from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
+from pyro_bpq.step.signals import Signals
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
@@ -91,16 +91,6 @@ class StepRunner(Runner):
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
         self.plans.last = None
-
-    def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
-        """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
-        recorded = self.recordings.recorded(run, particles.in_call)
-        if recorded is not None and particles.is_hidden:
-            return gradients_agree(recorded, run, self.recordings.call)
-        if recorded is None or one is None or one[0].recorded is None:
-            return True
-        values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
-        return is_alike(values, particles.number - 1)
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> tuple[int, str]:
         """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
@@ -189,7 +179,7 @@ class StepRunner(Runner):
         if len(groups) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [merged_graph(runs[0], graphs)]
         rest = is_dynamic, particles, mode, program
-        stages = tuple(planned(self, runs, programs, group, graphs[group[0]], *rest) for group in groups)
+        stages = tuple(self._planned(runs, programs, group, graphs[group[0]], *rest) for group in groups)
         if mode.learning and not is_dynamic and all(r.score is None for r in runs[0].run.sites.values()):
             # Nothing is charged with costs.
             self.recordings.now.next = math.inf
@@ -202,38 +192,19 @@ class StepRunner(Runner):
         graph = recordings.graph(runs[0], particles.in_call, False)
         try:
             is_dynamic = recordings.is_dynamic(runs[0])
-            return planned(self, runs, programs, everything, graph, is_dynamic, particles, mode)()
+            return self._planned(runs, programs, everything, graph, is_dynamic, particles, mode)()
         finally:
             # What is planned here is no step's.
             self.plans.last = last
 
-    def _recorded_runs(
-        self, program: Program, particles: Particles, mode: Mode, is_ordered: bool
-    ) -> tuple[list[Program], list[TracedRun]]:
-        """The programs of a step and their runs; recorded if that is due, or if their structure is not known."""
-        recordings = self.recordings
-        programs, draws = programs_of(program, particles), recordings.mark()
-        take = functools.partial(self._runs, programs, particles, step=mode.num_steps, warns=mode.learning)
-        record = not mode.is_recorded and (recordings.wants(particles) or (recordings.always and not is_ordered))
-        try:
-            runs = take(track=record)
-        except RecordingError as error:
-            recordings.give_up(error)
-            draws.again()
-            return programs, take(track=False)
-        new = "" if record or mode.is_recorded else recordings.news(runs, particles)
-        if new:
-            recordings.is_new(new)
-            draws.again()
-            runs = take(track=True)
-        chosen, looks = self.plans.planner.estimator, mode.learning and torch.is_grad_enabled()
-        looks = looks and not (chosen and chosen.is_pathwise)
-        if looks and any(recordings.finds_jumps(run) for run in runs if run.recorded):
-            # The same draws, with scores in place of pathwise gradients.
-            draws.again()
+    def _finds_jumps(self, runs: Sequence[TracedRun], mode: Mode) -> bool:
+        chosen = self.plans.planner.estimator
+        if not (mode.learning and torch.is_grad_enabled()) or (chosen and chosen.is_pathwise):
+            return False
+        found = any(self.recordings.finds_jumps(run) for run in runs if run.recorded)
+        if found:
             self.plans.forget()
-            runs = take(track=True)
-        return programs, runs
+        return found
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
         """A step in program order; ``None``, and nothing drawn, if it does not serve all sites."""
@@ -262,6 +233,57 @@ class StepRunner(Runner):
             draws.again()
             return None
         return Observation((), (), ordered, is_lone=follows_rules and len(runs) == 1)
+
+    def _planned(
+        self,
+        runs: Sequence[TracedRun],
+        programs: Sequence[Program],
+        group: Sequence[int],
+        graph: StochasticComputationGraph,
+        is_dynamic: bool,
+        particles: Particles,
+        mode: Mode,
+        one: Program | None = None,
+    ) -> Callable[[], Staged]:
+        """Plans some of the runs of a step, which have one structure; returns what gives the signals of their sites.
+
+        Args:
+            runs: All runs of the step.
+            programs: The program of each run.
+            group: Numbers of the runs that have one structure.
+            graph: Their graph.
+            is_dynamic: Whether sampled values may steer the program.
+            particles: How the particles of the step run.
+            mode: What the step is for.
+            one: The program for one particle; without it nothing runs again.
+        """
+        traced, own = tuple(runs[i] for i in group), tuple(programs[i] for i in group)
+        facts, first = self.facts(traced, is_dynamic, particles, mode), traced[0]
+        # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not; else a
+        # site's tensors have as many plate dimensions as any run, whichever later plates its value opens.
+        has_plate = particles.has_plate
+        ndim = int(particles.nesting) - 1 if has_plate else max(run.plate_ndim for run in runs)
+        number = particles.number if has_plate else len(traced)
+        rollout = Rollout(tuple(t.run for t in traced), number, first.plate_sizes, ndim, has_plate)
+        found = (self.recordings.recorded(run, particles.in_call) for run in traced)
+        recorded = tuple(each for each in found if each is not None)
+        values = Values(recorded, None, traced, self.recordings.call, int(particles.nesting) if has_plate else 0)
+        plan = self.plans.of(first, graph, facts, lambda name: has_slope(values, graph, name))
+        if one is not None and has_plate and plan.held.all_drawn:
+            values = replace(values, alone=self.alone(one, particles, first))
+
+        def staged() -> Staged:
+            tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
+            rerun, charges = None, rollout
+            if one is not None and plan.needs_program and not is_dynamic:
+                rerun = Reruns(values, plan, self.noise())
+            if plan.patterns:
+                runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
+                charges = replace(rollout, runs=runs)
+            signals = Signals(plan.layout, charges, tables, self.critics, mode.learning, rerun, mode.by_value, shifts)
+            return Staged(traced, own, particles, signals)
+
+        return staged
 
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""

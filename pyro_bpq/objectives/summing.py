@@ -82,7 +82,7 @@ def _plan(runner: StepRunner, traced: TracedRun, particles: Particles, mode: Mod
         _refuse(runner, f"{traced.mixes[0]} reads several rows of values")
     graph = recordings.graph(traced, particles.number, mode.learning)
     facts = replace(runner.facts([traced], False, particles, mode), sums=True)
-    plan = runner.plans.plan(traced, graph, facts).summed
+    plan = runner.plans.of(traced, graph, facts).summed
     if plan is None or plan.rows > particles.number:
         _refuse(runner, "a law or a cost reads several sites")
     return plan

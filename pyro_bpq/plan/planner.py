@@ -360,9 +360,7 @@ class Planner:
 class Planned(NamedTuple):
     """A plan and what it was made for."""
 
-    key: Any  # key of the runs
-    graph: StochasticComputationGraph  # their graph
-    facts: StructureFacts  # what else is known of their structure
+    key: Any  # key of the runs, their graph, and what else is known of their structure
     plan: Plan  # the plan
 
 
@@ -379,26 +377,23 @@ class PlanCache:
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
 
-    def plan(
+    def of(
         self,
         traced: TracedRun,
         graph: StochasticComputationGraph,
         facts: StructureFacts,
         has_slope: Callable[[str], bool] = lambda name: True,
     ) -> Plan:
-        """The plan of a structure, a new one where there is none; see :meth:`Planner.plan`."""
-        last = self.last
-        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
-        if last is not None and last.graph is graph and last.facts == facts and last.key == traced.key:
-            return last.plan
+        """The plan of a structure; what :meth:`Planner.plan` says of a new one is kept."""
         # Recordings belong to the process, and keep tensors.
-        kept = replace(facts, recorded=None)
-        key = (traced.key, graph, kept)
-        if key not in self.plans:
-            if len(self.plans) >= _PLANS:
+        key = traced.key, graph, replace(facts, recorded=None)
+        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
+        if self.last is None or self.last.key != key:
+            if key not in self.plans and len(self.plans) >= _PLANS:
                 self.plans.clear()
-            self.plans[key] = self.planner.plan(traced, graph, facts, has_slope)
-        self.last = Planned(traced.key, graph, kept, self.plans[key])
+            found = self.plans.get(key) or self.planner.plan(traced, graph, facts, has_slope)
+            self.plans[key] = found
+            self.last = Planned(key, found)
         return self.last.plan
 
     def forget(self) -> None:

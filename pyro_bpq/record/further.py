@@ -14,9 +14,8 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import mapped
-from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun, record_run
 from pyro_bpq.record.watch import samples
@@ -25,17 +24,16 @@ from pyro_bpq.record.watch import samples
 _PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")
 
 
-def further_particles(recorded: Recorded | None, first: TracedRun, call: Call, number: int) -> list[TracedRun]:
-    """Runs of further particles, which differ from the first one in what they draw.
+def further_particles(first: TracedRun, bound: Bound | None, number: int) -> list[TracedRun]:
+    """Runs of further particles, which differ from the first one in what they draw; ``bound`` is that run.
 
     Raises:
         Uncut: If something cannot be computed again, or not for many particles at once.
     """
-    if recorded is None or first.untraced or not recorded.traced:
+    if bound is None or first.untraced or not bound.recorded.traced:
         raise Uncut("a value that no operator has made")
-    found = recorded.many(number, first.bound(recorded, call))
-    rows = {value: tensor.unbind(0) for value, tensor in found.items()}
-    return [_particle(first, 1 + number, iter(recorded.traced), rows, i) for i in range(number)]
+    rows = {value: tensor.unbind(0) for value, tensor in bound.recorded.many(number, bound).items()}
+    return [_particle(first, 1 + number, iter(bound.recorded.traced), rows, i) for i in range(number)]
 
 
 def _particle(first: TracedRun, number: int, names: Iterator[Any], rows: Any, i: int) -> TracedRun:
@@ -70,23 +68,22 @@ def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
 
 
 @torch.no_grad()
-def costs_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
+def costs_agree(traced: TracedRun, bound: Bound) -> bool:
     """Whether the operators of an earlier run give the costs of a run, up to rounding."""
     try:
-        found = recorded.evaluated(tuple(traced.run.costs), traced.bound(recorded, call))
+        found = bound.recorded.evaluated(tuple(traced.run.costs), bound)
     except (Uncut, KeyError, RuntimeError):
         return False
     costs = [(own, found[name], 100.0 * torch.finfo(own.dtype).eps) for name, own in traced.run.costs.items()]
     return all(torch.allclose(own, its, rounding, rounding) for own, its, rounding in costs)
 
 
-def gradients_agree(recorded: Recorded, traced: TracedRun, call: Call) -> bool:
+def gradients_agree(traced: TracedRun, bound: Bound) -> bool:
     """Whether the operators of a run have the gradient of the run itself: hooks and ``no_grad`` are not among them."""
-    wanted, loss = recorded.differentiable, traced.run.differentiable
+    wanted, loss = bound.recorded.differentiable, traced.run.differentiable
     if wanted is None or not loss.requires_grad:
         return wanted is not None
-    bound = traced.bound(recorded, call)
-    function = recorded.recording.cut([wanted])
+    function = bound.recorded.recording.cut([wanted])
     (again,) = function(*(bound.tensors[value] for value in function.given))
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
     native = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)

@@ -109,6 +109,8 @@ class Recorded:
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
+        if self._made is other._made:
+            return
         known = ("_made", "met", "patterns", "cuts", "core", "_direct")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors

@@ -24,7 +24,7 @@ from pyro_bpq.record.graphs import build_graph, dense_graph
 from pyro_bpq.record.jumps import Path, jumps_of, told
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.program_warnings import crossing
-from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
@@ -190,14 +190,15 @@ class Recordings:
         """Records the next run: what is known may no longer be so."""
         self._must = True
 
-    def wants(self, particles: Particles) -> bool:
-        """Whether the next run is recorded."""
+    def wants(self, particles: Particles, is_step: bool = True) -> bool:
+        """Whether the next run is recorded; other runs than those of steps leave what is due to the next step."""
         # By modes of torch, structure and number of particles.
         knows = any(key[::2] == (self.call.modes, particles.in_call) for key in self.now.recorded)
         if self.is_ordered:
             # In a plate of particles one run has to show that they keep apart.
             return not (knows or self.failed or particles.in_call == 1)
-        return not knows or self._must or bool(self.always or self.now.always) or self.now.steps >= self.now.next
+        is_due = self._must or (is_step and self.now.steps >= self.now.next)
+        return not knows or is_due or bool(self.always or self.now.always)
 
     @property
     def always(self) -> bool:
@@ -242,13 +243,15 @@ class Recordings:
         """The recording in force for a run of so many particles."""
         return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
 
-    def news(self, runs: Sequence[TracedRun], particles: Particles) -> str:
-        """What runs that were not recorded have that no recording of such calls has; empty if there is nothing."""
+    def news(self, runs: Sequence[TracedRun], particles: Particles, bound: Bound | None) -> str:
+        """What runs that were not recorded have that no recording of such calls has; empty if there is nothing.
+
+        ``bound`` is the run from which those of hidden particles are computed.
+        """
         if not all(self.knows(run, particles.in_call) for run in runs):
             return "another structure"
         # What further particles cost is no control variate: it must not be outdated.
-        recorded = self.recorded(runs[0], 1) if particles.is_hidden else None
-        return "" if recorded is None or costs_agree(recorded, runs[0], self.call) else "other costs"
+        return "" if bound is None or costs_agree(runs[0], bound) else "other costs"
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""

@@ -3,12 +3,16 @@ r"""Makes runs of a program free of side effects: generators and module buffers 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.runtime import effectful
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import is_of_critic
@@ -47,11 +51,21 @@ def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
         module._buffers[name] = buffer
 
 
+class _Unheard(BlockMessenger):
+    """Keeps statements from the handlers around. No program sees it, so it makes no other call."""
+
+
 @contextlib.contextmanager
-def sandbox(seed: int) -> Iterator[None]:
-    """Undoes the effects of an extra run, which starts from a seed, on generators and on module buffers."""
-    with seeded(seed), LentBuffers():
-        yield
+def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
+    """Runs programs from a given seed; generators, module buffers and captured parameters stay unchanged."""
+    before = get_rng_state()
+    try:
+        with seeded(seed), LentBuffers(), _Unheard(hide_types=["param"] if hides_params else []):
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            yield
+    finally:
+        set_rng_state(before)
 
 
 class Draws:

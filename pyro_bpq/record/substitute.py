@@ -2,7 +2,6 @@ r"""Sets the values of latent sites of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,18 +13,6 @@ from torch import Tensor
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.record.laws import draw
 from pyro_bpq.rollout.features import Components, finite_components
-
-
-class Substitute(Messenger):
-    """Sets the values of named latent sites; all other sites are drawn as usual."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and msg["name"] in self.values:
-            msg["value"], msg["done"] = self.values[msg["name"]], True
 
 
 class AllValues(Messenger):

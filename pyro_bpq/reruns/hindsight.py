@@ -360,7 +360,7 @@ def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]
 
 def _of_own_laws(name: str, record: SiteRecord) -> dict[str, Tensor]:
     """The changes ``(batch, event)`` of the log-probabilities of counts themselves one step on, by cost."""
-    found, value = {}, record.value.detach()
+    found, value = dict[str, Tensor](), record.value.detach()
     step = neighbours(record.fn, value).step
     sides = (
         (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),

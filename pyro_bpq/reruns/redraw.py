@@ -10,21 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-import numpy as np
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.record.sandbox import sandbox
-from pyro_bpq.record.substitute import Substitute
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.rollout.features import finite_components
@@ -34,24 +31,25 @@ class StaleError(Exception):
     """A stored value no longer fits the program."""
 
 
-class Hold(Substitute):
-    """Holds latent sites and subsample indices at given values, and records the sites' distributions."""
+class Hold(Messenger):
+    """Holds latent sites and subsample indices at given values, and records the sites' distributions; others draw."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__(values)
-        self.fns: dict[str, Any] = {}
+        super().__init__()
+        self.values, self.fns = values, dict[str, Any]()
 
     def _pyro_sample(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
-        if msg["is_observed"] or name not in self.values:
+        # A recording knows the model's site by the very tensor that the guide has, which replay has put in already.
+        if msg["done"] or msg["is_observed"] or name not in self.values:
             return
-        value = self.values[name]
+        value = msg["value"] = self.values[name]
+        msg["done"] = True
         # The first distribution is the guide's. The model's distribution of the site may have a smaller shape.
         if not isinstance(fn, _Subsample) and name not in self.fns:
             self.fns[name] = fn
             if tuple(value.shape) != tuple(fn.batch_shape + fn.event_shape):
                 raise StaleError(f"Site {name!r} has another shape than when it was stored.")
-        super()._pyro_sample(msg)
 
 
 def learned_sites(network: BackpropQNetwork) -> tuple[str, ...]:
@@ -135,20 +133,6 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
         )
     for joint in itertools.product(*supports):
         yield dict(zip(names, joint, strict=True))
-
-
-@contextlib.contextmanager
-def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
-    """Runs programs from a given seed; generators, module buffers and captured parameters stay unchanged."""
-    others = random.getstate(), np.random.get_state()
-    try:
-        with sandbox(seed), poutine.block(hide_types=["param"] if hides_params else []):
-            random.seed(seed)
-            np.random.seed(seed % (1 << 32))
-            yield
-    finally:
-        random.setstate(others[0])
-        np.random.set_state(others[1])
 
 
 def traced_leaves(trace: Any) -> dict[str, Tensor]:

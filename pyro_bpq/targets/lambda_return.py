@@ -123,22 +123,6 @@ def check_discount(network: BackpropQNetwork, gamma: float) -> None:
         )
 
 
-def td_target(
-    network: BackpropQNetwork,
-    q: Mapping[str, Tensor],
-    costs: Mapping[str, Tensor],
-    gamma: float = 1.0,
-    expected: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """One-step target, :func:`lambda_return` with ``lam=0``."""
-    return lambda_return(network, q, costs, 0.0, gamma, expected)
-
-
-def monte_carlo_return(network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float = 1.0) -> dict[str, Tensor]:
-    """The cost-to-go of this run along the rules, :func:`lambda_return` with ``lam=1`` and no critic."""
-    return lambda_return(network, {}, costs, 1.0, gamma)
-
-
 def lambda_return_solve(
     rule: Tensor, roots: Tensor, ahead: Tensor, learned: Tensor, lam: Tensor, gamma: float
 ) -> Tensor:

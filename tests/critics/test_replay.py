@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import real
+from models import BY_NAME, real
 from steps import assert_equal, critic_targets, repeat, run, state_of
 from tabular import prob, set_policy
 from torch import Tensor
@@ -103,9 +103,7 @@ def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int
     assert elbo.trainer.replayer is not None
     held = held_sites(stored.network, site, elbo.trainer.replayer.replay.coparents)
     values = [{name: v for name, v in each.items() if name in held} for each in stored.values]
-    staged = elbo.trainer.replayer._rerun(elbo, stored, values, seed)
-    assert staged is not None
-    return staged
+    return elbo.trainer.replayer._rerun(elbo, stored, values, seed)
 
 
 def found(elbo: TraceBackpropQ_ELBO, staged: Staged, name: str) -> tuple[Tensor, Tensor]:
@@ -375,23 +373,33 @@ def guide_of(program: Changing) -> Any:
 
 
 @pytest.mark.parametrize("change", [{"name": "other"}, {"size": 2}])
-def test_rollouts_of_a_structure_that_is_no_more_are_dropped_and_counted(change: dict[str, Any]) -> None:
+def test_outdated_rollouts_are_dropped(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pyro.set_rng_seed(1)
-    program = Changing()
-    guide = guide_of(program)
+    guide = guide_of(program := Changing())
     elbo = chain_elbo(capacity=10, updates_per_step=0)
     repeat(10, elbo.loss_and_grads, program, guide)
-    assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
+    with monkeypatch.context() as known:
+        known.setattr("pyro_bpq.record.tracer.Tape", None)  # a known structure is not recorded again
+        assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
     for name, value in change.items():
         setattr(program, name, value)
     elbo.replay(updates=40)
     buffer = elbo.replay_buffer
     assert buffer.num_dropped > 0 and len(buffer) + buffer.num_dropped == 10
-    if "name" in change:
-        assert len(buffer) == 0
+    assert len(buffer) == 0 or "size" in change
     # New rollouts take their place.
     elbo.loss_and_grads(program, guide)
     assert len(buffer) >= 1
+
+
+@pytest.mark.parametrize(("name", "site"), [("mask_scale", "z"), ("reordered_guide", "b")])
+def test_recorded_replay_has_the_network_of_its_rollout(name: str, site: str) -> None:
+    BY_NAME[name].params()
+    elbo = TraceBackpropQ_ELBO(num_particles=1, learner=CriticLearner(replay=Replay(updates_per_step=0)))
+    repeat(4, elbo.loss_and_grads, *BY_NAME[name].programs)
+    elbo.runner.recordings.look_again()
+    stored = elbo.replay_buffer._rollouts[0]
+    assert stage(elbo, stored, site, 0).signals.layout.network == stored.network
 
 
 def test_state_dict_leaves_the_rollouts_out_and_continues_otherwise() -> None:

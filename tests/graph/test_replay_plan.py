@@ -9,7 +9,7 @@ from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.reruns.redraw import held_sites
-from pyro_bpq.targets.lambda_return import td_target
+from pyro_bpq.targets.lambda_return import lambda_return
 
 build = BackpropQNetwork.build
 CASE_7 = graph_of(
@@ -21,7 +21,8 @@ def test_case_7_loss_by_hand() -> None:
     # One stored tuple (x, a, b1, b2), y1 and y2 drawn twice.
     network = build(CASE_7, "chain", immediate="learned")
     q_x, y1, y2 = torch.tensor(4.0), torch.tensor([1.0, 3.0]), torch.tensor([2.5, 2.0])
-    target = td_target(network, {"x": q_x, "y1": y1, "y2": y2}, {"f1": torch.zeros(2), "f2": torch.zeros(2)})["x"]
+    costs = dict.fromkeys(("f1", "f2"), torch.zeros(2))
+    target = lambda_return(network, {"x": q_x, "y1": y1, "y2": y2}, costs, lam=0.0)["x"]
     assert target.tolist() == [3.5, 5.0]
     assert float((target - q_x).square().mean()) == (0.5**2 + 1.0**2) / 2
 
@@ -34,7 +35,7 @@ def test_redrawing_gives_the_q_function_on_every_scope() -> None:
         for node in network.learned:
             held = held_sites(network, node.site)
             assert set(node.scope) <= held
-            value = td_target(network, q, program.costs)[node.name]
+            value = lambda_return(network, q, program.costs, lam=0.0)[node.name]
             for site in reversed([name for name in program.graph.index if name not in held]):
                 axis = program.graph.index[site]
                 value = (program.conditionals[site] * value).sum(axis, keepdim=True)

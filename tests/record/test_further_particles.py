@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -12,12 +13,18 @@ import torch
 from steps import repeat
 from torch import Tensor, nn
 
-from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 DATA = torch.tensor([[0.3, -1.2], [0.9, 0.4]], dtype=torch.float64)
 NUMBER, DRAWS = 8, 500
+
+
+def hidden(elbo: Any) -> Any:
+    """The objective with its particles in a dimension that the program does not see."""
+    elbo.particles.change(is_hidden=True)
+    return elbo
 
 
 class Counting(nn.Module):
@@ -70,8 +77,7 @@ def test_gradients_vary_as_the_mean_of_independent_runs() -> None:
         torch.cat([part[f"combiner$$${name}"].flatten() for name, _ in programs.combiner.named_parameters()])
         for part in (one.mean, one.variance)
     )
-    elbo = TraceBackpropQ_ELBO(num_particles=NUMBER, **options)
-    elbo.particles.change(is_hidden=True)
+    elbo = hidden(TraceBackpropQ_ELBO(num_particles=NUMBER, **options))
     found = torch.stack(repeat(DRAWS, gradient, elbo, programs))
     deviations = found - mean
     for samples, expected in ((deviations, 0.0 * mean), (deviations**2, variance / NUMBER)):
@@ -82,8 +88,7 @@ def test_gradients_vary_as_the_mean_of_independent_runs() -> None:
 
 
 def test_buffers_are_left_as_after_one_run() -> None:
-    programs, elbo = DeepMarkov(), TraceBackpropQ_ELBO(num_particles=NUMBER)
-    elbo.particles.change(is_hidden=True)
+    programs, elbo = DeepMarkov(), hidden(TraceBackpropQ_ELBO(num_particles=NUMBER))
     repeat(3, elbo.loss_and_grads, programs.model, programs.guide)
     assert programs.counting.calls == 3 * len(DATA)
 
@@ -124,8 +129,7 @@ def test_particles_of_programs_that_mix_are_exact(name: str) -> None:
         y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
         pyro.sample("x", dist.Normal(mean(z) * (1.0 + y), 1.0), obs=torch.tensor(0.7))
 
-    elbo = TraceBackpropQ_ELBO(num_particles=2)
-    elbo.particles.change(is_hidden=True)
+    elbo = hidden(TraceBackpropQ_ELBO(num_particles=2))
     repeat(3, elbo.loss_and_grads, model, guide)
     assert elbo.particles.now.is_hidden == is_hidden
     assert_unbiased(elbo.eval(), model, guide)
@@ -139,8 +143,7 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
         pyro.factor("x", kept * (z[0] - z.sum() * y))
 
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0")
-    elbo = TraceBackpropQ_ELBO(num_particles=2)
-    elbo.particles.change(is_hidden=True)
+    elbo = hidden(TraceBackpropQ_ELBO(num_particles=2))
     repeat(3, elbo.loss_and_grads, model, guide)
     assert elbo.particles.now.is_hidden
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0.5")
@@ -149,8 +152,7 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
 
 
 def test_settled_steps_are_not_recorded() -> None:
-    programs, elbo = DeepMarkov(), TraceBackpropQ_ELBO(num_particles=NUMBER)
-    elbo.particles.change(is_hidden=True)
+    programs, elbo = DeepMarkov(), hidden(TraceBackpropQ_ELBO(num_particles=NUMBER))
     repeat(20, elbo.loss_and_grads, programs.model, programs.guide)
     assert elbo.runner.recordings.num_recorded == 5  # after 0, 1, 3, 7 and 15 steps
 
@@ -170,7 +172,9 @@ def test_costs_that_change_unseen_are_those_of_the_step(is_checked: bool, monkey
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2))).to_event(1))
 
-    elbo = TraceBackpropQ_ELBO(num_particles=NUMBER, estimator=ScoreFunction())
-    elbo.particles.change(is_hidden=True)
+    elbo = hidden(TraceBackpropQ_ELBO(num_particles=NUMBER, estimator=ScoreFunction()))
     losses = {elbo.loss_and_grads(model, guide) - weight[0] for _ in range(30)}
     assert (max(map(abs, losses)) < 1e-9) is is_checked
+    bound, runs = hidden(TraceBackpropQ_IWAE(num_particles=NUMBER)), weight[0]
+    repeat(30, bound.loss_and_grads, model, guide)
+    assert not is_checked or weight[0] - runs == 31  # one of them twice

@@ -22,7 +22,6 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.plan.flips import FlippedSite, Flips
 from pyro_bpq.plan.structure import Structure, StructureFacts
-from pyro_bpq.record.substitute import Substitute
 from pyro_bpq.record.watch import PARTICLES
 from pyro_bpq.reruns import flips as module
 from pyro_bpq.rollout.features import finite_components
@@ -43,7 +42,7 @@ class Spy:
             self.calls.append((found, args))
             return found
 
-        monkeypatch.setattr("pyro_bpq.objectives.staging.flipped_costs", spy)
+        monkeypatch.setattr("pyro_bpq.objectives.runner.flipped_costs", spy)
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
     program: Any = case.model
     if particles > 1:
         program = pyro.plate(PARTICLES, particles, dim=-3)(program)
-    trace = poutine.trace(Substitute({**values, **subsamples})(program)).get_trace(*case.args)
+    trace = poutine.trace(poutine.condition(program, {**values, **subsamples})).get_trace(*case.args)
     trace.compute_log_prob()
     return {name: site["log_prob"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
 

@@ -15,7 +15,7 @@ from steps import trained
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq.objectives import staging
+from pyro_bpq.objectives import runner
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.testing import assert_unbiased
 
@@ -105,14 +105,14 @@ ESTIMATORS = pytest.mark.parametrize("estimator", [None, AllAction(exact=True)],
 @ESTIMATORS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model, is_cut), found, flips = PROGRAMS[name], list[Any](), staging.flipped_costs
+    (model, is_cut), found, flips = PROGRAMS[name], list[Any](), runner.flipped_costs
 
     def spied(plan: Any, values: Any, rollout: Any) -> Any:
         tables, shifts = flips(plan, values, rollout)
         found.append((tables["z"], plan.flips.costs["z"], values.traced[0].run.sites["z"].value.detach()))
         return tables, shifts
 
-    monkeypatch.setattr(staging, "flipped_costs", spied)
+    monkeypatch.setattr(runner, "flipped_costs", spied)
     elbo = trained(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=5)
     assert bool(found) == is_cut
     for table, costs, value in found:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.targets.lambda_return import lambda_return, lambda_return_solve, monte_carlo_return, td_target
+from pyro_bpq.targets.lambda_return import lambda_return, lambda_return_solve
 
 Graph = StochasticComputationGraph
 
@@ -73,7 +73,7 @@ def test_lambda_return_sums_costs_and_averages_children() -> None:
     graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
     network = BackpropQNetwork.build(graph, "merged", immediate="learned")
     q = {"x": 0.0, "y^f1": 3.0, "y^f2": 5.0, "z": 8.0}
-    found = floats(td_target(network, numbers(q), numbers({"f1": 1.0, "f2": 2.0})))
+    found = floats(lambda_return(network, numbers(q), numbers({"f1": 1.0, "f2": 2.0}), 0.0))
     assert found == pytest.approx({"x": 3.0 + 6.5, "y^f1": 1.0, "y^f2": 2.0, "z": 2.0})
 
 
@@ -125,13 +125,17 @@ def random_network(draw: Any, discounted: bool = False) -> BackpropQNetwork:
     return BackpropQNetwork.build(graph, reduction, immediate=immediate, discounted=discounted)
 
 
+def drawn(data: st.DataObject, network: BackpropQNetwork) -> tuple[Any, ...]:
+    """A network, and costs, learned parts and expectations."""
+    names = [[own.name for own in part] for part in (network.graph.costs, network.learned, network.nodes)]
+    return network, *(numbers({name: data.draw(reals) for name in part}) for part in names)
+
+
 @hypothesis.given(st.data())
 def test_lambda_one_is_monte_carlo_for_any_critic(data: st.DataObject) -> None:
     gamma = data.draw(st.floats(0.1, 1))
-    network = random_network(data.draw, gamma < 1.0)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    q = numbers({node.name: data.draw(reals) for node in network.learned})
-    expected = monte_carlo_return(network, costs, gamma)
+    network, costs, q, _ = drawn(data, random_network(data.draw, gamma < 1.0))
+    expected = lambda_return(network, {}, costs, 1.0, gamma)
     assert floats(lambda_return(network, q, costs, 1.0, gamma)) == pytest.approx(floats(expected), abs=1e-9)
     for node in network.nodes:
         total = sum(gamma ** edges_to(network.graph, node.site, name) * float(costs[name]) for name in node.remote)
@@ -158,9 +162,9 @@ DISCOUNTED = ("per_cost", "merged", "tree", "chain")
 def test_discounts_do_not_depend_on_the_reduction(reduction: Any, immediate: Any) -> None:
     # By hand. Bypass: x -> y -> f has two edges. Case 4: three edges from x1 to fa and four to fb.
     network = BackpropQNetwork.build(BYPASS, reduction, immediate=immediate, discounted=True)
-    assert float(monte_carlo_return(network, numbers({"f": 1.0}), 0.5)["x"]) == 0.25
+    assert float(lambda_return(network, {}, numbers({"f": 1.0}), 1.0, 0.5)["x"]) == 0.25
     network = BackpropQNetwork.build(FOUR, reduction, immediate=immediate, discounted=True)
-    found = monte_carlo_return(network, numbers(F_4), 0.5)
+    found = lambda_return(network, {}, numbers(F_4), 1.0, 0.5)
     assert sum(float(found[node.name]) for node in network.q_nodes("x1")) == 10.0 / 8 + 20.0 / 16
     # 0.5 * 20 + 0.5 ** 2 * 10 of the costs that x2 is two and three edges from: 10 / 4 + 20 / 8.
     assert sum(float(found[node.name]) for node in network.q_nodes("x2")) == 5.0
@@ -169,10 +173,10 @@ def test_discounts_do_not_depend_on_the_reduction(reduction: Any, immediate: Any
 def test_an_edge_that_passes_levels_by_is_discounted_as_often() -> None:
     network = BackpropQNetwork.build(BYPASS, "per_cost", immediate="learned", discounted=True)
     assert network.q_node("x").rule == (Average(("y", "f"), (1, 2)),)
-    found = td_target(network, numbers({"y": 4.0, "x": 0.0}), numbers({"f": 2.0}), 0.5)
+    found = lambda_return(network, numbers({"y": 4.0, "x": 0.0}), numbers({"f": 2.0}), 0.0, 0.5)
     assert floats(found) == {"y": 1.0, "x": (0.5 * 4.0 + 0.25 * 2.0) / 2}
     with pytest.raises(OptionError, match=r"'per_cost', discounted=True"):
-        td_target(BackpropQNetwork.build(BYPASS, "per_cost", immediate="learned"), {}, numbers({"f": 2.0}), 0.5)
+        lambda_return(BackpropQNetwork.build(BYPASS, "per_cost", immediate="learned"), {}, numbers({"f": 2.0}), 0, 0.5)
 
 
 def test_costs_whose_edges_pass_different_levels_are_not_merged() -> None:
@@ -183,7 +187,7 @@ def test_costs_whose_edges_pass_different_levels_are_not_merged() -> None:
     assert [node.name for node in plain.q_nodes("a")] == ["a"]
     assert [node.name for node in network.q_nodes("a")] == ["a^f", "a^g"]
     assert network.q_node("x").rule == (Average(("a^f", "b^f"), (2, 1)), Average(("a^g", "b^g")))
-    found = monte_carlo_return(network, numbers({"f": 8.0, "g": 4.0}), 0.5)
+    found = lambda_return(network, {}, numbers({"f": 8.0, "g": 4.0}), 1.0, 0.5)
     assert float(found["x"]) == 8.0 / 8 + 4.0 / 4
 
 
@@ -194,11 +198,9 @@ def test_the_sum_of_all_costs_has_no_discount() -> None:
 
 @hypothesis.given(st.data())
 def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObject) -> None:
-    network = random_network(data.draw, True)
-    options = {"immediate": network.immediate}
-    plain = BackpropQNetwork.build(network.graph, network.reduction, **options)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    found, expected = monte_carlo_return(network, costs), monte_carlo_return(plain, costs)
+    network, costs, *_ = drawn(data, random_network(data.draw, True))
+    plain = BackpropQNetwork.build(network.graph, network.reduction, immediate=network.immediate)
+    found, expected = lambda_return(network, {}, costs, 1.0), lambda_return(plain, {}, costs, 1.0)
     for site in network.graph.index:
         mine, theirs = (
             sum(float(values[node.name]) for node in net.q_nodes(site))
@@ -209,13 +211,9 @@ def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObje
 
 @hypothesis.given(st.data())
 def test_lambda_zero_is_td(data: st.DataObject) -> None:
-    network = random_network(data.draw)
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    q = numbers({node.name: data.draw(reals) for node in network.learned})
-    expected = numbers({node.name: data.draw(reals) for node in network.nodes})
+    network, costs, q, expected = drawn(data, random_network(data.draw))
     for more in ({}, {"expected": expected}):
         found = floats(lambda_return(network, q, costs, 0.0, 1.0, **more))
-        assert found == floats(td_target(network, q, costs, **more))
         for node in network.nodes:
             total = 0.0
             for average in node.rule:
@@ -235,12 +233,9 @@ def test_lambda_zero_is_td(data: st.DataObject) -> None:
 @hypothesis.given(st.data())
 def test_expected_backups_at_lambda_one_subtract_the_corrections(data: st.DataObject) -> None:
     # On a chain: the Monte Carlo return minus Σ (Q_Y(y) - E_Y[Q_Y]) over all descendants.
-    network = chain(data.draw(st.integers(2, 5)), "exact")
-    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
-    q = numbers({node.name: data.draw(reals) for node in network.learned})
-    expected = numbers({node.name: data.draw(reals) for node in network.learned})
+    network, costs, q, expected = drawn(data, chain(data.draw(st.integers(2, 5)), "exact"))
     found = lambda_return(network, q, costs, 1.0, 1.0, expected)
-    plain, corrections = monte_carlo_return(network, costs), torch.zeros((), dtype=torch.float64)
+    plain, corrections = lambda_return(network, {}, costs, 1.0), torch.zeros((), dtype=torch.float64)
     for node in network.nodes:
         assert float(found[node.name]) == pytest.approx(float(plain[node.name] - corrections), abs=1e-9)
         if node.name in q:

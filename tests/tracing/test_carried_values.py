@@ -61,7 +61,7 @@ def test_a_law_at_other_values_reads_what_its_value_carries(kind: str, monkeypat
         found.append((tables[0]["a"], values.traced[0].model_trace.nodes))
         return tables
 
-    monkeypatch.setattr("pyro_bpq.objectives.staging.flipped_costs", spy)
+    monkeypatch.setattr("pyro_bpq.objectives.runner.flipped_costs", spy)
     program, elbo = Program(kind), TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True))
     elbo.loss_and_grads(program.model, program.guide)
     ((table, nodes),) = found

@@ -21,10 +21,10 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.record import laws
 from pyro_bpq.record.further import further_particles
 from pyro_bpq.record.key import reach
-from pyro_bpq.record.substitute import Substitute
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.tracer import trace_run
 from pyro_bpq.record.watch import TraceOptions
+from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.testing import assert_unbiased
 
 NUMBER = 3
@@ -79,13 +79,13 @@ def programs_of(kind: str) -> tuple[Program, Program]:
 def hidden(model: Program, guide: Program) -> list[TracedRun]:
     call = reach({"model": model, "guide": guide})
     first = trace_run(model, guide, (), {}, replace(OPTIONS_OF_RUN, call=call))
-    return [first, *further_particles(first.recorded, first, call, NUMBER - 1)]
+    return [first, *further_particles(first, first.recorded and first.bound(first.recorded, call), NUMBER - 1)]
 
 
 def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
     """The same values in a run of one particle."""
     values = {name: record.value.detach() for name, record in run.run.sites.items()}
-    put = Substitute({**values, **run.subsamples})
+    put = Hold({**values, **run.subsamples})
     return trace_run(put(model), put(guide), (), {}, OPTIONS_OF_RUN)
 
 
