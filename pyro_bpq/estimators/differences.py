@@ -3,60 +3,20 @@ r"""Differences of costs one step from a count: the exact gradient of an expecta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, unit_scale
-from pyro_bpq.estimators.hindsight import Changes, centred_cost
+from pyro_bpq.estimators.hindsight import Changes, HeldCosts, centred_cost, unknown_costs
 from pyro_bpq.rollout.features import Components, Neighbours
 
 # Ratio of the probabilities of what is drawn later from which on the count one step on stands for itself.
 _MOST = 3.0
 # Weight of the past in the moments.
 _DECAY = 0.99
-
-
-class HeldCounts(NamedTuple):
-    """What one step of ``G`` like-shaped counts changes while all other sites keep their values.
-
-    All tensors but ``mean`` and ``dispersion`` are detached. Costs are in nats.
-
-    Args:
-        names: Names of the sites.
-        mean: Means of the counts, ``(G, M, plates, D)``.
-        near: The steps, and their weights.
-        changes: The changes of all components, or predictions of them, ``(G, M, plates, D)``.
-        settled: Sum ``(G, M, plates)`` of the immediate costs at the drawn values.
-        rest: Sum of the costs that read the site and are not known at other values; ``None`` if there are none.
-        lost: Whether nothing is known at other values of a site, ``(G,)``; ``None`` if something is at each.
-        particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
-        drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all are.
-        share: For each of them the inverse of the number of times that it is drawn on average.
-        exact: True changes ``(G, M or 1, plates, n)`` of the drawn components, or of all.
-        back: Change of ``log q`` of the sites that read the site one step to the other side, in the same shape.
-        excess: Of later and of immediate costs, how much more they were in the run than where ``exact`` comes from,
-            ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.
-        dispersion: ``log q`` as a function of a negative binomial's ``total_count`` alone, ``(G, M, plates)``; or
-            ``None``.
-    """
-
-    names: tuple[str, ...]
-    mean: Tensor
-    near: Neighbours
-    changes: Changes
-    settled: Tensor
-    rest: Tensor | None
-    lost: Tensor | None
-    particle: Tensor | None
-    drawn: Tensor | None
-    share: Tensor | None
-    exact: Changes
-    back: Tensor
-    excess: tuple[Tensor, Tensor] | None = None
-    dispersion: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +92,8 @@ class Differences(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every mean by its difference."""
-        held: HeldCounts = context.signals["hindsight"]
+        held: HeldCosts = context.signals["hindsight"]
+        assert held.sign is not None
         with torch.no_grad():
             rest, later = held.rest, context.cost - held.settled
             later = later if rest is None else later - rest
@@ -143,12 +104,12 @@ class Differences(Estimator):
             level, statistics = centred_cost(later, context, "baseline")
             kept = unit_scale(*context.statistics["moments"].unbind(1))
             table, new = _table(held, level.unsqueeze(-1), kept.reshape(-1, *(1,) * level.dim()))
-            table = table * held.near.step
+            table = table * held.sign
             statistics = {**statistics, "moments": context.running_mean("moments", new, _DECAY)}
             if held.lost is not None:
                 table = table.masked_fill(is_lost.unsqueeze(-1), 0.0)
-            rest = _with_excess(held, rest, later)
-        surrogate = (table * held.mean).sum(-1)
+            rest = unknown_costs(held._replace(rest=rest), later)
+        surrogate = (table * held.log_q).sum(-1)
         for cost, score, name in ((rest, context.score, "rest"), (held.settled + later, held.dispersion, "whole")):
             if cost is not None and score is not None:
                 centred, own = centred_cost(cost, context, name)
@@ -156,11 +117,12 @@ class Differences(Estimator):
         return SiteTerm(surrogate, statistics)
 
 
-def _table(held: HeldCounts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _table(held: HeldCosts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The coefficients of all means, without their signs, and new moments ``(G, 2)``."""
-    near = held.near
+    near, back, exact = held.near, held.back, held.exact
+    assert near is not None and back is not None and exact is not None
     if held.drawn is None:
-        first, change = _differences(held.exact, held.back, near, level)
+        first, change = _differences(exact, back, near, level)
         return torch.addcmul(first, kept, change), _moments(first, change)
 
     def pick(tensor: Tensor) -> Tensor:
@@ -170,12 +132,9 @@ def _table(held: HeldCounts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tenso
     predicted = torch.addcmul(first, kept, change)
     own, at, level = pick(predicted), held.drawn, pick(level)
     level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
-    first, change = _differences(
-        held.exact, held.back, Neighbours(*(pick(part).gather(-1, at) for part in near)), level
-    )
-    exact = torch.addcmul(first, kept, change)
     assert held.share is not None
-    own = own.scatter_add(-1, at, ((exact - own.gather(-1, at)) * held.share).to(own))
+    first, change = _differences(exact, back, Neighbours(*(pick(part).gather(-1, at) for part in near)), level)
+    own = own.scatter_add(-1, at, ((torch.addcmul(first, kept, change) - own.gather(-1, at)) * held.share).to(own))
     return own if held.particle is None else predicted.index_copy(1, held.particle, own), _moments(first, change)
 
 
@@ -196,13 +155,3 @@ def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tens
 def _moments(first: Tensor, change: Tensor) -> Tensor:
     """Means of ``-first * change`` and of ``change²``, by site."""
     return torch.stack((-site_mean(first * change), site_mean(change.square())), 1)
-
-
-def _with_excess(held: HeldCounts, rest: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is not known at other values, in expectation over the particle that is drawn."""
-    if held.excess is None:
-        return rest
-    excess = held.excess[0] + held.excess[1]
-    if held.particle is not None:
-        excess = torch.zeros_like(like).index_copy_(1, held.particle, (like.shape[1] * excess).to(like))
-    return excess if rest is None else rest + excess

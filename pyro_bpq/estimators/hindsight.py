@@ -12,7 +12,7 @@ from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, unit_scale
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut
-from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.features import Components, Neighbours
 from pyro_bpq.rollout.sums import common_type, in_single
 
 # Weight of the past in the moments of crossed costs.
@@ -43,11 +43,12 @@ class HeldCosts(NamedTuple):
 
     Args:
         names: Names of the sites.
-        log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``.
-        value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
+        log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``;
+            of counts their means.
+        value: Indices of the drawn values, ``(G, M, plates, D)``; of bits and counts in the type of ``log_q``.
         changes: The changes at all values, or predictions of them.
         settled: Sum ``(G, M, plates)``, in nats, of the immediate costs at the drawn values.
-        sign: Of bits the sign of the step to the other value, 1 or -1, ``(G, M, plates, D)``; else ``None``.
+        sign: Of bits and counts the step to the other value, 1 or -1, ``(G, M, plates, D)``; else ``None``.
         rest: Sum of the costs that read the site and are not known at other values; ``None`` if there are none.
         particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
         drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all changes
@@ -56,6 +57,11 @@ class HeldCosts(NamedTuple):
         exact: True changes ``(G, M or 1, plates, n, K)`` of the drawn components.
         excess: Of later and of immediate costs, how much more they were in the run than where ``exact`` comes from,
             ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.
+        near: Of counts the weights of the steps.
+        back: Of counts the change of ``log q`` of the sites that read them one step to the other side, as ``exact``.
+        lost: Of counts, whether nothing is known at other values of a site, ``(G,)``; ``None`` if something is at each.
+        dispersion: ``log q`` of negative binomials as a function of ``total_count`` alone, ``(G, M, plates)``, with its
+            gradient; ``None`` if there is none.
     """
 
     names: tuple[str, ...]
@@ -70,6 +76,10 @@ class HeldCosts(NamedTuple):
     share: Tensor | None = None
     exact: Changes | None = None
     excess: tuple[Tensor, Tensor] | None = None
+    near: Neighbours | None = None
+    back: Tensor | None = None
+    lost: Tensor | None = None
+    dispersion: Tensor | None = None
 
     @property
     def has_bits(self) -> bool:
@@ -167,7 +177,7 @@ class Hindsight(Estimator):
             table = _coefficients(means, level, kept, held.has_bits)
             if held.drawn is not None:
                 table = _corrected(table, log_q, level, kept, held)
-            if (uncut := _uncut(held, later)) is not None:
+            if (uncut := unknown_costs(held, later)) is not None:
                 rest, own = centred_cost(uncut, context, "rest")
                 table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
             table = table if held.sign is None else table.mul_(held.sign)
@@ -243,7 +253,7 @@ def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:
     return rest[..., None, None] * torch.zeros_like(log_q).scatter_(-1, held.value.unsqueeze(-1), 1.0)
 
 
-def _uncut(held: HeldCosts, like: Tensor) -> Tensor | None:
+def unknown_costs(held: HeldCosts, like: Tensor) -> Tensor | None:
     """What is not known at other values, in expectation over the particle that is drawn."""
     if held.excess is None:
         return held.rest

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning
-from pyro_bpq.estimators.differences import Differences, HeldCounts
+from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
@@ -168,15 +168,10 @@ class HeldRuns:
                 record, plates = traced.run.sites[name], self.graph.node(name).plates
                 shape = (*rollout.run_shape(plates), *split.table_shape)
                 tables = [_predicted(split, record, derivatives[name, side]) for side in Changes._fields]
-                if split.kind == "count":
-                    for cost, change in _of_own_laws(name, record).items():
-                        side = 2 if cost in self.plan.sites[name].immediate else 1
-                        known = cost in self.plan.sites[name].costs
-                        tables[side] = (
-                            tables[side] + change.reshape(*change.shape[: change.dim() - split.value_ndim], -1)
-                            if known
-                            else tables[side]
-                        )
+                site = self.plan.sites[name]
+                for cost, change in _of_own_laws(name, record).items() if split.kind == "count" else ():
+                    side = 2 if cost in site.immediate else 1
+                    tables[side] = tables[side] + change.reshape(shape) if cost in site.costs else tables[side]
                 found[name].append([own.nan_to_num_(0.0, 0.0, 0.0).expand(shape) for own in tables])
         self.predicted = {name: Changes(*map(torch.cat, zip(*own, strict=True))) for name, own in found.items()}
 
@@ -215,7 +210,7 @@ class HeldRuns:
                     terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
         return terms
 
-    def of_class(self, c: int) -> HeldCosts | HeldCounts:
+    def of_class(self, c: int) -> HeldCosts:
         """What the estimator of a class of sites gets."""
         names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
         index, share = self.drawn.get(c, (None, None))
@@ -231,39 +226,25 @@ class HeldRuns:
         sign = 1.0 - 2.0 * value if has_bits else None
         return HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
 
-    def _of_counts(self, c: int) -> HeldCounts:
+    def _of_counts(self, c: int) -> HeldCosts:
         """What the estimator of a class of counts gets."""
-        names, batch, drawn = self.signals.layout.classes[c].names, self.signals.batches[c], self.drawn.get(c)
-        index, share = (None, None) if drawn is None else drawn
-        mean = batch.means
-        none, back, parts = torch.zeros_like(mean[0]), [], []
+        names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
+        index, share = self.drawn.get(c, (None, None))
+        mean, near, back, pairs = batch.means, batch.near, [], []
         for i, name in enumerate(names):
-            at = none if index is None else none[: len(index[i]), ..., : index.shape[-1]]
+            at = none = torch.zeros_like(mean[i])
+            if index is not None:
+                at = none[: len(index[i]), ..., : index.shape[-1]]
             exact = Changes(*(own.expand(at.shape) for own in self.exact.get(name, (at,) * 3)))
-            known = (
-                exact if index is None else Changes(*(own.to(mean) for own in self.predicted.get(name, (none,) * 3)))
-            )
-            parts.append((known, exact))
-            back.append(self.back[name].expand(at.shape) if name in self.back else at)
-        changes, exact = (Changes(*map(torch.stack, zip(*own, strict=True))) for own in zip(*parts, strict=True))
+            predicted = Changes(*(own.to(mean) for own in self.predicted.get(name, (none,) * 3)))
+            pairs.append((exact if index is None else predicted, exact))
+            back.append(self.back.get(name, at).expand(at.shape))
+        changes, exact = (Changes(*map(torch.stack, zip(*own, strict=True))) for own in zip(*pairs, strict=True))
         settled, rest, excess = self._known(names, index)
+        known = names, mean, batch.widened(batch.value), changes, settled, near.step, rest, self.particle
         lost = [name not in self.plan.sites for name in names]
-        return HeldCounts(
-            names,
-            mean,
-            batch.near,
-            changes,
-            settled,
-            rest,
-            torch.tensor(lost, device=mean.device) if any(lost) else None,
-            self.particle,
-            index,
-            share,
-            exact,
-            torch.stack(back),
-            excess,
-            batch.dispersion,
-        )
+        is_lost = torch.tensor(lost, device=mean.device) if any(lost) else None
+        return HeldCosts(*known, index, share, exact, excess, near, torch.stack(back), is_lost, batch.dispersion)
 
     def _known(
         self, names: Sequence[str], index: Tensor | None
@@ -371,7 +352,7 @@ def _of_own_laws(name: str, record: SiteRecord) -> dict[str, Tensor]:
             (after, ndim), (before, _) = (element_log_prob(unchecked(fn), at) for at in (value + step, value))
             wide = [w.reshape(*w.shape, *(1,) * ndim) if isinstance(w, Tensor) else w for w in weights]
             change = scale_and_mask(sign * (after - before), *wide)
-            found |= {cost: change.expand(value.shape)} if change.dim() == value.dim() else {}
+            found |= {cost: change} if change.shape == value.shape else {}
     return found
 
 
