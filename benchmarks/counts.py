@@ -151,19 +151,18 @@ class Chain(Parts):
 
 
 class Births(Parts):
-    """A population: some of it dies and others come, in each step; every fifth step it is counted, with errors."""
+    """A population that has children and dies, and to which others come; every fifth step it is seen, with errors."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self.length, self.own = length, nn.Parameter(torch.zeros(length, 2))
 
-    def walk(self, guide: bool) -> None:
+    def walk(self, is_guide: bool) -> None:
         size = torch.full((), 5.0)
         for t in range(self.length):
-            share, rate = (self.own[t, 0].sigmoid(), softplus(self.own[t, 1])) if guide else (0.8, 1.0)
-            left = pyro.sample(f"left_{t}", dist.Binomial(size, share + 0.0 * size))
-            size = left + pyro.sample(f"born_{t}", dist.Poisson(rate + 0.0 * left))
-            if t % 5 == 4 and not guide:
+            share, rate = (self.own[t, 0].sigmoid(), softplus(self.own[t, 1])) if is_guide else (0.8, 1.0)
+            size = pyro.sample(f"size_{t}", dist.Poisson(share * size + rate))
+            if t % 5 == 4 and not is_guide:
                 pyro.sample(f"x_{t}", dist.Normal(size, 1.0), obs=torch.full((), 5.0 + math.sin(t)))
 
     def model(self) -> None:

@@ -149,7 +149,7 @@ NOISY: list[Any] = [
     QControlVariate(),
 ]
 # No finite sites, see their own tests; and what draws nothing that a score would need.
-ELSEWHERE = {"Pathwise", "QProp", "LAX", "LAXQ"}
+ELSEWHERE = {"Pathwise", "QProp", "LAX", "LAXQ", "Differences"}
 MAX_OUTCOMES = 400
 
 

@@ -63,7 +63,11 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "pathwise": ("reparameterised", lambda r: dist.Normal(r, 1.0), {}),
     "all": ("chosen for all sites", coin, {"estimator": AllAction()}),
     "few": (SUM, coin, {}),
-    "counts": ("many or infinitely many values", lambda r: dist.Poisson(r.exp()), {}),
+    "counts": (
+        "counts: differences of one step, which slopes predict where there are many",
+        lambda r: dist.Poisson(r.exp()),
+        {},
+    ),
     "rows": ("rows of data: the row's other particles are the baseline", coin, {"rows": ROWS}),
     "few sites": (f"few sites: {OTHERS}", coin, {"rows": ROWS - 3}),
     "few sites, one particle": (SUM, coin, {"rows": ROWS - 3, "num_particles": 1}),
