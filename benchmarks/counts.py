@@ -204,7 +204,7 @@ def gradients(name: str, make: Callable[[], Any], batch: tuple[Tensor, ...], opt
             for _ in range(2 if options.smoke else WARM):
                 own.loss_and_grads(module.model, module.guide, *batch)
         lanes.append((text, module, own, state, [], []))
-    for _ in range(2 if options.smoke else 200 if options.full else 40):
+    for _ in range(2 if options.smoke else 100 if options.full else 40):
         for _, module, own, state, found, seconds in lanes:
             module.zero_grad()
             with pyro.get_param_store().scope(state):
