@@ -147,6 +147,11 @@ class SiteFacts:
         return self.can_step and self.info.counts is not None and not self.has_few_values
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all counts of it are evaluated."""
+        return self.info.counts is not None and self.info.counts.size <= Differences.whole
+
+    @property
     def has_many_particles(self) -> bool:
         """Whether there are enough particles for costs of a site of many components."""
         return self.info.num_particles >= FEW_PARTICLES
@@ -211,7 +216,7 @@ SITES = (
     Rule(
         "counts: differences of one step, which slopes predict where there are many",
         lambda s: s.is_stepped and (s.info.counts.size <= MOST_EVALUATED or s.has_slopes()),
-        lambda s: Differences() if s.has_slopes() else Differences(draws=MOST_EVALUATED),
+        lambda s: Differences() if s.is_whole or s.has_slopes() else Differences(draws=MOST_EVALUATED),
     ),
     # Many components, whose costs are not known at other values.
     Rule(

@@ -103,6 +103,7 @@ CONFIGS: dict[str, Config] = {
     "crossed": _served(CrossedLeaveOneOut(), 2, **PAIRS),
     "hindsight": _served(Hindsight(), max_states=16, kinds=LAWFUL_KINDS),
     "hindsight_drawn": _served(Hindsight(draws=1), max_states=8, kinds=LAWFUL_KINDS),
+    "counts": Config(TraceBackpropQ_ELBO, options={"max_states": 4, "kinds": COUNT_KINDS}),
     "differences": _served(Differences(), max_states=16, kinds=COUNT_KINDS),
     "differences_drawn": _served(Differences(draws=1, whole=1), max_states=9, kinds=COUNT_KINDS),
     "differences_two": _served(Differences(whole=1), 2, max_states=6, kinds=COUNT_KINDS),
