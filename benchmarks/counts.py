@@ -186,17 +186,17 @@ def elbos(compiled: bool, largest: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def gradients(name: str, make: Callable[[], Any], batch: tuple[Tensor, ...], options: Any) -> list[Row]:
+def gradients(name: str, make: Callable[[], Any], draw: Callable[[], tuple[Tensor, ...]], options: Any) -> list[Row]:
     """Variance and CPU time of every method's gradient at the weights that some steps of the default lead to."""
     pyro.set_rng_seed(0)
     pyro.clear_param_store()
     trained = make()
     optimizer, elbo = torch.optim.Adam(trained.parameters(), 3e-3), TraceBackpropQ_ELBO()
-    for _ in range(20 if options.smoke else 300):
+    for _ in range(20 if options.smoke else 1500 if draw() and options.full else 300):
         optimizer.zero_grad()
-        elbo.loss_and_grads(trained.model, trained.guide, *batch)
+        elbo.loss_and_grads(trained.model, trained.guide, *draw())
         optimizer.step()
-    lanes = []
+    lanes, batch = [], draw()
     for text, build in elbos(options.compiled, 32 if batch else 256).items():
         pyro.clear_param_store()
         module, own = copy.deepcopy(trained), build()
@@ -244,18 +244,18 @@ def main() -> None:
     stem = "counts_compiled" if options.compiled else "counts"
     if not options.only or options.only == "gradients":
         rows: list[Row] = []
-        programs: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...]]] = {
-            "chain of 30, each drawn by itself": (lambda: Chain(30, False), ()),
-            "chain of 30, each from the last": (lambda: Chain(30, True), ()),
-            "births and deaths, 50 steps": (lambda: Births(50), ()),
+        programs: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Tensor, ...]]]] = {
+            "chain of 30, each drawn by itself": (lambda: Chain(30, False), tuple),
+            "chain of 30, each from the last": (lambda: Chain(30, True), tuple),
+            "births and deaths, 50 steps": (lambda: Births(50), tuple),
         }
         if digits is not None:
             images = Images("", "linear", 1, digits.train, digits.splits)
-            batch = images.batch(torch.Generator().manual_seed(0))
-            vae = {"Poisson VAE, linear": (lambda: images.programs(""), batch)}
+            generator = torch.Generator().manual_seed(0)
+            vae = {"Poisson VAE, linear": (lambda: images.programs(""), lambda: images.batch(generator))}
             programs = vae if options.compiled else {**vae, **programs}
-        for name, (make, batch) in programs.items():
-            rows += gradients(name, make, batch, options)
+        for name, (make, draw) in programs.items():
+            rows += gradients(name, make, draw, options)
             print(table([row for row in rows if row["program"] == name]), flush=True)
         write_csv(options.output / f"{stem}.csv", rows)
         heads = []
