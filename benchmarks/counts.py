@@ -51,7 +51,7 @@ from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 LATENTS = 200
 PARTICLES = (2, 8, 32, 64, 128, 256)
 WARM = 60  # steps before the gradient is measured
-LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=200.0, slices=20)
+LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=120.0, slices=12)
 QUICK = Size(rates=(1e-3,), seeds=1, seconds=30.0, slices=6)
 SMOKE = Size(rates=(1e-3,), seeds=1, seconds=0.01, slices=2, samples=3)
 

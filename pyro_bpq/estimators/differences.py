@@ -58,7 +58,7 @@ class Differences(Estimator):
         | Hindsight network credit assignment (Young, 2022), for sites downstream
     """
 
-    draws: int = 1
+    draws: int = 2
     curvature: bool = True
     whole: int = 4
 

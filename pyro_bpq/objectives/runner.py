@@ -269,7 +269,7 @@ class StepRunner(Runner):
         recorded = tuple(each for each in found if each is not None)
         values = Values(recorded, None, traced, self.recordings.call, int(particles.nesting) if has_plate else 0)
         plan = self.plans.of(first, graph, facts, lambda name: has_slope(values, graph, name))
-        if one is not None and has_plate and plan.held.all_drawn:
+        if one is not None and has_plate and plan.held.picks_one:
             values = replace(values, alone=self.alone(one, particles, first))
 
         def staged() -> Staged:

@@ -155,6 +155,11 @@ class Flips:
         return bool(self.sites) and all(site.is_drawn for site in self.sites.values())
 
     @property
+    def picks_one(self) -> bool:
+        """Whether a step evaluates one random particle. The errors of predictions for counts are too large for that."""
+        return self.all_drawn and all(site.components.kind != "count" for site in self.sites.values())
+
+    @property
     def others(self) -> int:
         """The number of rows of an evaluation, beside the sample."""
         return max(site.rows for site in self.sites.values()) if self.all_drawn else self.rows - 1

@@ -87,7 +87,7 @@ class HeldRuns:
         if plan.all_drawn:
             # The first sites may be reparameterised, and have no score.
             like = self.rollout.runs[0].loss.detach()
-            if number > 1 and (not values.nesting or values.alone is not None):
+            if number > 1 and plan.picks_one and (not values.nesting or values.alone is not None):
                 self.particle = _draw(like.new_full((number,), 1.0 / number), 1, generator)
             if groups > 1:
                 self.group = _draw(like.new_full((groups,), 1.0 / groups), 1, generator)

@@ -137,7 +137,7 @@ def test_two_particles_are_exact() -> None:
 # Many components, some of which are drawn.
 
 
-DRAWN = Differences(whole=1)
+DRAWN = Differences(draws=1, whole=1)
 
 
 def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:

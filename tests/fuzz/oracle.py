@@ -106,7 +106,7 @@ CONFIGS: dict[str, Config] = {
     "counts": Config(TraceBackpropQ_ELBO, options={"max_states": 4, "kinds": COUNT_KINDS}),
     "differences": _served(Differences(), max_states=16, kinds=COUNT_KINDS),
     "differences_drawn": _served(Differences(draws=1, whole=1), max_states=9, kinds=COUNT_KINDS),
-    "differences_two": _served(Differences(whole=1), 2, max_states=6, kinds=COUNT_KINDS),
+    "differences_two": _served(Differences(draws=1, whole=1), 2, max_states=4, kinds=COUNT_KINDS),
     "second_run": _served(SecondRun(), **PAIRS),
     "straight_through": _served(DebiasedStraightThrough(), **PAIRS, kinds=FLOAT_KINDS),
     "enumeration": Config(
