@@ -49,7 +49,7 @@ from vae import Digits, layers, load_digits
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 
 LATENTS = 200
-PARTICLES = (2, 8, 32, 64, 128, 256)
+PARTICLES = (2, 8, 32, 64, 128, 256, 1024)
 WARM = 60  # steps before the gradient is measured
 LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=120.0, slices=12)
 QUICK = Size(rates=(1e-3,), seeds=1, seconds=30.0, slices=6)
@@ -197,7 +197,7 @@ def gradients(name: str, make: Callable[[], Any], draw: Callable[[], tuple[Tenso
         elbo.loss_and_grads(trained.model, trained.guide, *draw())
         optimizer.step()
     lanes, batch = [], draw()
-    for text, build in elbos(options.compiled, 32 if batch else 256).items():
+    for text, build in elbos(options.compiled, 32 if batch else 1024).items():
         pyro.clear_param_store()
         module, own = copy.deepcopy(trained), build()
         with pyro.get_param_store().scope() as state:
