@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, unit_scale
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts, centred_cost, unknown_costs
+from pyro_bpq.estimators.requirements import needs_counts
 from pyro_bpq.rollout.features import Components, Neighbours
 
 # Ratio of the probabilities of what is drawn later from which on the count one step on stands for itself.
@@ -70,13 +71,7 @@ class Differences(Estimator):
         for name in ("draws", "whole"):
             check_option(self, name, getattr(self, name) >= 1, "a positive number")
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs counts."""
-        if site.counts is not None:
-            return None
-        other = "AllAction()" if site.components is not None else "ScoreFunction()"
-        needed = "Poisson, Binomial, NegativeBinomial or Geometric"
-        return f"Differences() needs {needed}, not {site.distribution}; use {other}"
+    unsupported = needs_counts
 
     def split(self, site: SiteInfo) -> Components | None:
         """The components of a site that take other values."""

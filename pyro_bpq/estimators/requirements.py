@@ -91,6 +91,22 @@ def needs_float_value(owner: object, site: SiteInfo, others: str = "") -> str | 
     return _refusal(owner, f"a Bernoulli or OneHotCategorical, not a {site.distribution}", other)
 
 
+def needs_counts(owner: object, site: SiteInfo) -> str | None:
+    """Refuses sites without counts.
+
+    Args:
+        owner: The estimator.
+        site: The facts about the site.
+
+    Returns:
+        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+    """
+    if site.counts is not None:
+        return None
+    laws = "a Poisson, Binomial, NegativeBinomial or Geometric"
+    return _refusal(owner, f"{laws}, not a {site.distribution}", alternative(site))
+
+
 def needs_single(owner: object, site: SiteInfo) -> str | None:
     """Refuses sites without a single finite component.
 
