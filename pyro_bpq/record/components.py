@@ -180,7 +180,13 @@ def _component_labels(
     for other in (own for child, own in below.items() if child != name):
         (own,), more = ([Unknown()], 0) if is_mixed(other.elements) else recording.labels([other.elements], starts)
         number += more
-        if isinstance(own, Unknown) or (own == MANY).any():
+        # A site outside of a plate reads all of its rows.
+        has_rows = all(
+            -dim <= len(other.batch) and other.batch[dim] == site.batch[dim]
+            for dim in site.plates.values()
+            if -dim <= len(site.batch)
+        )
+        if isinstance(own, Unknown) or not has_rows or (own == MANY).any():
             mixed.append(other.value)
         else:
             extra = (1,) * (len(recording.shapes[other.value]) - own.ndim)

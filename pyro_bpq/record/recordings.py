@@ -345,7 +345,7 @@ class Recordings:
         if old is None:
             return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)
         reads, kept = old.reads.union(new.reads), old.patterns & patterns
-        if reads.bits == old.reads.bits and kept == old.patterns:
+        if reads.bits == old.reads.bits and kept == old.patterns and new.self_read <= old.self_read:
             return old
         added = {cost: sorted(reads[cost] - old.reads[cost]) for cost in reads}
         lost = sorted({pair for pair, _ in old.patterns - kept})
