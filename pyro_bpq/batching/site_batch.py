@@ -21,7 +21,6 @@ from pyro_bpq.rollout.features import (
     dispersion_score,
     element_log_prob,
     encode_real,
-    neighbours,
     standardise,
 )
 from pyro_bpq.rollout.runs import Rollout, SiteRecord
@@ -119,10 +118,9 @@ class SiteBatch:
     @cached_property
     def near(self) -> Neighbours:
         """The values next to counts, ``(G, M, plates, D)``."""
-        known = {id(site): neighbours(site.fn, site.value) for site in self._records}
 
         def part(i: int) -> Tensor:
-            return self.widened(self.stack(lambda site: known[id(site)][i], self.cls.value_ndim))
+            return self.widened(self.stack(lambda site: site.near[i], self.cls.value_ndim))
 
         return Neighbours(part(0), part(1), part(2))
 

@@ -88,7 +88,7 @@ class Differences(Estimator):
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every mean by its difference."""
         held: HeldCosts = context.signals["hindsight"]
-        assert held.sign is not None
+        assert held.near is not None
         with torch.no_grad():
             rest, later = held.rest, context.cost - held.settled
             later = later if rest is None else later - rest
@@ -99,7 +99,7 @@ class Differences(Estimator):
             level, statistics = centred_cost(later, context, "baseline")
             kept = unit_scale(*context.statistics["moments"].unbind(1))
             table, new = _table(held, level.unsqueeze(-1), kept.reshape(-1, *(1,) * level.dim()))
-            table = table * held.sign
+            table = table * held.near.step
             statistics = {**statistics, "moments": context.running_mean("moments", new, _DECAY)}
             if held.lost is not None:
                 table = table.masked_fill(is_lost.unsqueeze(-1), 0.0)
@@ -119,18 +119,14 @@ def _table(held: HeldCosts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor
     if held.drawn is None:
         first, change = _differences(exact, back, near, level)
         return torch.addcmul(first, kept, change), _moments(first, change)
-
-    def pick(tensor: Tensor) -> Tensor:
-        return tensor if held.particle is None else tensor.index_select(1, held.particle)
-
     first, change = _differences(held.changes, torch.zeros_like(near.weight), near, level)
     predicted = torch.addcmul(first, kept, change)
-    own, at, level = pick(predicted), held.drawn, pick(level)
+    at, share = held.drawn, held.share
     level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
-    assert held.share is not None
-    first, change = _differences(exact, back, Neighbours(*(pick(part).gather(-1, at) for part in near)), level)
-    own = own.scatter_add(-1, at, ((torch.addcmul(first, kept, change) - own.gather(-1, at)) * held.share).to(own))
-    return own if held.particle is None else predicted.index_copy(1, held.particle, own), _moments(first, change)
+    assert share is not None
+    first, change = _differences(exact, back, Neighbours(*(part.gather(-1, at) for part in near)), level)
+    errors = torch.addcmul(first, kept, change) - predicted.gather(-1, at)
+    return predicted.scatter_add(-1, at, (errors * share).to(predicted)), _moments(first, change)
 
 
 def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tensor) -> tuple[Tensor, Tensor]:

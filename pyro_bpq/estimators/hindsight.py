@@ -45,10 +45,10 @@ class HeldCosts(NamedTuple):
         names: Names of the sites.
         log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``;
             of counts their means.
-        value: Indices of the drawn values, ``(G, M, plates, D)``; of bits and counts in the type of ``log_q``.
+        value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
         changes: The changes at all values, or predictions of them.
         settled: Sum ``(G, M, plates)``, in nats, of the immediate costs at the drawn values.
-        sign: Of bits and counts the step to the other value, 1 or -1, ``(G, M, plates, D)``; else ``None``.
+        sign: Of bits the sign of the step to the other value, 1 or -1, ``(G, M, plates, D)``; else ``None``.
         rest: Sum of the costs that read the site and are not known at other values; ``None`` if there are none.
         particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
         drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all changes

@@ -274,7 +274,6 @@ class Planner:
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
                 more = {
-                    "can_step": can_step,
                     "is_untold": True,
                     "can_compare": is_plain and not facts.is_dynamic,
                     "has_slopes": has_slopes,

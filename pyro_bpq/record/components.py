@@ -91,11 +91,13 @@ def elements_of(site: Any) -> tuple[Tensor, int]:
     """The scaled, masked elements of a log-probability, and their number of event dimensions."""
     is_one = (independent_components(site["fn"]) or 1) == 1
     log_prob, event_ndim = (site["unscaled_log_prob"], 0) if is_one else element_log_prob(site["fn"], site["value"])
-    weights = [site["scale"], site["mask"]]
-    for i, weight in enumerate(weights):
-        if isinstance(weight, Tensor):
-            weights[i] = weight.reshape(weight.shape + (1,) * event_ndim)
-    return scale_and_mask(log_prob, *weights), event_ndim
+    return weighted_elements(log_prob, event_ndim, site["scale"], site["mask"]), event_ndim
+
+
+def weighted_elements(elements: Tensor, event_ndim: int, *weights: Any) -> Tensor:
+    """The elements of a log-probability, with the scale and the mask of its batch."""
+    wide = [w.reshape(w.shape + (1,) * event_ndim) if isinstance(w, Tensor) else w for w in weights]
+    return scale_and_mask(elements, *wide)
 
 
 def rows_that_meet(

@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.batching.site_batch import SiteBatch
@@ -25,12 +24,13 @@ from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import Terms
+from pyro_bpq.record.components import weighted_elements
 from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import expansions
-from pyro_bpq.rollout.features import Components, element_log_prob, neighbours
+from pyro_bpq.rollout.features import Components, element_log_prob
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
 
@@ -136,12 +136,9 @@ class HeldRuns:
         ahead, back = {}, {}
         for name, site in self.plan.sites.items():
             if site.components.kind == "count":
-                record, ndim = traced.run.sites[name], site.components.value_ndim
-                near, shape = neighbours(record.fn, record.value), bound.tensors[bound.recorded.drawn[name].value].shape
-                pair = near.step * (near.weight != 0.0), -near.step * (near.back != 0.0)
-                if self.particle is not None and self.values.nesting:
-                    pair = tuple(self.values.particle_of(step, self.particle, ndim) for step in pair)
-                ahead[name], back[name] = (step.reshape(shape) for step in pair)
+                near, shape = traced.run.sites[name].near, bound.tensors[bound.recorded.drawn[name].value].shape
+                ahead[name] = (near.step * (near.weight != 0.0)).reshape(shape)
+                back[name] = (-near.step * (near.back != 0.0)).reshape(shape)
         return ahead, back
 
     def _table(self, name: str, terms: Terms, rows: Rows, drawn: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -241,7 +238,7 @@ class HeldRuns:
             back.append(self.back.get(name, at).expand(at.shape))
         changes, exact = (Changes(*map(torch.stack, zip(*own, strict=True))) for own in zip(*pairs, strict=True))
         settled, rest, excess = self._known(names, index)
-        known = names, mean, batch.widened(batch.value), changes, settled, near.step, rest, self.particle
+        known = names, mean, batch.widened(batch.value), changes, settled, None, rest, self.particle
         lost = [name not in self.plan.sites for name in names]
         is_lost = torch.tensor(lost, device=mean.device) if any(lost) else None
         return HeldCosts(*known, index, share, exact, excess, near, torch.stack(back), is_lost, batch.dispersion)
@@ -304,8 +301,7 @@ def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
     Of counts the mean, which multiplies the differences in the gradient.
     """
     if batch.cls.spec.components is None:
-        mean = batch.means.detach()
-        return mean if particle is None else mean.index_select(1, particle)
+        return batch.means.detach()
     has_bits = batch.components.kind == "bernoulli"
     log_q = (batch.log_odds if has_bits else batch.log_probs).detach()
     log_q = log_q if particle is None else log_q.index_select(1, particle)
@@ -342,16 +338,15 @@ def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]
 def _of_own_laws(name: str, record: SiteRecord) -> dict[str, Tensor]:
     """The changes ``(batch, event)`` of the log-probabilities of counts themselves one step on, by cost."""
     found, value = dict[str, Tensor](), record.value.detach()
-    step = neighbours(record.fn, value).step
+    moved = value + record.near.step
     sides = (
         (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),
         (cost_of_model(name), -1.0, record.prior, record.prior_scale, record.prior_mask),
     )
     for cost, sign, fn, *weights in sides:
         if fn is not None:
-            (after, ndim), (before, _) = (element_log_prob(unchecked(fn), at) for at in (value + step, value))
-            wide = [w.reshape(*w.shape, *(1,) * ndim) if isinstance(w, Tensor) else w for w in weights]
-            change = scale_and_mask(sign * (after - before), *wide)
+            (after, ndim), (before, _) = (element_log_prob(unchecked(fn), at) for at in (moved, value))
+            change = weighted_elements(sign * (after - before), ndim, *weights)
             found |= {cost: change} if change.shape == value.shape else {}
     return found
 
@@ -365,7 +360,7 @@ def _predicted(split: Components, record: SiteRecord, terms: Derivatives) -> Ten
     slope, bent = sum(slopes[1:], slopes[0]), [curved for _, curved in terms if curved is not None]
     batch = value.shape[: value.dim() - split.value_ndim]
     if split.has_pairs:
-        step = 1.0 - 2.0 * value if split.kind == "bernoulli" else neighbours(fn, value).step
+        step = 1.0 - 2.0 * value if split.kind == "bernoulli" else record.near.step
         change = slope * step
         return (change + 0.5 * sum(bent[1:], bent[0]) if bent else change).reshape(*batch, split.size)
     index, table = split.index(value, fn).unsqueeze(-1), slope.reshape(*batch, split.size, split.cardinality)

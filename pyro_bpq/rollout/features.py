@@ -264,7 +264,7 @@ def dispersion_score(fn: Any, value: Tensor) -> Tensor | None:
     if not (isinstance(base, td.NegativeBinomial) and base.total_count.requires_grad):
         return None
     own = td.NegativeBinomial(base.total_count, logits=base.logits.detach(), validate_args=False)
-    return own.log_prob(value.detach()).flatten(len(fn.batch_shape)).sum(-1) if fn.event_shape else own.log_prob(value)
+    return td.Independent(own, len(fn.event_shape), validate_args=False).log_prob(value.detach())
 
 
 def _is_masked(fn: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.rollout.features import Neighbours, neighbours
 
 
 class Program(NamedTuple):
@@ -46,6 +48,11 @@ class SiteRecord:
     baseline: Callable[[], Tensor] | None = None
     # Costs charged to single components, `batch_shape + (D,)`, in nats, detached; or `None`
     charged: Tensor | None = None
+
+    @cached_property
+    def near(self) -> Neighbours:
+        """The values next to counts."""
+        return neighbours(self.fn, self.value)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 from pyro_bpq import TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import Differences
 from pyro_bpq.estimators import differences as estimator_module
-from pyro_bpq.reruns import hindsight as module
 from pyro_bpq.rollout.features import count_mean, neighbours
 from pyro_bpq.testing import ChoiceNoise, exact_gradient, expected_gradient
+from pyro_bpq.testing.enumerable import enumerable_noise
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 
@@ -140,18 +140,6 @@ def test_two_particles_are_exact() -> None:
 DRAWN = Differences(draws=1, whole=1)
 
 
-def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
-    """Lets the drawn components be enumerated; random signs are all one."""
-    noise = ChoiceNoise()
-
-    def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
-        return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
-
-    monkeypatch.setattr(module, "_draw", draw)
-    monkeypatch.setattr(module, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
-    return noise
-
-
 def layers(kind: str, rows: int = 1) -> Program:
     """Two layers of two counts above data that reads both, in a plate; the lower one has a nonlinear decoder."""
     law = small(kind)
@@ -184,10 +172,11 @@ def layers(kind: str, rows: int = 1) -> Program:
 def test_drawn_components_are_exact(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListedPoisson, "most", 7)
     pyro.clear_param_store()
-    program, noise = layers(kind, rows), with_choices(monkeypatch)
+    program, noise = layers(kind, rows), ChoiceNoise()
     elbo = trained(program, estimator=DRAWN)
     assert elbo.plan.held.sites["low"].is_drawn
-    assert largest_error(elbo, program, noise) < (1e-10 if kind == "binomial" else 1e-8)
+    with enumerable_noise(noise):
+        assert largest_error(elbo, program, noise) < (1e-10 if kind == "binomial" else 1e-8)
 
 
 TOGETHER = {"vectorize_particles": True, "max_plate_nesting": 1}
@@ -203,10 +192,11 @@ def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any], m
                 pyro.sample("x", dist.Normal(z.prod(-1) + z.sum(-1).sin(), 0.8), obs=real(0.7))
 
     pyro.clear_param_store()
-    program, noise = ((lambda: run("p")), (lambda: run("q"))), with_choices(monkeypatch)
+    program, noise = ((lambda: run("p")), (lambda: run("q"))), ChoiceNoise()
     elbo = trained(program, 2, estimator=DRAWN, **options)
     assert elbo.plan.held.sites["z"].is_drawn
-    assert largest_error(elbo, program, noise) < 1e-10
+    with enumerable_noise(noise):
+        assert largest_error(elbo, program, noise) < 1e-10
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
