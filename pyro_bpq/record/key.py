@@ -3,7 +3,7 @@ r"""What a call hands to its programs, and what the programs can reach besides.
 A recording holds for calls that look the same: equal numbers, flags and texts, tensors of equal shapes and types. The
 tensors themselves may differ, they are inputs. Reached are arguments, parameters, what functions close over, the
 globals that they name, arguments of partials, settings of handlers, attributes of modules, of plain objects and of
-their classes.
+their classes, and functions of these classes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, to
 _PLAINEST = frozenset(_PLAIN)
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
+# Where methods of a class, its properties and the like hold their function.
+_WRAPPED = ("__func__", "fget", "func")
 # More things than these belong to a program that reaches a whole library or data set; arrays of more numbers are data.
 _MOST, _MOST_NUMBERS = 20_000, 1000
 # Number of changes after which a number counts the steps, and switches nothing.
@@ -200,7 +202,7 @@ class Call:
             self.arrays.append((path, item))
 
     def _of_class(self, path: Path, item: type) -> None:
-        """Notes the plain values among the attributes of a class, once: its objects read them too."""
+        """Notes the plain values and the functions of a class, once: its objects read them too."""
         for kind in item.__mro__:
             if kind in self._classes or is_of_library(kind):
                 continue
@@ -208,6 +210,9 @@ class Call:
             for name, value in vars(kind).items():
                 if type(value) in _PLAINEST and not name.startswith("__"):
                     self.note(("{}.{}", path, name), (type(value), value))
+                for function in (value, *(getattr(value, part, None) for part in _WRAPPED)):
+                    if isinstance(function, FunctionType):
+                        self.visit(("{}.{}", path, name), function)
 
     def _attributes(self, path: Path, item: Any) -> None:
         without = _IN_USE if isinstance(item, Messenger) else ()

@@ -43,6 +43,15 @@ def name_of_a_module() -> Any:
     return (lambda: NUMBER), lambda new: globals().update(NUMBER=new)
 
 
+def named_in_a_method() -> Any:
+    return Reader(), lambda new: globals().update(NUMBER=new)
+
+
+def named_in_a_property() -> Any:
+    reader = Reader()
+    return (lambda: reader.number), lambda new: globals().update(NUMBER=new)
+
+
 def flag() -> Any:
     box = SimpleNamespace(is_new=False)
     return (lambda: NEW if box.is_new else OLD), lambda new: setattr(box, "is_new", new == NEW)
@@ -79,9 +88,18 @@ def data() -> Any:
     return (lambda: tensor), lambda new: setattr(tensor, "data", torch.tensor(new))
 
 
+class Reader:
+    def __call__(self) -> float:
+        return NUMBER
+
+    @property
+    def number(self) -> float:
+        return NUMBER
+
+
 NUMBER = OLD
 CHANGES = (
-    *(argument, attribute, closure, name_of_a_module, flag, entry, array),
+    *(argument, attribute, closure, name_of_a_module, named_in_a_method, named_in_a_property, flag, entry, array),
     *(tensor_written, view_written, tensor_replaced, data),
 )
 
@@ -113,7 +131,8 @@ def test_the_gradient_after_a_change_is_exact(change: Any, options: Any) -> None
     # No step is recorded because it is time.
     elbo.runner.recordings.now.next = math.inf
     args = put(NEW) or ()
-    assert bias(elbo, model, guide, *args) < 1e-10
+    # Parameters that are made anew would be recorded anew.
+    assert bias(elbo, model, guide, *args, params=lambda: None) < 1e-10
     put(OLD)
 
 
