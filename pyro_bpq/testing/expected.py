@@ -12,6 +12,7 @@ from pyro.infer import RenyiELBO
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError, StructureChangedError
+from pyro_bpq.objectives.elbo import ExpectedCost
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
@@ -187,7 +188,8 @@ def assert_unbiased(
         max |expected - exact| <= atol.
 
     Args:
-        elbo: An ELBO with ``loss_and_grads``, frozen by ``elbo.eval()``.
+        elbo: An ELBO with ``loss_and_grads``, frozen by ``elbo.eval()``; of an ``ExpectedCost`` only cost statements
+            count.
         model: Model.
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
@@ -208,7 +210,9 @@ def assert_unbiased(
                 "write num_particles=1."
             )
     of_step = ("use_differentiable_loss", "noise")
-    exact = exact_gradient(model, guide, *args, **{k: v for k, v in kwargs.items() if k not in of_step})
+    only_costs = isinstance(elbo, ExpectedCost)
+    of_both = {k: v for k, v in kwargs.items() if k not in of_step}
+    exact = exact_gradient(model, guide, *args, only_costs=only_costs, **of_both)
     _largest(exact, atol)
     expected = expected_gradient(elbo, model, guide, *args, **kwargs)
     if report := _differences(exact, expected, atol):

@@ -245,6 +245,11 @@ class ThreePercentOff(DisARM):
 
 
 @dataclass(frozen=True)
+class BelievesTheProgram(DisARM):
+    takes_outdated = True
+
+
+@dataclass(frozen=True)
 class Silent(DisARM):
     def unsupported(self, site: Any) -> str | None:
         return None if super().unsupported(site) is None else "no"
@@ -267,6 +272,8 @@ class ChangesTheValue(StraightThrough):
     [
         (wrong_sign(DisARM()), "biased"),
         (ThreePercentOff(), "biased"),
+        (BelievesTheProgram(), "biased"),
+        (Differences(), "supports none"),
         (Silent(), "what to write"),
         (MixesSites(), "another"),
         (ChangesTheValue(), "changes the drawn value"),

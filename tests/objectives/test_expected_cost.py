@@ -30,7 +30,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.testing import TwoPoint, exact_gradient, exact_loss, expected_gradient, expected_moments
+from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_gradient, exact_loss, expected_gradient, expected_moments
 
 ATOL = 1e-10
 
@@ -177,6 +177,11 @@ def test_policy_is_unbiased(program: Callable[..., Any], options: dict[str, Any]
 @pytest.mark.parametrize("program", [late_function, early_functions])
 def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
     assert error(ExpectedCost().eval(), None, program) < ATOL
+
+
+def test_unbiasedness_of_costs_is_asserted() -> None:
+    pyro.clear_param_store()
+    assert_unbiased(ExpectedCost(num_particles=1).eval(), None, agent)
 
 
 def environment() -> None:

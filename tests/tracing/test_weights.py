@@ -300,3 +300,20 @@ def test_a_weight_by_the_site_itself_is_not_tabled(monkeypatch: pytest.MonkeyPat
     model, guide = SITES["in_place"]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, num_particles=1), model, guide)
+
+
+def test_a_weight_by_the_site_itself_is_found_where_no_other_cost_reads_more() -> None:
+    is_weighted = []
+
+    def model() -> None:
+        mask = torch.ones((), dtype=torch.bool)
+        with poutine.mask(mask=mask):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p")[0]))
+        if is_weighted:
+            mask.copy_(z > 0)
+        pyro.sample("x", dist.Normal(2.0 * z, 0.8), obs=DATA[0])
+
+    guide = in_place()[1]
+    elbo = train(model, guide, num_particles=1)
+    is_weighted.append(True)
+    assert_unbiased(elbo, model, guide)
