@@ -2,6 +2,7 @@ r"""Differences of costs one step from a count: the exact gradient of an expecta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,14 +19,16 @@ from pyro_bpq.rollout.features import Components, Neighbours
 _MOST = 3.0
 # Weight of the past in the moments.
 _DECAY = 0.99
+# Number of components of a site up to which a map from all to all is learned.
+_MOST_LINEAR = 512
 
 
 @dataclass(frozen=True)
 class Differences(Estimator):
     r"""Compares the costs of a count with those one step on; for Poisson, binomial, negative binomial, geometric sites.
 
-        g_d = s_d [w_d A_d + (1 - λ) (u_d - w_d) T + λ (w_d v_d (T + B_d) - w_d T + 1[r_d > 3] u_d T)] ∇μ_d,
-        T = L - b,    v_d = p_d 1[p_d ≤ 3]
+        g_d = (s_d [w_d A_d + (1 - λ) (u_d - w_d) T + λ (w_d v_d (T + B_d) - w_d T + 1[r_d > 3] u_d T)] - c_d) ∇μ_d,
+        T = L - b,    v_d = p_d 1[p_d ≤ 3],    c = κ H (z - μ)
 
     ``μ`` is the mean of a component, ``s`` the step from its value to the next one (down for a binomial whose
     probability is above one half), and ``w`` makes the difference exact: ``∇_μ E f(z) = E[s w (f(z + s) - f(z))]``.
@@ -34,14 +37,15 @@ class Differences(Estimator):
     downstream, and ``B_d`` is the change of those of them that read the site. Sites downstream keep their values:
     ``p_d`` is the ratio of their probabilities, ``q(children | z + s) / q(children | z)``, and ``r_d`` the one of the
     step that leads to ``z``. Where a ratio is above 3, ``z + s`` stands for itself when it is drawn. So the estimator
-    is unbiased also where ``z`` excludes what ``z + s`` allows. ``λ`` in ``[0, 1]`` is fitted to earlier steps for each
-    site. ``b`` is the mean of ``L`` over the other particles or, with one particle, over earlier steps.
+    is unbiased also where ``z`` excludes what ``z + s`` allows. ``b`` is the mean of ``L`` over the other particles or,
+    with one particle, over earlier steps. ``λ`` and ``κ`` in ``[0, 1]``, and the regression ``H`` of the differences of
+    a site on its own value, are fitted to earlier steps for each site of up to 512 components; ``c`` has mean zero.
 
     A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
-    one all changes are predicted, from slopes and curvatures, and exactly for the laws of the site itself. ``draws``
-    components of each row, drawn with probability ``π``, are evaluated and add ``(exact - predicted) / π``. This is
-    unbiased for any prediction. Costs that are not known at other values multiply the score, with a baseline. So does
-    all that a ``total_count`` with a gradient costs.
+    one all changes are predicted: from slopes and curvatures, exactly for the laws of the site itself, and from the
+    mean error of each component in earlier steps. ``draws`` components of each row, drawn with probability ``π``, are
+    evaluated and add ``(exact - predicted) / π``. This is unbiased for any prediction. Costs that are not known at
+    other values multiply the score, with a baseline. So does all that a ``total_count`` with a gradient costs.
 
     It pays where a count has little effect on what is drawn next. If a child shows its parent's value, ``λ`` is zero,
     and later costs multiply the score.
@@ -83,7 +87,12 @@ class Differences(Estimator):
 
     def statistics(self) -> Statistics:
         """Running means of the costs, for a single particle, and the moments that fit ``λ``."""
-        return {"baseline": 0.0, "rest": 0.0, "whole": 0.0, "moments": (0.0, 0.0)}
+        return {"baseline": 0.0, "rest": 0.0, "whole": 0.0, "moments": (0.0, 0.0), "fit": (0.0, 0.0)}
+
+    def sized_statistics(self, width: int) -> Statistics:
+        """Of each predicted component the number of its draws and the sum of its errors; moments of what is linear."""
+        names = ("drawn", "errors", "level", "squares", "products") if width <= _MOST_LINEAR else ("drawn", "errors")
+        return {name: torch.zeros((width,) * (1 + (name == "products"))) for name in names}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every mean by its difference."""
@@ -98,9 +107,10 @@ class Differences(Estimator):
                 later = later.masked_fill(is_lost, 0.0)
             level, statistics = centred_cost(later, context, "baseline")
             kept = unit_scale(*context.statistics["moments"].unbind(1))
-            table, new = _table(held, level.unsqueeze(-1), kept.reshape(-1, *(1,) * level.dim()))
-            table = table * held.near.step
-            statistics = {**statistics, "moments": context.running_mean("moments", new, _DECAY)}
+            kept = kept.reshape(-1, *(1,) * level.dim())
+            table, new, errors = _table(held, level.unsqueeze(-1), kept, context.statistics)
+            table, linear = _without_linear(table * held.near.step, held, context)
+            statistics = {**statistics, **errors, **linear, "moments": context.running_mean("moments", new, _DECAY)}
             if held.lost is not None:
                 table = table.masked_fill(is_lost.unsqueeze(-1), 0.0)
             rest = unknown_costs(held._replace(rest=rest), later)
@@ -112,21 +122,53 @@ class Differences(Estimator):
         return SiteTerm(surrogate, statistics)
 
 
-def _table(held: HeldCosts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The coefficients of all means, without their signs, and new moments ``(G, 2)``."""
-    near, back, exact = held.near, held.back, held.exact
+def _without_linear(table: Tensor, held: HeldCosts, context: SiteContext) -> tuple[Tensor, dict[str, Tensor]]:
+    """Subtracts from coefficients what is linear in the counts' distances from their means; its mean is zero."""
+    known = context.statistics
+    if "products" not in known:
+        return table, {}
+    away = (held.value - held.log_q.detach()).flatten(1, -2)
+    slope = known["products"] / known["squares"].clamp(min=1e-12).unsqueeze(-2)
+    own = table.flatten(1, -2)
+    centred, linear = own - known["level"].unsqueeze(1), away @ slope.mT
+    new = {
+        "level": own.mean(1),
+        "squares": away.square().mean(1),
+        "products": centred.mT @ away / away.shape[1],
+        "fit": torch.stack((site_mean(centred * linear), site_mean(linear.square())), 1),
+    }
+    left = own - unit_scale(*known["fit"].unbind(1)).reshape(-1, 1, 1) * linear
+    return left.reshape(table.shape), {name: context.running_mean(name, own, _DECAY) for name, own in new.items()}
+
+
+def _table(
+    held: HeldCosts, level: Tensor, kept: Tensor, known: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The coefficients of all means, without their signs; new moments ``(G, 2)``; new sums of errors of predictions."""
+    near, back, exact, at, share = held.near, held.back, held.exact, held.drawn, held.share
     assert near is not None and back is not None and exact is not None
-    if held.drawn is None:
+    if at is None:
         first, change = _differences(exact, back, near, level)
-        return torch.addcmul(first, kept, change), _moments(first, change)
-    first, change = _differences(held.changes, torch.zeros_like(near.weight), near, level)
-    predicted = torch.addcmul(first, kept, change)
-    at, share = held.drawn, held.share
-    level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
+        return torch.addcmul(first, kept, change), _moments(first, change), {}
     assert share is not None
+    first, change = _differences(held.changes, torch.zeros_like(near.weight), near, level)
+    mean = known["errors"] / (known["drawn"] + 1.0)
+    mean = mean.reshape(len(mean), *(1,) * (at.dim() - 2), -1).expand_as(first)
+    predicted = torch.addcmul(first, kept, change) + mean
+    level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
     first, change = _differences(exact, back, Neighbours(*(part.gather(-1, at) for part in near)), level)
     errors = torch.addcmul(first, kept, change) - predicted.gather(-1, at)
-    return predicted.scatter_add(-1, at, (errors * share).to(predicted)), _moments(first, change)
+    # Sites of a group that takes no other values tell nothing.
+    is_known = (share > 0.0).to(errors)
+    new = {"drawn": is_known, "errors": is_known * (errors + mean.gather(-1, at))}
+    sums = {name: _DECAY * known[name] + _sums(known[name], at, own) for name, own in new.items()}
+    moments = _moments(is_known * first, is_known * change)
+    return predicted.scatter_add(-1, at, (errors * share).to(predicted)), moments, sums
+
+
+def _sums(like: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    """Sums of values by component, ``(G, D)``."""
+    return torch.zeros_like(like).scatter_add(1, at.flatten(1), values.flatten(1).to(like))
 
 
 def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tensor) -> tuple[Tensor, Tensor]:

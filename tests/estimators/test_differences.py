@@ -217,6 +217,32 @@ def test_a_wrong_weight_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert largest_error(trained(program, steps=0), program) > 1e-4
 
 
+def test_a_linear_variate_with_a_mean_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyro.clear_param_store()
+    program = chain("binomial")
+    right = estimator_module._without_linear
+    monkeypatch.setattr(
+        estimator_module,
+        "_without_linear",
+        lambda table, held, context: right(table, held._replace(log_q=0.9 * held.log_q), context),
+    )
+    assert largest_error(trained(program), program) > 1e-4
+
+
+def test_a_prediction_that_knows_its_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyro.clear_param_store()
+    program, noise = layers("binomial"), ChoiceNoise()
+    right = estimator_module._table
+
+    def peeks(held: Any, level: Tensor, kept: Tensor, known: Any) -> Any:
+        return right(held, level, kept, {**known, **right(held, level, kept, known)[-1]})
+
+    monkeypatch.setattr(estimator_module, "_table", peeks)
+    elbo = trained(program, estimator=DRAWN)
+    with enumerable_noise(noise):
+        assert largest_error(elbo, program, noise) > 1e-4
+
+
 def test_what_a_count_excludes_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListedPoisson, "most", 7)
     monkeypatch.setattr(estimator_module, "_MOST", math.inf)
