@@ -265,9 +265,9 @@ BUDGETS = {
     "svi/": 291,
     "targets/": 162,
     "testing/": 844,
-    "tests": 23440,
+    "tests": 23476,
     "benchmarks": 3160,
-    "words of docs": 15987,
+    "words of docs": 16209,
 }
 
 
