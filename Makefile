@@ -18,7 +18,7 @@ endif
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help demo test test-quick pyro-tests fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
+.PHONY: help demo test test-quick pyro-tests fuzz test-all lint format types docs tutorials notebooks bench bench-full dist clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,7 @@ help:
 	@echo "make docs        HTML pages in docs/_build/html, warnings are errors"
 	@echo "make tutorials   run the notebooks, short, and keep nothing; make notebooks runs them in full and keeps outputs"
 	@echo "make bench       the short benchmarks; bench-full for all"
+	@echo "make dist        wheel and sdist in dist/, and the wheel tested in a clean environment by the tests of the sdist"
 	@echo "make clean       remove what these targets write, but not $(VENV)"
 
 demo: $(call need,demo)
@@ -93,6 +94,12 @@ bench: $(call need,bench)
 
 bench-full: $(call need,bench)
 	$(PY) benchmarks/run.py --full $(ARGS)
+
+dist: $(call need,dist)
+	rm -rf build dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+	PYTHON="$(PY)" WORKERS=$(WORKERS) bash .ci/dist $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

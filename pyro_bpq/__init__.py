@@ -35,6 +35,6 @@ from pyro_bpq.svi.compiled_svi import CompiledSVI as CompiledSVI
 from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
 from pyro_bpq.svi.controlled import TrustRegionSVI as TrustRegionSVI
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,6 @@ from pyro_bpq.compiled.options import Backend
 Compiled = Callable[..., Sequence[Tensor]]
 
 _ATEN = torch.ops.aten
-# The oldest release of torch that steps were recorded and compiled with.
-OLDEST_TORCH = "2.8"
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.
@@ -30,14 +27,6 @@ _FEW_ELEMENTS = 128
 _SHORTEST = 2.0**-25
 # Uniform numbers from which on torch's generator, four times as fast, is worth a call that nothing joins.
 _MANY = 2048
-
-
-def outdated(version: str) -> str:
-    """Why steps are not recorded with a release of torch, as the end of a sentence; empty if they are."""
-    numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, OLDEST_TORCH)]
-    return (
-        f"torch {version} is older than {OLDEST_TORCH}, the oldest that was tested" if numbers[0] < numbers[1] else ""
-    )
 
 
 def missing(backend: Backend, device: torch.device) -> str:

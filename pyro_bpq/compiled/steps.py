@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_bpq.compiled.backends import outdated
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import Recording, first_line, record
@@ -81,7 +80,7 @@ class CompiledSteps:
             self.outside = updates.refuses()
             if self.outside:
                 return None
-        if refusal := outdated(torch.__version__) or subject.refuses():
+        if refusal := subject.refuses():
             self._tell(refusal)
         if refusal or not subject.is_settled():
             return None

@@ -227,7 +227,7 @@ def _clipped_adam(
         gradient = gradient.add(parameter, alpha=group["weight_decay"])
     mean, square = state["exp_avg"], state["exp_avg_sq"]
     mean.mul_(first).add_(gradient, alpha=1 - first)
-    spread = gradient - mean if group["centered_variance"] else gradient
+    spread = gradient - mean if group.get("centered_variance") else gradient
     square.mul_(second).addcmul_(spread, spread, value=1 - second)
     scale = step_size * (1 - second**number).sqrt() / (1 - first**number)
     parameter.sub_(scale.to(parameter.dtype) * mean / square.sqrt().add_(group["eps"]))

@@ -40,11 +40,12 @@ def _frames(outer: FrameType | None = None) -> Iterator[FrameType]:
 @functools.lru_cache(maxsize=4096)
 def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
     """The instructions of a function whose errors it catches, as ranges of offsets."""
-    lines = dis.Bytecode(code)
+    lines, suppresses = dis.Bytecode(code), "suppress" in code.co_names
     names, entries = {line.offset: line.opname for line in lines}, getattr(lines, "exception_entries", None)
-    if entries is None:  # before Python 3.11: which of them is not known
-        return ((0, len(code.co_code)),) if "SETUP_FINALLY" in names.values() else ()
-    ends = {"PUSH_EXC_INFO": None if "suppress" in code.co_names else "WITH_EXCEPT_START"}
+    if entries is None:  # Python 3.10: an instruction begins a block, and names its handler
+        begins = ("SETUP_FINALLY", "SETUP_WITH")[: 1 + suppresses]
+        return tuple((line.offset, line.argval) for line in lines if line.opname in begins)
+    ends = {"PUSH_EXC_INFO": None if suppresses else "WITH_EXCEPT_START"}
     return tuple(
         (entry.start, entry.end)
         for entry in entries

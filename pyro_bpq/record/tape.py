@@ -85,7 +85,7 @@ class Tape(Notes, TorchDispatchMode):
             super().__enter__()  # type: ignore[no-untyped-call]
             stack.push(super().__exit__)
             stack.enter_context(self._calls)
-            if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
         self._outer = _caller()

@@ -6,7 +6,6 @@ import functools
 import io
 import random
 import sys
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -475,20 +474,6 @@ def test_without_a_compiler_the_recorded_operators_run(monkeypatch: pytest.Monke
     with pytest.warns(BPQWarning, match="has no C\\+\\+ compiler"):
         repeat(10, elbo.loss_and_grads, slope_model, slope_guide, ROWS)
     assert entries(elbo)[0].steps > 3
-
-
-@pytest.mark.parametrize(("version", "runs_eagerly"), [("2.4.1+cu121", True), ("2.100.0", False), ("3.0", False)])
-def test_an_old_torch_runs_eagerly_with_one_warning(
-    version: str, runs_eagerly: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        repeat(8, elbo.loss_and_grads, slope_model, slope_guide, ROWS)
-    texts = [str(each.message) for each in told if "older than" in str(each.message)]
-    assert len(texts) == runs_eagerly and bool(entries(elbo)) != runs_eagerly
-    assert f"torch {version} is older than" in compile_report(elbo) or not runs_eagerly
 
 
 def test_the_number_of_recordings_is_bounded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
-from pyro.optim import SGD, Adam, AdamW, ClippedAdam, ExponentialLR, PyroOptim, RMSprop
+from pyro.optim import SGD, Adam, AdamW, ClippedAdam, ExponentialLR, PyroOptim, RMSprop, clipped_adam
 from steps import repeat
 from torch import Tensor
 
@@ -103,6 +104,8 @@ def train(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_svi(name: str) -> None:
+    if name == "centred" and "centered_variance" not in inspect.signature(clipped_adam.ClippedAdam).parameters:
+        pytest.skip("Pyro 1.9.1 has no centred variance")
     expected, _ = train(SVI, OPTIMIZERS[name](), plain())
     found, svi = train(CompiledSVI, OPTIMIZERS[name](), plain(), compile="eager")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
