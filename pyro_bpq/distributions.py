@@ -169,8 +169,8 @@ class KSubset(_Choices):
             may = may | ~may.any(-1, keepdim=True)
             state = draw(t, Categorical(logits=logits.masked_fill(~may, -torch.inf)))
             before = state + 1 >> 1
-            found.append(state & 1)
-        return torch.stack(found, -1).to(self.logits.dtype)
+            found.append((state & 1).to(self.logits.dtype))
+        return torch.stack(found, -1)
 
 
 class PlackettLuce(_Choices):
