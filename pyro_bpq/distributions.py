@@ -35,9 +35,9 @@ class _Choices(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """The law in a larger batch shape."""
-        new = self._get_checked_instance(type(self), _instance)
+        new: Any = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
         logits = self.logits.expand((*batch_shape, self.n))
-        _Choices.__init__(new, logits, self.k, *self.event_shape, validate_args=False)
+        _Choices.__init__(new, logits, self.k, self.event_shape[0], validate_args=False)
         new._validate_args = self._validate_args
         return new
 
@@ -249,7 +249,7 @@ class PlackettLuce(_Choices):
         return torch.stack(found, -1)
 
 
-def sample_chain(name: str, fn: Any, infer: dict[str, Any] | None = None) -> Tensor:
+def sample_chain(name: str, fn: Any, infer: Any = None) -> Tensor:
     """Draws a subset or an order as a chain of categorical sites ``name_0``, ``name_1``, ..., of the same joint law.
 
     Write it in model and guide in place of ``pyro.sample(name, fn)``. Costs of single items, or of single places, are
@@ -272,4 +272,4 @@ def sample_chain(name: str, fn: Any, infer: dict[str, Any] | None = None) -> Ten
             f"Site {name!r} ({type(fn).__name__}) is no chain of choices. Pass KSubset or PlackettLuce, without "
             "to_event or mask; or write pyro.sample."
         )
-    return fn.chain(lambda t, law: pyro.sample(f"{name}_{t}", law, infer={**(infer or {})}))
+    return fn.chain(lambda t, law: pyro.sample(f"{name}_{t}", law, infer=dict(infer or {})))  # type: ignore[arg-type]

@@ -372,7 +372,7 @@ class Tape(Notes, TorchDispatchMode):
         self._tensors.of(tensor).value = value
         return value
 
-    def _bind_all(self, result: Any, mask: int | list[int]) -> Any:
+    def _bind_all(self, result: Any, mask: Any) -> Any:
         if isinstance(result, Tensor):
             if mask:
                 for storage in memory_of(result):
