@@ -13,6 +13,7 @@ is a *guard*.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,12 +249,14 @@ class Tape(Notes, TorchDispatchMode):
         # The autograd graph of a view holds the view's position as a plain number.
         positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
         if kind.is_plain and not positions:
-            mask |= self.steering
-            own = mask if after else self._of_stack(kind.name, args, taken, mask)
-            self.nodes.append(Node(func, taken, named, out := self._bind_all(result, own), (), after))
-            if kind.name == "stack":
-                dim = args[1] if len(args) > 1 else 0
-                self._stacks[out] = dim % result.dim(), [self.mask_of(part) | self.steering for part in args[0]]
+            own: Any = mask | self.steering
+            if (stack := self._stack_of(kind.name, args, taken, after)) is not None:
+                own = [part | self.steering for part in stack[1]]
+                own = own if kind.name == "unbind" else functools.reduce(int.__or__, own, 0)
+            out = self._bind_all(result, own)
+            self.nodes.append(Node(func, taken, named, out, (), after))
+            if stack and kind.name in ("stack", "slice"):
+                self._stacks[out] = stack
             return
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))
@@ -285,16 +288,18 @@ class Tape(Notes, TorchDispatchMode):
             self._wrote(target, mask)
         self.nodes.append(Node(func, taken, named, out, (*written,), after))
 
-    def _of_stack(self, name: str, args: Any, taken: Any, mask: int) -> int | list[int]:
-        """The sources of a result, or of each: what is taken out of a stack depends on what was put in there."""
-        if name not in ("select", "unbind") or taken[0] not in self._stacks:
-            return mask
+    def _stack_of(self, name: str, args: Any, taken: Any, after: Any) -> tuple[int, list[int]] | None:
+        """The dimension of a stack, or of one that something is taken out of, and the sources of each part of it."""
+        if name == "stack":
+            rank = args[0][0].dim() + 1
+            return (*args[1:], 0)[0] % rank, [self.mask_of(part) | self.steering for part in args[0]]
+        if name not in ("select", "slice", "unbind") or after or taken[0] not in self._stacks:
+            return None
         stacked, parts = self._stacks[taken[0]]
         dim, *index = args[1:] or (0,)
         if dim % args[0].dim() != stacked:
-            return mask
-        found = [part | self.steering for part in parts]
-        return found[index[0]] if index else found
+            return None
+        return stacked, parts[slice(*index)] if name == "slice" else [parts[i] for i in index] or parts
 
     # Writes.
 
