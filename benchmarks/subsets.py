@@ -22,7 +22,6 @@ from typing import Any
 import pyro
 import torch
 from common import PlainLeaveOneOut, Row, flat, parser_of, table, write_csv, write_markdown
-from programs import Parts
 from torch import Tensor, nn
 
 from pyro_bpq import KSubset, PlackettLuce, TraceBackpropQ_ELBO, sample_chain
@@ -73,7 +72,7 @@ def values_and_costs(kind: str) -> tuple[Tensor, Tensor]:
     return values, costs_of(kind, values)
 
 
-class Choice(Parts):
+class Choice(nn.Module):
     """A subset or an order."""
 
     def __init__(self, kind: str, is_chain: bool) -> None:
@@ -108,10 +107,9 @@ class Run:
         is_chain, make = METHODS[name]
         self.name, self.module, self.elbo, self.seconds = name, Choice(kind, is_chain), make(), 0.0
         self.optimizer = torch.optim.Adam(self.module.parameters(), rate)
-        self.gradients: list[Tensor] = []
+        self.gradients = list[Tensor]()
 
     def step(self, trains: bool = True) -> None:
-        pyro.clear_param_store()
         self.module.zero_grad()
         start = time.process_time()
         self.elbo.loss_and_grads(self.module.model, self.module.guide)
@@ -169,7 +167,7 @@ def main() -> None:
     options = parser_of(__doc__, "smoke").parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    draws, seconds, seeds = (2, 0.01, 1) if options.smoke else (60, 8.0, 2) if options.full else (20, 2.0, 1)
+    draws, seconds, seeds = (2, 0.01, 1) if options.smoke else (40, 6.0, 2) if options.full else (20, 2.0, 1)
     found, raced = list[Row](), list[Row]()
     for kind in LAWS:
         for where, steps in (("zero", 0), ("trained", 2 if options.smoke else 40)):
@@ -178,10 +176,8 @@ def main() -> None:
         print(table(found), table(raced), sep="\n", flush=True)
     write_csv(options.output / "subsets.csv", raced)
     write_csv(options.output / "subsets_gradients.csv", found)
-    text = (
-        f"Cost above the optimum after {seconds:g} s of CPU time, at the best rate of {RATES}, {seeds} seeds. *mean*: "
-    )
-    text += "of the guide's values; *worst mode*: of its most probable value, in the worst seed."
+    text = f"Cost above the optimum after {seconds:g} s of CPU time, at the best of {RATES}, {seeds} seeds: "
+    text += "*mean* of the guide's values, and *worst mode*, its most probable value in the worst seed."
     again = "Variance of one step's gradient times CPU milliseconds, methods in turn, at the same weights."
     write_markdown(options.output / "subsets.md", "Subsets and orders", [text, table(raced), again, table(found)])
 

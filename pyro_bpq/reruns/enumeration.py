@@ -162,8 +162,8 @@ class _Elimination:
                 )
         self.laws = Laws({name: self.table(self.terms[cost_of_guide(name)].weight()) for name in self.averaged})
         # Reparameterised sites that are drawn once for each value: functions of their noise, as other tensors are.
-        drawn = {name for name, record in traced.run.sites.items() if record.score is None} - traced.untraced
-        self.spread = frozenset(name for name in drawn if self.reads(cost_of_guide(name)))
+        self.scored = traced.untraced | {name for name, record in traced.run.sites.items() if record.score is not None}
+        self.spread = {name for name in traced.run.sites if self.reads(cost_of_guide(name))} - self.scored
 
     def reads(self, *costs: str) -> frozenset[str]:
         """The enumerated sites whose dimensions some costs have."""
@@ -218,12 +218,12 @@ class _Elimination:
             lost = (many & traced.reads[cost] if traced.reads else frozenset()) - reads
             if name in traced.untraced and math.prod(shape[: max(len(shape) - self.nesting, 0)]) > 1:
                 lost |= self.averaged.keys()
-            if cost == cost_of_guide(name) and name in {*traced.run.sites} - self.spread and (reads or lost):
-                other = "" if traced.infos[name].has_rsample else f", or enumerate {name!r} as well"
+            if cost == cost_of_guide(name) and name in self.scored and (reads or lost):
+                other = "reparameterise" if traced.infos[name].components is None else "enumerate"
                 raise UnsupportedProgramError(
                     f"Site {name!r} is sampled in the guide and depends on the enumerated site {min(reads or lost)!r}: "
                     f"it would have to be sampled once for each value. {_REMOVE} at {min(reads or lost)!r}, so that it "
-                    f"is sampled too{other}."
+                    f"is sampled too, or {other} {name!r} as well."
                 )
             if lost:
                 raise UnsupportedProgramError(

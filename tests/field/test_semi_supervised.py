@@ -174,3 +174,4 @@ def test_a_style_that_is_scored_is_refused(style: str) -> None:
     programs = Styles(law, **EXACT)
     text = text_of(partial(programs.model, X), partial(programs.guide, X), UnsupportedProgramError, enumeration="exact")
     assert "'z' is sampled in the guide and depends on the enumerated site 'y'" in text and "Remove" in text
+    assert f"or {'enumerate' if style == 'coin' else 'reparameterise'} 'z' as well" in text

@@ -624,7 +624,7 @@ def test_reparameterised_below_enumerated_whose_values_are_lost() -> None:
     def guide() -> None:
         pyro.sample("b", dist.Normal(half("z", **PARALLEL).sum(), 1.0))
 
-    refused(model, guide, UnsupportedProgramError, "'b'", "'z'")
+    refused(model, guide, UnsupportedProgramError, "'b'", "'z'", "lost on the way")
 
 
 @pytest.mark.parametrize("collapse", [lambda z: z.sum(), lambda z: z.reshape(-1)[0]])
