@@ -33,6 +33,7 @@ PLAIN = {n: f"plain leave-one-out, {n}, site" for n in (8, 64, 512, 2048)}
 METHODS: dict[str, tuple[bool, Callable[[], Any]]] = {
     "default, chain": (True, TraceBackpropQ_ELBO),
     "default, site": (False, TraceBackpropQ_ELBO),
+    "ours, 512, site": (False, functools.partial(TraceBackpropQ_ELBO, 512, vectorize_particles=True)),
     **{name: (False, functools.partial(PlainLeaveOneOut, number)) for number, name in PLAIN.items()},
 }
 FIVE = functools.partial(KSubset, k=5)

@@ -269,7 +269,7 @@ BUDGETS = {
     "targets/": 162,
     "testing/": 844,
     "tests": 23740,
-    "benchmarks": 3278,
+    "benchmarks": 3279,
     "words of docs": 16314,
 }
 
