@@ -11,6 +11,9 @@ from pyro_bpq.critics.nets import LinearCritic as LinearCritic
 from pyro_bpq.critics.nets import MLPCritic as MLPCritic
 from pyro_bpq.critics.nets import TabularCritic as TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay as Replay
+from pyro_bpq.distributions import KSubset as KSubset
+from pyro_bpq.distributions import PlackettLuce as PlackettLuce
+from pyro_bpq.distributions import sample_chain as sample_chain
 from pyro_bpq.estimators.all_action import AllAction as AllAction
 from pyro_bpq.estimators.all_action import QProp as QProp
 from pyro_bpq.estimators.q_estimators import LambdaReturn as LambdaReturn

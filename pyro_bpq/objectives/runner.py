@@ -61,6 +61,7 @@ class StepRunner(Runner):
         super().__init__(structure, critics.seed)
         self.plans, self.critics, self.num_zeros = PlanCache(planner), critics, 0
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
+        self.has_enumerated = False
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -134,7 +135,9 @@ class StepRunner(Runner):
         # Values that are put in stand outside of enumeration, which follows the sites that it passes.
         finish = functools.partial(eliminate, nesting=nesting)
         traced = trace_run(put(summed), put(sampled), args, kwargs, given, finish)
-        if self.warns and is_validation_enabled() and not traced.enumerated:
+        # Batches whose labels are known have nothing to sum out.
+        self.has_enumerated |= bool(traced.enumerated)
+        if self.warns and is_validation_enabled() and not self.has_enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
         return traced
 

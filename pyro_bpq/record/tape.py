@@ -13,6 +13,8 @@ is a *guard*.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -66,6 +68,7 @@ class Tape(Notes, TorchDispatchMode):
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}
         self._tensors, self._storages = Table(), Table()
+        self._stacks: dict[Value, tuple[int, list[int]]] = {}  # of a stack: the dimension, the sources of each part
         # Storages that were written into: the sources of what was written, the last write, and the storage.
         self._written: dict[int, tuple[int, int, Any]] = {}
         # Of the arguments that are being looked at.
@@ -246,7 +249,14 @@ class Tape(Notes, TorchDispatchMode):
         # The autograd graph of a view holds the view's position as a plain number.
         positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
         if kind.is_plain and not positions:
-            self.nodes.append(Node(func, taken, named, self._bind_all(result, mask | self.steering), (), after))
+            own: Any = mask | self.steering
+            if (stack := self._stack_of(kind.name, args, taken, after)) is not None:
+                own = [part | self.steering for part in stack[1]]
+                own = own if kind.name == "unbind" else functools.reduce(int.__or__, own, 0)
+            out = self._bind_all(result, own)
+            self.nodes.append(Node(func, taken, named, out, (), after))
+            if stack and kind.name in ("stack", "slice"):
+                self._stacks[out] = stack
             return
         if kind.reads and not isinstance(result, Tensor):
             self.read((args, kwargs), result, check=isinstance(result, bool))
@@ -277,6 +287,19 @@ class Tape(Notes, TorchDispatchMode):
                 written.append((old, new))
             self._wrote(target, mask)
         self.nodes.append(Node(func, taken, named, out, (*written,), after))
+
+    def _stack_of(self, name: str, args: Any, taken: Any, after: Any) -> tuple[int, list[int]] | None:
+        """The dimension of a stack, or of one that something is taken out of, and the sources of each part of it."""
+        if name == "stack":
+            rank = args[0][0].dim() + 1
+            return (*args[1:], 0)[0] % rank, [self.mask_of(part) | self.steering for part in args[0]]
+        if name not in ("select", "slice", "unbind") or after or taken[0] not in self._stacks:
+            return None
+        stacked, parts = self._stacks[taken[0]]
+        dim, *index = args[1:] or (0,)
+        if dim % args[0].dim() != stacked:
+            return None
+        return stacked, parts[slice(*index)] if name == "slice" else [parts[i] for i in index] or parts
 
     # Writes.
 
@@ -354,13 +377,14 @@ class Tape(Notes, TorchDispatchMode):
         self._tensors.of(tensor).value = value
         return value
 
-    def _bind_all(self, result: Any, mask: int) -> Any:
+    def _bind_all(self, result: Any, mask: Any) -> Any:
         if isinstance(result, Tensor):
             if mask:
                 for storage in memory_of(result):
                     self._storages.of(storage).mask |= mask
             return self._bind(result, mask)
-        return tuple(self._bind_all(part, mask) for part in result) if isinstance(result, (list, tuple)) else None
+        masks = mask if isinstance(mask, list) else itertools.repeat(mask)
+        return tuple(map(self._bind_all, result, masks)) if isinstance(result, (list, tuple)) else None
 
     def _owns(self, value: Tensor, bit: int) -> bool:
         """Whether a tensor has its memory to itself, so that the memory may become a source."""

@@ -147,6 +147,8 @@ class Watch(Messenger):
                 return
         if self.tape is not None and isinstance(msg["value"], Tensor):
             law = tensors_of(msg["fn"])
+            if self.enumerated and self._is_pathwise(msg) and self.enumerated & self.tape.sources_of(law):
+                return  # It is drawn once for each value of an enumerated site, as other noise of the program.
             msg["value"] = self.tape.source(name, msg["value"])
             self.drawn[name] = self.tape.drawn(msg["value"], Draw(name, msg["fn"]), law)
         if score is not None:

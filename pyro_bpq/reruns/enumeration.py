@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,6 +161,9 @@ class _Elimination:
                     f"one dimension per plate: write dim={min(plate.dim, dim)} in all of them."
                 )
         self.laws = Laws({name: self.table(self.terms[cost_of_guide(name)].weight()) for name in self.averaged})
+        # Reparameterised sites that are drawn once for each value: functions of their noise, as other tensors are.
+        self.scored = traced.untraced | {name for name, record in traced.run.sites.items() if record.score is not None}
+        self.spread = {name for name in traced.run.sites if self.reads(cost_of_guide(name))} - self.scored
 
     def reads(self, *costs: str) -> frozenset[str]:
         """The enumerated sites whose dimensions some costs have."""
@@ -215,12 +218,12 @@ class _Elimination:
             lost = (many & traced.reads[cost] if traced.reads else frozenset()) - reads
             if name in traced.untraced and math.prod(shape[: max(len(shape) - self.nesting, 0)]) > 1:
                 lost |= self.averaged.keys()
-            if cost == cost_of_guide(name) and name in traced.run.sites and (reads or lost):
-                other = "" if traced.infos[name].has_rsample else f", or enumerate {name!r} as well"
+            if cost == cost_of_guide(name) and name in self.scored and (reads or lost):
+                other = "reparameterise" if traced.infos[name].components is None else "enumerate"
                 raise UnsupportedProgramError(
                     f"Site {name!r} is sampled in the guide and depends on the enumerated site {min(reads or lost)!r}: "
                     f"it would have to be sampled once for each value. {_REMOVE} at {min(reads or lost)!r}, so that it "
-                    f"is sampled too{other}."
+                    f"is sampled too, or {other} {name!r} as well."
                 )
             if lost:
                 raise UnsupportedProgramError(
@@ -343,24 +346,27 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
     sites = {
         name: record if cost_of_model(name) in costs else replace(record, prior=None)
         for name, record in traced.run.sites.items()
+        if name not in work.spread
     }
     return replace(
         traced,
+        infos={name: traced.infos[name] for name in sites},
+        options={name: traced.options[name] for name in sites},
         entries=tuple(
             (work.sites[name], recipe.plates, entries[name]) if name in entries else (name, recipe.plates, recipe)
             for name, recipe in recipes.items()
         ),
-        run=Run(sites, costs, *_sums(traced, costs)),
+        run=Run(sites, costs, *_sums(traced, sites, costs)),
         reads=None if traced.reads is None else {name: work.tracked(recipe) for name, recipe in recipes.items()},
         averages_rows=any(map(work.rows_meet, recipes.values())),
         of_guide=frozenset(name for name, recipe in recipes.items() if recipe.costs[0] in traced.of_guide),
     )
 
 
-def _sums(traced: TracedRun, costs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _sums(traced: TracedRun, names: Iterable[str], costs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of the costs that carry pathwise gradients, and the loss."""
     parts = dict[str, Any](costs)
-    for name in traced.run.sites:
+    for name in names:
         # Only the part of log q of a sampled site whose gradient has a nonzero expectation.
         site = None if name in traced.untraced else traced.guide_trace.nodes[name]
         parts[cost_of_guide(name)] = entropy_term(site["score_parts"].entropy_term, site) if site else 0.0

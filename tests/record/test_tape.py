@@ -68,6 +68,13 @@ def inplace(action: Callable[[Tensor, Inputs], Any]) -> Program:
     return program
 
 
+def written_stack(c: Inputs) -> Tensor:
+    """A stack that another view of it has changed."""
+    stack = torch.stack([c.x, c.z])
+    stack.view(-1)[:3] += c.s
+    return stack
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -230,7 +237,15 @@ KEPT: dict[str, tuple[Program, str]] = {
     "matmul": (lambda c: c.p @ c.x, "x"),
     "view": (lambda c: c.x.view(3, 1).t()[:, :2], "x"),
     "expand": (lambda c: c.s.expand(2, 3), "s"),
-    "stack_index": (lambda c: torch.stack([c.s, c.z[0]])[1], "s"),
+    "stack_index": (lambda c: torch.stack([c.s, c.z[0]])[1], ""),
+    "stack_negative": (lambda c: torch.stack([c.x, c.z, c.s + c.z], -1)[..., -1], "s"),
+    "stack_unbind": (lambda c: torch.stack([c.x, c.s + c.z], -1).unbind(-1)[0], "x"),
+    "stack_across": (lambda c: torch.stack([c.x, c.z])[:, 1], "x"),
+    "stack_slice": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:2], "x"),
+    "stack_slice_of_slice": (lambda c: torch.stack([c.x, c.x, c.s + c.z, c.i + c.z], -1)[:, 1:][..., 1::2], "s"),
+    "stack_slice_across": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:, 1:], "s x"),
+    "stack_written": (lambda c: written_stack(c)[0], "s x"),
+    "stack_part_written": (lambda c: torch.stack([inplace(lambda t, c: t.copy_(c.x))(c)[:, 0], c.s + c.z])[0], "x"),
     "argmax": (lambda c: c.x.argmax(), "x"),
     "compare": (lambda c: c.x > c.s, "x s"),
     "one_hot": (lambda c: F.one_hot(c.i, 3), "i"),

@@ -617,14 +617,14 @@ def test_sampled_below_enumerated() -> None:
     refused(model, guide, UnsupportedProgramError, "'b'", "'z'", "enumerate 'b' as well")
 
 
-def test_reparameterised_below_enumerated() -> None:
+def test_reparameterised_below_enumerated_whose_values_are_lost() -> None:
     def model() -> None:
         pyro.sample("b", dist.Normal(half("z"), 1.0))
 
     def guide() -> None:
-        pyro.sample("b", dist.Normal(half("z", **PARALLEL), 1.0))
+        pyro.sample("b", dist.Normal(half("z", **PARALLEL).sum(), 1.0))
 
-    refused(model, guide, UnsupportedProgramError, "'b'", "'z'")
+    refused(model, guide, UnsupportedProgramError, "'b'", "'z'", "lost on the way")
 
 
 @pytest.mark.parametrize("collapse", [lambda z: z.sum(), lambda z: z.reshape(-1)[0]])

@@ -1,0 +1,276 @@
+"""Subsets and orders: by enumeration, as one site and as a chain of choices."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from steps import repeat
+from torch import Tensor
+
+import pyro_bpq.distributions
+from pyro_bpq import AllAction, KSubset, LeaveOneOut, PlackettLuce, ScoreFunction, TraceBackpropQ_ELBO, sample_chain
+from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.estimators import Hindsight
+from pyro_bpq.plan import particles as rule
+from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss, iter_outcomes
+
+LOGITS = torch.tensor([[0.4, -1.1, 0.7, 0.2], [3.0, 0.1, -2.0, -0.6]], dtype=torch.float64)
+COSTS = torch.tensor([0.8, -0.5, 1.3, -0.9], dtype=torch.float64)
+PAIRS = torch.outer(COSTS, COSTS.flip(0)) + torch.diag(COSTS)
+CASES = {
+    "1 of 4": lambda logits: KSubset(logits, 1),
+    "2 of 4": lambda logits: KSubset(logits, 2),
+    "3 of 4": lambda logits: KSubset(logits, 3),
+    "all of 4": lambda logits: KSubset(logits, 4),
+    "an order of 4": PlackettLuce,
+    "1 place": lambda logits: PlackettLuce(logits, 1),
+    "2 places": lambda logits: PlackettLuce(logits, 2),
+}
+Law = Callable[[Tensor], Any]
+
+
+@pytest.fixture(params=CASES)
+def law(request: pytest.FixtureRequest) -> Law:
+    return CASES[request.param]
+
+
+def close(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=0.0, atol=1e-10)
+
+
+def joint(fn: Any) -> dict[tuple[float, ...], float]:
+    """The law of the chain's value, by enumeration of its sites."""
+    found = dict[tuple[float, ...], float]()
+    for probability, value in iter_outcomes(lambda: sample_chain("s", fn)):
+        found[tuple(value.tolist())] = found.get(tuple(value.tolist()), 0.0) + probability
+    return found
+
+
+# The distributions.
+
+
+def test_log_probs_of_all_values(law: Law) -> None:
+    fn = law(LOGITS)
+    values = fn.enumerate_support()
+    assert values.shape == (len(values), 2, *fn.event_shape) and len(values.unique(dim=0)) == len(values)
+    assert bool(fn.support.check(values).all())
+    close(fn.log_prob(values).exp().sum(0), torch.ones(2, dtype=torch.float64))
+    assert torch.equal(fn.enumerate_support(expand=False).expand(values.shape), values)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_subsets_by_their_definition(k: int) -> None:
+    fn = KSubset(LOGITS, k)
+    values = fn.enumerate_support()
+    weights = (values * LOGITS).sum(-1).exp()
+    close(fn.log_prob(values).exp(), weights / weights.sum(0))
+    close(fn.mean, (weights.unsqueeze(-1) * values).sum(0) / weights.sum(0).unsqueeze(-1))
+    close(fn.variance, fn.mean * (1 - fn.mean))
+
+
+def test_orders_by_hand() -> None:
+    a, b, c, d = LOGITS[0].exp().tolist()
+    first = c / (a + b + c + d) * a / (a + b + d)
+    close(PlackettLuce(LOGITS[0], 2).log_prob(torch.tensor([2, 0])).exp(), torch.tensor(first).double())
+    whole = PlackettLuce(LOGITS[0]).log_prob(torch.tensor([2, 0, 3, 1])).exp()
+    close(whole, torch.tensor(first * d / (b + d)).double())
+
+
+def test_gradients_are_finite_at_all_values_and_that_of_a_subset_is_its_distance_from_the_mean(law: Law) -> None:
+    logits = (30.0 * LOGITS).requires_grad_()
+    fn = law(logits)
+    for value in fn.enumerate_support():
+        (gradient,) = torch.autograd.grad(fn.log_prob(value).sum(), logits)
+        assert bool(gradient.isfinite().all())
+        if isinstance(fn, KSubset):
+            close(gradient, value - fn.mean.detach())
+
+
+def test_draws_follow_the_law(law: Law) -> None:
+    def largest(fn: Any, other: Any) -> float:
+        """Deviation of frequencies from the law of another, in standard errors, where twenty draws are expected."""
+        torch.manual_seed(0)
+        drawn, number = fn.sample((20_000,)), 20_000
+        values, p = other.enumerate_support(), other.log_prob(other.enumerate_support()).exp()
+        found = torch.stack([(drawn == value).all(-1).double().mean(0) for value in values])
+        errors = (found - p) / (p * (1 - p) / number).sqrt().clamp(min=1e-9)
+        return float(errors[p > 20 / number].abs().max())
+
+    fn = law(LOGITS)
+    assert largest(fn, fn) < 4.0
+    assert len(fn.enumerate_support()) == 1 or largest(fn, law(LOGITS + torch.tensor([0.2, 0.0, 0.0, 0.0]))) > 4.0
+
+
+def test_shapes_checks_and_copies(law: Law) -> None:
+    fn = law(LOGITS)
+    wide = copy.deepcopy(fn.expand((3, 2)))
+    assert wide.sample((5,)).shape == (5, 3, 2, *fn.event_shape) and wide.log_prob(wide.sample()).shape == (3, 2)
+    assert fn.to_event(1).log_prob(fn.sample()).shape == () and wide.n == 4 and wide.k == fn.k
+    with pytest.raises(ValueError, match="support"):
+        fn.log_prob(torch.full(fn.event_shape, 7).to(fn.sample()))
+    with pytest.raises(OptionError, match="k=5 of 4 items"):
+        type(fn)(LOGITS, 5)
+
+
+@pytest.mark.parametrize(("fn", "value"), [(KSubset(LOGITS, 2), [1.0, 0, 0, 0]), (PlackettLuce(LOGITS), [0, 1, 1, 2])])
+def test_near_misses_are_not_in_the_support(fn: Any, value: list[float]) -> None:
+    assert not bool(fn.support.check(torch.tensor(value)))
+
+
+def test_many_items_stay_finite_in_single_precision() -> None:
+    logits = (40.0 * torch.sin(torch.arange(200.0))).requires_grad_()
+    for fn in (KSubset(logits, 60), PlackettLuce(logits, 60)):
+        value = fn.sample()
+        (gradient,) = torch.autograd.grad(fn.log_prob(value), logits)
+        assert bool(gradient.isfinite().all()) and bool(fn.support.check(value))
+    assert math.isclose(float(KSubset(logits.detach(), 60).mean.sum()), 60.0, rel_tol=1e-4)
+
+
+# The chains.
+
+
+def test_a_chain_has_the_same_law(law: Law) -> None:
+    fn = law(LOGITS[0])
+    found, values = joint(fn), fn.enumerate_support()
+    assert len(found) == len(values)
+    close(torch.tensor([found[tuple(value.tolist())] for value in values]).double(), fn.log_prob(values).exp())
+
+
+def test_a_chain_that_forgets_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = pyro_bpq.distributions._log_sums
+    monkeypatch.setattr("pyro_bpq.distributions._log_sums", lambda logits, k: sums(torch.zeros_like(logits), k))
+    found = joint(KSubset(LOGITS[0], 2))
+    monkeypatch.undo()
+    fn = KSubset(LOGITS[0], 2)
+    values = fn.enumerate_support()
+    wrong = torch.tensor([found[tuple(value.tolist())] for value in values]).double()
+    assert float((wrong - fn.log_prob(values).exp()).abs().max()) > 0.01
+
+
+def test_a_chain_scores_what_it_draws(law: Law) -> None:
+    fn = law(LOGITS)
+
+    def program() -> Tensor:
+        with pyro.plate("rows", 2):
+            return sample_chain("s", fn)
+
+    trace = poutine.trace(program).get_trace()
+    own = sum(site["fn"].log_prob(site["value"]) for name, site in trace.nodes.items() if name.startswith("s_"))
+    value = trace.nodes["_RETURN"]["value"]
+    assert value.dtype == fn.sample().dtype and value.shape == (2, *fn.event_shape)
+    close(own, fn.log_prob(value))
+
+
+def test_other_laws_are_refused() -> None:
+    for fn in (dist.Normal(0.0, 1.0), KSubset(LOGITS, 2).to_event(1)):
+        with pytest.raises(UnsupportedSiteError, match=r"Site 's' .* is no chain .* KSubset or PlackettLuce"):
+            sample_chain("s", fn)
+
+
+# Gradients.
+
+
+class Programs:
+    """A guide and a model of a subset or an order.
+
+    Args:
+        law: Its law, given logits.
+        draw: ``sample_chain``, or ``pyro.sample``.
+        rows: Number of rows of a plate; 0 for none.
+        items: Whether the costs of single items are stated one by one, and nothing else costs.
+    """
+
+    def __init__(self, law: Law, draw: Any = sample_chain, rows: int = 0, items: bool = False, size: int = 4) -> None:
+        self.law, self.draw, self.rows, self.items, self.size = law, draw, rows, items, size
+
+    def plate(self) -> Any:
+        return pyro.plate("rows", self.rows) if self.rows else contextlib.nullcontext()
+
+    def model(self) -> None:
+        with self.plate():
+            value = self.draw("s", self.law(COSTS[: self.size]))
+            if self.items:
+                for i, part in enumerate(value.unbind(-1)):
+                    pyro.sample(f"x_{i}", dist.Normal(COSTS[i] * part, 0.7), obs=torch.tensor(0.3))
+                return
+            values, length = value.double(), value.shape[-1]
+            pairs = (values.unsqueeze(-1) * PAIRS[:length, :length] * values.unsqueeze(-2)).sum((-2, -1))
+            pyro.factor("pairs", pairs)
+
+    def guide(self) -> None:
+        logits = pyro.param("logits", LOGITS[0].clone())[: self.size]
+        with self.plate():
+            scale = torch.tensor([[1.0], [-0.6]], dtype=torch.float64)[: self.rows] if self.rows else 1.0
+            self.draw("s", self.law(logits * scale))
+
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "one particle": {"num_particles": 1},
+    "all-action": {"num_particles": 1, "estimator": AllAction()},
+    "leave-one-out": {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())},
+    "hindsight": {"num_particles": 2, "vectorize_particles": True, "estimator": Hindsight(crossed=True)},
+}
+
+
+def trained(programs: Programs, **options: Any) -> TraceBackpropQ_ELBO:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    repeat(6, elbo.loss_and_grads, programs.model, programs.guide)
+    return elbo.eval()
+
+
+def unbiased(programs: Programs, **options: Any) -> TraceBackpropQ_ELBO:
+    elbo = trained(programs, **options)
+    assert_unbiased(elbo, programs.model, programs.guide)
+    return elbo
+
+
+SMALL = {"subset": lambda logits: KSubset(logits, 1), "order": lambda logits: PlackettLuce(logits, 2)}
+
+
+@pytest.mark.parametrize("options", ESTIMATORS)
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_chain_has_the_exact_gradient(kind: str, options: str) -> None:
+    unbiased(Programs(SMALL[kind], size=3), **ESTIMATORS[options])
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_chain_in_rows_has_the_exact_gradient(kind: str) -> None:
+    unbiased(Programs(SMALL[kind], rows=2, size=3), num_particles=1)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_chain_has_the_gradient_of_one_site(law: Law, rows: int) -> None:
+    gradients = []
+    for draw in (sample_chain, pyro.sample):
+        programs = Programs(SMALL["subset"] if rows else law, draw, rows, size=3 if rows else 4)
+        pyro.clear_param_store()
+        gradients.append(exact_gradient(programs.model, programs.guide)["logits"])
+    close(*gradients)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("kind", ["1 of 4", "2 of 4", "2 places", "an order of 4"])
+def test_one_site_is_served_by_the_default(number: int, kind: str) -> None:
+    elbo = unbiased(Programs(CASES[kind], pyro.sample), num_particles=number)
+    assert "ScoreFunction" in str(elbo.plan)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_costs_of_items_are_summed_exactly(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
+    programs = Programs(CASES["1 of 4" if rows else "2 of 4"], rows=rows, items=True, size=3 if rows else 4)
+    elbo = unbiased(programs)
+    assert str(elbo.plan).startswith("nothing is drawn")
+    loss, truth = elbo.loss(programs.model, programs.guide), exact_loss(programs.model, programs.guide)
+    assert math.isclose(loss, truth, abs_tol=1e-10)
