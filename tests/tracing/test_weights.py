@@ -285,8 +285,9 @@ def test_weights_of_vectorised_particles(name: str) -> None:
 
 
 def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(self: SiteBatch, pick: Callable[[Any], Any]) -> Tensor:
-        scales = [torch.as_tensor(pick(self.rollout.runs[0].sites[name])).double() for name in self.cls.names]
+    def first(self: SiteBatch, which: str) -> Tensor:
+        sites = self.rollout.runs[0].sites
+        scales = [torch.as_tensor(getattr(sites[name], which)).double() for name in self.cls.names]
         return torch.stack(scales)[:, None, None]
 
     monkeypatch.setattr(SiteBatch, "_scales", first)
