@@ -19,7 +19,7 @@ from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.record.config import CostOptions, cost_options
 
 # What to look for where a cost or a factor is NaN.
@@ -167,7 +167,14 @@ class _Cost(TorchDistribution):
 
 
 class SkipCosts(Messenger):
-    """Skips the functions of costs."""
+    """Skips the functions of costs, in runs that are no step's own."""
+
+    def _pyro_bpq_external(self, msg: Any) -> None:
+        raise UnsupportedProgramError(
+            f"The programs would run once more, with a call of {msg['args'][0].name}, which is called in a step's own "
+            "run alone. Where particles are vectorised, write max_plate_nesting, the number of plates. Proximal and "
+            "trust-region steps, and policies that follow critics, do without it: pyro_bpq.cost(name, function, z)."
+        )
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         msg["done"] = True
