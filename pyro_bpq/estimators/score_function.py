@@ -33,8 +33,6 @@ Centred = tuple[Tensor, Mapping[str, Tensor]]
 class Baseline(Protocol):
     """Subtracts from a cost-to-go a prediction of its mean that does not depend on the site's value."""
 
-    takes_rows: ClassVar[bool] = False  # whether the other rows of this step are the better one, where they are apart
-
     def unsupported(self, site: SiteInfo) -> str | None:
         """Reason why the site cannot be served, or ``None`` if it can."""
         return None
@@ -126,8 +124,6 @@ class TrimmedBaseline(Baseline):
     place.
     """
 
-    takes_rows: ClassVar[bool] = True
-
     recent: ClassVar[int] = 32
     cut: ClassVar[int] = 4
 
@@ -170,7 +166,7 @@ class WithBaseline(Estimator):
 
     def centred(self, cost: Tensor, context: SiteContext) -> Centred:
         """The cost minus the baseline, and new running statistics."""
-        if getattr(self.baseline, "takes_rows", False) and context.others:
+        if isinstance(self.baseline, TrimmedBaseline) and context.others:
             return leave_one_out(cost, context.others), {}
         return (cost, {}) if self.baseline is None else self.baseline(cost, context.statistics, context.count)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import BPQError, OptionError, UnsupportedProgramError, is_whole
+from pyro_bpq.errors import BPQError, OptionError, is_whole
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import CountedELBO, LossModule, Turn, kept_gradients, together, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
@@ -311,11 +311,6 @@ class Objective(CountedELBO, nn.Module):
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""
         start = time.perf_counter()
         seen = self.particles.observe(self.runner, program, mode)
-        if self.trainer.replays and seen.runs and seen.runs[0].externals:
-            raise UnsupportedProgramError(
-                f"Replay runs the programs once more, with a call of {seen.runs[0].externals[0].name}, which is called in "
-                "a step's own run alone. Leave replay out."
-            )
         ready = time.perf_counter()
         result = self._evaluate(seen, mode)
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})

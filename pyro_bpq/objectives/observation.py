@@ -121,8 +121,7 @@ class Runner(ABC):
     def meet(self, program: Program, mode: Mode) -> None:
         """Looks at a call before its programs run; a step that is compiled was looked at before."""
         if not mode.is_recorded:
-            left_out = [external.owner for external in self.recordings.externals]
-            self.recordings.meet(reach(program._asdict(), left_out))
+            self.recordings.meet(reach(program._asdict(), [each.owner for each in self.recordings.externals]))
 
     def refuses_recording(self) -> str:
         """Why the programs are not compiled, as the end of a sentence; empty if they are."""

@@ -166,21 +166,24 @@ class _Cost(TorchDistribution):
         return ScoreParts(self.value, 0, self.value)  # type: ignore[arg-type]
 
 
-class SkipCosts(Messenger):
-    """Skips the functions of costs, in runs that are no step's own."""
+class _Further(Messenger):
+    """Around runs that are no step's own."""
 
     def _pyro_bpq_external(self, msg: Any) -> None:
         raise UnsupportedProgramError(
-            f"The programs would run once more, with a call of {msg['args'][0].name}, which is called in a step's own "
-            "run alone. Where particles are vectorised, write max_plate_nesting, the number of plates. Proximal and "
-            "trust-region steps, and policies that follow critics, do without it: pyro_bpq.cost(name, function, z)."
+            f"The programs run once more, but {msg['args'][0].name} is called in a step's own run alone. Vectorised "
+            "particles need max_plate_nesting; replay and proximal steps need pyro_bpq.cost(name, function, z) instead."
         )
+
+
+class SkipCosts(_Further):
+    """Skips the functions of costs."""
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         msg["done"] = True
 
 
-class GiveCosts(Messenger):
+class GiveCosts(_Further):
     """Gives costs the values that their functions returned earlier, instead of calling the functions."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:

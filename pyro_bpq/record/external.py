@@ -2,7 +2,7 @@ r"""``external``: a call of a function that leaves torch, such as a step of a si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from pyro_bpq.record.tape import owner_of
 
 
 @dataclass(frozen=True, eq=False)
-class external:  # noqa: N801 # it reads as a function
+class external:
     r"""Wraps a function that leaves torch, so that programs may call it: a step of a simulator, a solver, a game.
 
     The call is one operator of the recording. Its results read the tensors that it is handed in, now and in earlier
@@ -99,23 +99,17 @@ def _call(function: external, args: Any, kwargs: Any) -> Any:
     return function.answer(args, kwargs)
 
 
-class Answers:
+class Answers(list[Any]):
     """What external functions have answered since a mark; a run that is taken once more gets the same answers."""
 
-    def __init__(self) -> None:
-        self._given: list[Any] = []
-        self._again: Iterator[Any] = iter(())
-
-    def again(self) -> None:
-        """Gives them once more from now on."""
-        self._again = iter([*self._given])
+    position = 0
 
     def to(self, function: external, args: Any, kwargs: Any) -> Any:
         """The answer to the next call."""
-        for answer in self._again:
-            return tree_map(_copy, answer)
-        self._given.append(function.answer(args, kwargs))
-        return tree_map(_copy, self._given[-1])
+        if self.position == len(self):
+            self.append(function.answer(args, kwargs))
+        self.position += 1
+        return tree_map(_copy, self[self.position - 1])
 
 
 def link(handed: Iterable[Tensor], batch: tuple[int, ...], memory: Tensor | None) -> Tensor:
@@ -137,8 +131,6 @@ def keeps_rows(tensor: Tensor, batch: tuple[int, ...]) -> bool:
 
 def linked(result: Tensor, memory: Tensor) -> Tensor:
     """The same in the shape of a result."""
-    if not keeps_rows(result, tuple(memory.shape)):
-        return memory.sum().expand(result.shape)
-    alike = [i for i, size in enumerate(memory.shape) if result.shape[i] < size]
-    rows = memory.sum(alike, keepdim=True) if alike else memory
-    return rows.reshape(*rows.shape, *(1,) * (result.dim() - rows.dim())).expand(result.shape)
+    keeps, lead = keeps_rows(result, tuple(memory.shape)), result.shape[: memory.dim()]
+    rows = memory.sum_to_size(lead) if keeps else memory.sum()
+    return rows.reshape((*rows.shape, *(1,) * (result.dim() - rows.dim()))).expand(result.shape)

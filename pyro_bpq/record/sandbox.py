@@ -82,7 +82,7 @@ class Draws:
     def again(self) -> None:
         """Goes back to the mark: the draws since the mark are repeated from now on."""
         torch.set_rng_state(self._state)
-        self.answers.again()
+        self.answers.position = 0
         _rewind(self._mark)
         for module, name, own, kept in self._buffers:
             module._buffers[name] = own if own is None or kept is None else own.copy_(kept)

@@ -183,53 +183,43 @@ class Watch(Messenger):
             self.tape.hide(result, "a function of a cost")
 
     def _pyro_bpq_external(self, msg: Any) -> None:
-        external, *given = msg["args"]
+        (external, *given), tape = msg["args"], self.tape
         self.externals[id(external.owner)] = external
-        if self.tape is None:
-            msg["value"], msg["done"] = self.options.answers.to(external, *given), True
-            return
-        self._hand(external, given)
-        self.tape.open_call()
-        notes = [(own, len(own)) for own in (self.tape.guards, self.tape.told)]
+        if tape is not None:
+            self._hand(tape, external, given)
+            tape.open_call()
+        notes = () if tape is None else tuple((own, len(own)) for own in (tape.guards, tape.told))
         msg["value"], msg["done"] = self.options.answers.to(external, *given), True
         for own, before in notes:  # what is read within switches nothing
             del own[before:]
-        self._answered(external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
+        if tape is not None:
+            self._answered(tape, external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
 
-    def _hand(self, external: Any, given: Any) -> None:
+    def _hand(self, tape: Tape, external: Any, given: Any) -> None:
         """Checks that no gradient ends in an external function."""
-        names = sorted(self.tape.sources_of(given))  # type: ignore[union-attr]
-        sites = [name for name in names if self._drawn(name)["value"].requires_grad]
-        if sites:
+        sites = [name for name in sorted(tape.sources_of(given)) if self._drawn(name)["value"].requires_grad]
+        if sites or any(tensor.requires_grad for tensor in tensors_in(given)):
+            carriers = f"of the reparameterised site {sites[0]!r}" if sites else "of what it is handed"
             raise UnsupportedSiteError(
-                f"Site {sites[0]!r} is reparameterised, but no gradient passes through {external.name}, which reads its "
-                'value. Write infer={"bpq": {"estimator": ScoreFunction()}} at the site.'
-            )
-        if any(tensor.requires_grad for tensor in tensors_in(given)):
-            raise UnsupportedProgramError(
-                f"A tensor that {external.name} is handed has a gradient, which would end there. Hand over .detach() of "
-                "it, if no gradient is meant to pass."
+                f"No gradient passes through {external.name}, but that {carriers} would have to. Give such a site "
+                'infer={"bpq": {"estimator": ScoreFunction()}}; hand over w.detach() of a function w of parameters.'
             )
 
-    def _answered(self, external: Any, handed: list[Tensor], results: list[Tensor], msg: Any) -> None:
+    def _answered(self, tape: Tape, external: Any, handed: list[Tensor], results: list[Tensor], msg: Any) -> None:
         """Notes that results read what was handed over, now and earlier."""
-        tape, owner = self.tape, id(external.owner)
-        assert tape is not None
-        memory, mask = self.memories.get(owner), tape.close_call(None, handed, results)
-        unseen = mask & ~tape.mask_of([*handed, memory])
-        if unseen:
+        memory, mask = self.memories.get(id(external.owner)), tape.close_call(None, handed, results)
+        names = tape.sources_of([*handed, memory])
+        if unseen := sorted(tape.names(mask) - names):
             raise UnsupportedProgramError(
-                f"{external.name.capitalize()} reads {', '.join(sorted(tape.names(unseen)))}, which it was not handed. "
-                "Give as an argument all that it reads of sampled values; or, if another external function was handed "
-                "it, make both of them methods of one object."
+                f"The values of {', '.join(unseen)} are read in {external.name}, but were not handed to it. Give them "
+                "as an argument; or, if another external function was handed them, make both methods of one object."
             )
-        names = sorted(tape.sources_of([*handed, memory]))
         if not self.enumerated.isdisjoint(names):
             tape.steer(mask)
         around = [msg, *map(self._drawn, names)] if external.rowwise else []
         sizes = {frame.dim: frame.size for site in around for frame in plates_of(site)}
         memory = link(handed, tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)), memory)
-        self.memories[owner] = memory
+        self.memories[id(external.owner)] = memory
         for result in results:
             tape.made(same, (linked(result, memory),), result)
         tape.hide(results, external.name)
