@@ -65,8 +65,7 @@ class external:
     @property
     def owner(self) -> Any:
         """The object that may have a state: that of a method, or this one."""
-        found = owner_of(self.function)
-        return self if found is None else found
+        return self if (found := owner_of(self.function)) is None else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
@@ -85,8 +84,7 @@ class external:
         try:
             found = torch.as_tensor(leaf, device=handed[0].device if handed else None)
         except (TypeError, ValueError, RuntimeError) as error:
-            text = f"{self.name} returned {leaf!r}, which is no number; return tensors, arrays, numbers or None."
-            raise OptionError(text) from error
+            raise OptionError(f"{self.name} returned {leaf!r}; return tensors, arrays, numbers or None.") from error
         return _copy(found.to(torch.get_default_dtype()) if found.is_floating_point() else found)
 
 
@@ -112,12 +110,12 @@ class Answers(list[Any]):
         return tree_map(_copy, self[self.position - 1])
 
 
-def link(handed: Iterable[Tensor], batch: tuple[int, ...], memory: Tensor | None) -> Tensor:
+def link(handed: Iterable[Tensor], batch: tuple[int, ...]) -> Tensor:
     """A tensor of the shape of plates, each element of which reads what a row of results reads.
 
-    Its numbers mean nothing. ``memory`` is that of an earlier call, in no more plates.
+    Its numbers mean nothing.
     """
-    found = torch.zeros(batch) if memory is None else torch.zeros(batch) + memory
+    found = torch.zeros(batch)
     for tensor in handed:
         own = tensor.ne(0).to(found)
         found = found + (own[..., None].flatten(len(batch)).sum(-1) if keeps_rows(own, batch) else own.sum())

@@ -84,7 +84,7 @@ class Watch(Messenger):
         self.drawn = dict[str, Any]()  # values of sites on the tape
         self.num_of_guide = 0
         self.externals = dict[int, Any]()  # external functions that were called, one of each object
-        self.memories = dict[int, Tensor]()  # what stands for what they remember, by the object that is called
+        self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
         self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @functools.cached_property
@@ -207,8 +207,9 @@ class Watch(Messenger):
 
     def _answered(self, tape: Tape, external: Any, handed: list[Tensor], results: list[Tensor], msg: Any) -> None:
         """Notes that results read what was handed over, now and earlier."""
-        memory, mask = self.memories.get(id(external.owner)), tape.close_call(None, handed, results)
-        names = tape.sources_of([*handed, memory])
+        owner, mask = id(external.owner), tape.close_call(None, handed, results)
+        read = [*handed, *self.memories.get(owner, ())]
+        names = tape.sources_of(read)
         if unseen := sorted(tape.names(mask) - names):
             raise UnsupportedProgramError(
                 f"The values of {', '.join(unseen)} are read in {external.name}, but were not handed to it. Give them "
@@ -217,9 +218,10 @@ class Watch(Messenger):
         if not self.enumerated.isdisjoint(names):
             tape.steer(mask)
         around = [msg, *map(self._drawn, names)] if external.rowwise else []
-        sizes = {frame.dim: frame.size for site in around for frame in plates_of(site)}
-        memory = link(handed, tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)), memory)
-        self.memories[id(external.owner)] = memory
+        frames = {(frame.dim, frame.size) for site in around for frame in plates_of(site)}
+        sizes = dict(frames) if len(dict(frames)) == len(frames) else {}  # else rows of unlike plates
+        memory = link(read, tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)))
+        self.memories[owner] = [memory]
         for result in results:
             tape.made(same, (linked(result, memory),), result)
         tape.hide(results, external.name)

@@ -45,6 +45,10 @@ class Walk:
         self.place = self.place + 2.0 * move.numpy() - 0.7
         return self.place, self.place**2
 
+    def total(self, z: Tensor) -> np.ndarray:
+        """The rows meet, and others are added."""
+        return self.place.sum() ** 2 * (1.0 + z.numpy())
+
     def mixed(self, move: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """The rows meet."""
         place, _ = self.move(move)
@@ -138,6 +142,29 @@ def test_what_an_earlier_call_was_handed_is_read(monkeypatch: pytest.MonkeyPatch
     check(policy, trained(policy))
     monkeypatch.setattr(external, "owner", property(lambda _: object()))
     with pytest.raises(AssertionError):
+        check(policy, trained(policy))
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_sum_over_rows_reads_what_each_of_them_was_handed(other: bool) -> None:
+    """A function of all rows shares the state of one that keeps them apart; or a plate of another size follows."""
+    walk = Walk()
+    start, move = external(walk.open), external(walk.move)
+    total = external(walk.total, rowwise=other)
+
+    def policy() -> None:
+        start()
+        q, size = pyro.param("q", torch.tensor([0.3, -0.6])), 3 if other else ROWS
+        with pyro.plate("rows", ROWS):
+            move(pyro.sample("z", dist.Bernoulli(logits=q)))
+            if not other:
+                cost("c", total(torch.ones(size)))
+        with pyro.plate("others", size):
+            x = pyro.sample("x", dist.Bernoulli(logits=q[0]).expand([size]))
+            cost("d", total(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         check(policy, trained(policy))
 
 
