@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # NumPyro's steps, which need another environment, are measured by ``compiled.py --numpyro PYTHON``.
-NAMES = "first_steps chains race vae sbn chorales steered blackbox bias paper gallery compiled counts subsets summary"
+NAMES = "first_steps chains race vae sbn chorales steered blackbox bias paper gallery compiled counts subsets simulators summary"
 SCRIPTS = tuple(f"{name}.py" for name in NAMES.split())
 
 

@@ -23,8 +23,9 @@ class AllAction(Adaptive):
     ``I_X`` are the immediate costs that are known exactly at every value of every component. ``Q_X`` is the critic of
     the remaining costs, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (see also :mod:`pyro_bpq.critics.joint`).
     ``A_Y`` are the graph-wise control variates of later sites. ``b`` is the mean of the other terms of ``R_X`` over the
-    other particles or, with one particle, over earlier steps. The scales ``a`` minimise the second moment of the
-    gradient with respect to the logits. They come from running moments of earlier steps and lie in ``[0, max_scale]``.
+    other particles; with one particle, over the other rows, if there are ten or more and they stay apart, else over
+    earlier steps. The scales ``a`` minimise the second moment of the gradient with respect to the logits. They come
+    from running moments of earlier steps and lie in ``[0, max_scale]``.
     With a useless critic the estimator becomes leave-one-out, or the score function with a running baseline. Exact
     costs have a scale too, because the remaining costs alone may vary more than all costs together. As long as the
     critics of later sites do worse there than exact costs alone, ``A_Y`` is that of the exact costs, with a scale
@@ -96,7 +97,8 @@ class QProp(Adaptive):
 
     ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``. This is exact
     for every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites.
-    ``b`` is the mean of the other terms of ``R_X`` over the other particles or, with one particle, over earlier steps.
+    ``b`` is the mean of the other terms of ``R_X`` over the other particles; with one particle, over the other rows, if
+    there are ten or more and they stay apart, else over earlier steps.
     The scales ``a`` minimise the second moment of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal
     distribution. They come from running moments of earlier steps and lie in ``[0, max_scale]``. Without a critic
     (``critic=False``) the baseline and the later sites' corrections remain.

@@ -2,6 +2,7 @@ r"""The protocol of a gradient estimator: tensors of like-shaped sites in, a sur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -15,6 +16,10 @@ from pyro_bpq.rollout.features import Components, Standardised
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
 Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
+
+
+# Rows of a plate from which on they are taken for data.
+MANY_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class SiteContext:
         signals: Further signals that the estimator asks for (:attr:`Estimator.needs`), by name.
         ranks: The processes that learn together, or ``None``.
         excess: How much more the cost-to-go of the run is. It is added with the score, or ``None``.
+        num_rows_apart: Number of plate dimensions, if no row's costs depend on other rows; else 0.
     """
 
     names: tuple[str, ...]
@@ -139,6 +145,15 @@ class SiteContext:
     signals: Mapping[str, Any] = field(default_factory=dict)
     ranks: Ranks | None = None
     excess: Tensor | None = None
+    num_rows_apart: int = 0
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Dimensions of the other samples of this step, whose costs do not depend on the value of this one."""
+        rows = self.cost.shape[2 : 2 + self.num_rows_apart]
+        if self.num_particles > 1:
+            return (1,)
+        return tuple(range(2, 2 + len(rows))) if math.prod(rows) >= MANY_ROWS else ()
 
     @property
     def program(self) -> SiteProgram:

@@ -86,8 +86,8 @@ class ScaledTerms:
         parts = (cost, context.exact_cost, level, own, later, known)
         zero = cost.new_zeros(cost.shape[0])
         means = torch.stack([zero if part is None else site_mean(part) for part in parts[:3]], 1)
-        if context.num_particles > 1:
-            centred = [None if part is None else leave_one_out(part) for part in parts]
+        if context.others:
+            centred = [None if part is None else leave_one_out(part.expand_as(cost), context.others) for part in parts]
         else:
             shift = context.statistics["means"].reshape(-1, 3, *(1,) * (cost.dim() - 1))
             centred = [None if p is None else p - shift[:, n] if n < 3 else p for n, p in enumerate(parts)]
@@ -119,7 +119,7 @@ class ScaledTerms:
         present = self.present
         trusted = _NOT_LEARNED if context.correction is not None else (*_NOT_LEARNED, _LATER)
         if not present:
-            return {} if context.num_particles > 1 else means
+            return {} if context.others else means
         new = torch.cat([part.flatten(1) for part in self.moments(scales)], 1)
         moments, elements = context.joint(new)
         # Sites of half precision keep their statistics in the default precision.

@@ -2,6 +2,7 @@ r"""Score-function estimators, the centred cost-to-go times ``log q``, and the b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
@@ -45,17 +46,18 @@ class Baseline(Protocol):
         ...
 
 
-def leave_one_out(cost: Tensor) -> Tensor:
-    """Subtracts the mean over the other particles.
+def leave_one_out(cost: Tensor, dims: tuple[int, ...] = (1,)) -> Tensor:
+    """Subtracts the mean over the other particles, or over the other samples of some dimensions.
 
     Args:
         cost: Costs-to-go ``(G, M, plates)``, in nats, of two particles or more.
+        dims: These dimensions.
 
     Returns:
         Costs of the same shape, less their baselines.
     """
-    particles = cost.shape[1]
-    return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
+    number = math.prod(cost.shape[dim] for dim in dims)
+    return (cost - cost.mean(dims, keepdim=True)) * (number / (number - 1.0))
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ class TrimmedBaseline(Baseline):
     r"""The mean of the last 32 costs-to-go of earlier steps without the 4 largest and the 4 smallest, one per site.
 
     Unlike a running mean it leaves outliers out. Until there are 32 costs it is their median. The costs are means over
-    plate rows.
+    plate rows. With ten rows or more whose costs do not depend on each other, the mean over the other rows takes its
+    place.
     """
 
     recent: ClassVar[int] = 32
@@ -163,6 +166,8 @@ class WithBaseline(Estimator):
 
     def centred(self, cost: Tensor, context: SiteContext) -> Centred:
         """The cost minus the baseline, and new running statistics."""
+        if isinstance(self.baseline, TrimmedBaseline) and context.others:
+            return leave_one_out(cost, context.others), {}
         return (cost, {}) if self.baseline is None else self.baseline(cost, context.statistics, context.count)
 
 

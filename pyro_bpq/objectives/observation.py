@@ -121,7 +121,7 @@ class Runner(ABC):
     def meet(self, program: Program, mode: Mode) -> None:
         """Looks at a call before its programs run; a step that is compiled was looked at before."""
         if not mode.is_recorded:
-            self.recordings.meet(reach(program._asdict()))
+            self.recordings.meet(reach(program._asdict(), [each.owner for each in self.recordings.externals]))
 
     def refuses_recording(self) -> str:
         """Why the programs are not compiled, as the end of a sentence; empty if they are."""
@@ -176,7 +176,7 @@ class Runner(ABC):
     ) -> list[TracedRun]:
         """The runs of a step from a mark on; they are taken once more, and recorded, if they have something new."""
         recordings, number = self.recordings, len(programs) if not particles.is_hidden else 1
-        options = {"track": record, "step": mode.num_steps, "warns": mode.learning}
+        options = {"track": record, "step": mode.num_steps, "warns": mode.learning, "answers": draws.answers}
         runs = [self.trace(each, particles, has_told=i > 0, **options) for i, each in enumerate(programs[:number])]
         bound = None
         if particles.is_hidden:

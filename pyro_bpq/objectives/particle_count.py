@@ -156,7 +156,7 @@ class ParticleCount:
         runner.forget_last()
         apart = replace(way, is_vectorized=False, nesting=self.nesting)
         hidden = None
-        if not found.runs[0].user_costs:
+        if not found.runs[0].is_dear:
             hidden, _ = self._tried(runner, program, replace(apart, is_hidden=True), mode)
         now = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
         self._say(f"{way.number} particles do not run in a plate: {reason}. They run {now}.")

@@ -31,6 +31,7 @@ class Recordable:
     def refuses(self) -> str:
         """Why steps are not recorded, as the end of a sentence; empty if they are."""
         trainer, optimizers = self.objective.trainer, self.objective.trainer.optimizer.optimizers.values()
+        called = self.objective.runner.recordings.externals
         several = "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
         own = "an optimiser of your own trains the critics, and counts its steps in Python"
         reasons = {
@@ -39,6 +40,7 @@ class Recordable:
             several: trainer.keeps_staged,
             "gamma is a function of the step": callable(self.objective.gamma),
             "critics learn in a backward sweep": trainer.options.sweep is not None,
+            f"the results of {called[0].name if called else ''} would be frozen": bool(called),
             own: not all(isinstance(each, AveragedAdam) for each in optimizers),
         }
         return next((why for why, holds in reasons.items() if holds), self.objective.runner.refuses_recording())

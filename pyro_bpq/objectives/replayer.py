@@ -14,6 +14,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
+from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.replay_plan import off_policy_plan
 from pyro_bpq.objectives.observation import Staged, Transient
 from pyro_bpq.record.cost_statement import GiveCosts, SkipCosts, given_costs
@@ -188,6 +189,8 @@ class Replayer:
                 try:
                     with swapped(dict(self._leaves.items), self.slow_guide), Hold(held), skip, GiveCosts(paid):
                         traced.append(owner.run_program(program, stored.particles))
+                except UnsupportedProgramError:
+                    raise
                 except Exception as error:  # whatever a program raises that ran before
                     raise StaleError("The stored values do not fit the program any more.") from error
                 if traced[-1].key != stored.key and not stored.is_steered:

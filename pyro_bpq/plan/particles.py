@@ -43,7 +43,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: W
         held=held | drawn,
         crossed=frozenset(plan.layers) - held,
         is_stepped=bool(plan.noisy) and plan.noisy <= counts.keys() - drawn,
-        is_plain=not (traced.user_costs or traced.untraced or traced.enumerated),
+        is_plain=not (traced.is_dear or traced.untraced or traced.enumerated),
         elements=largest_value(traced),
         particles=particles,
         free=math.inf if work is None or particles > 1 else _shared_over_added(work),

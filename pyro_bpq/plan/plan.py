@@ -143,8 +143,8 @@ def written_options(traced: TracedRun, estimator: Estimator | None, asks: tuple[
 def why_one(traced: TracedRun, estimator: Estimator | None) -> str:
     """Why one particle runs, where values do not steer the program."""
     chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
-    if traced.user_costs:
-        return "the program has cost statements, which may be dear"
+    if traced.is_dear:
+        return "the program has cost statements or external functions, which may be dear"
     if estimator is not None:
         return f"you wrote estimator={short(estimator)}"
     return f"you wrote an estimator or a baseline at {listed(chosen)}" if chosen else "no gradient is noisy"

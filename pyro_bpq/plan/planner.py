@@ -17,7 +17,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.estimators.base import MANY_ROWS, Estimator, SiteInfo
 from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
@@ -39,8 +39,6 @@ from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.watch import site_info
 
-# Rows of a plate from which on they are taken for data.
-MANY_ROWS = 10
 # Largest number of plans that are kept.
 _PLANS = 64
 
@@ -130,7 +128,7 @@ class Planner:
     def fits_order(self, traced: TracedRun) -> bool:
         """Whether program order serves a run well: rows of plates, choices at sites and dear costs need the graph."""
         scored = [name for name, record in traced.run.sites.items() if record.score is not None]
-        return not traced.user_costs and all(traced.options[n].is_open and not traced.plates[n] for n in scored)
+        return not traced.is_dear and all(traced.options[n].is_open and not traced.plates[n] for n in scored)
 
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
@@ -217,7 +215,7 @@ class Planner:
         traced, facts = structure.traced, structure.facts
         flips = plan_extra_run(structure, wanted, self.max_elements)
         # Costs of a user's own may be dear: critics save calls.
-        if self.estimator is not None or traced.user_costs or facts.is_dynamic or facts.sums:
+        if self.estimator is not None or traced.is_dear or facts.is_dynamic or facts.sums:
             return Noise(flips)
         options, size = traced.options, structure.size
         sites = frozenset(n for n, own in options.items() if own.leaves_estimator and not traced.infos[n].has_rsample)
@@ -265,7 +263,7 @@ class Planner:
         has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
             is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
-            is_plain = site.options.baseline is None and name not in traced.untraced and not traced.user_costs
+            is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
             can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
             if site.info.counts is not None:

@@ -36,7 +36,7 @@ class SumPlan:
 def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     """Plans the sum; ``None`` if a site has more values or a law or a cost reads more."""
     traced, graph = structure.traced, structure.graph
-    if structure.facts.self_read or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
+    if structure.facts.self_read or traced.is_dear or traced.untraced or traced.enumerated or traced.only_costs:
         return None
     shared = frozenset(name for name, info in traced.infos.items() if info.has_rsample)
     names = [name for name in traced.infos if name not in shared]

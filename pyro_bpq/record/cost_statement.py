@@ -19,7 +19,7 @@ from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.record.config import CostOptions, cost_options
 
 # What to look for where a cost or a factor is NaN.
@@ -166,14 +166,24 @@ class _Cost(TorchDistribution):
         return ScoreParts(self.value, 0, self.value)  # type: ignore[arg-type]
 
 
-class SkipCosts(Messenger):
+class _Further(Messenger):
+    """Around runs that are no step's own."""
+
+    def _pyro_bpq_external(self, msg: Any) -> None:
+        raise UnsupportedProgramError(
+            f"The programs run once more, but {msg['args'][0].name} is called in a step's own run alone. Vectorised "
+            "particles need max_plate_nesting; replay and proximal steps need pyro_bpq.cost(name, function, z) instead."
+        )
+
+
+class SkipCosts(_Further):
     """Skips the functions of costs."""
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         msg["done"] = True
 
 
-class GiveCosts(Messenger):
+class GiveCosts(_Further):
     """Gives costs the values that their functions returned earlier, instead of calling the functions."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -67,9 +67,13 @@ def in_words(path: Path) -> str:
     return str(form).format(in_words(parent), *rest)
 
 
-def reach(roots: Mapping[str, Any]) -> Call:
-    """What can be reached from some roots, the handlers around the call, and the modes of torch."""
+def reach(roots: Mapping[str, Any], without: Iterable[Any] = ()) -> Call:
+    """What can be reached from some roots, the handlers around the call, and the modes of torch.
+
+    Objects that are left out are not looked into: the state of a simulator changes in every step.
+    """
     call = Call()
+    call._seen.update((id(item), -1) for item in without)
     call.note("torch's default type", (torch.get_default_dtype(), torch.get_default_device()))
     for kind in ("cpu", "cuda"):
         call.note("autocast", torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))

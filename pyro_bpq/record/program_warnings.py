@@ -228,6 +228,6 @@ def _left_a_plate(traced: TracedRun) -> str:
         f"Values of {', '.join(map(repr, sites))}, drawn in the plate {', '.join(repr(p.name) for p in plates)}, leave "
         "torch (as by .numpy(), .item(), .tolist(), if), so that a row may read the others. Each row is charged with "
         f"the costs of all {rows} rows, which is unbiased, with a variance that grows with their number. Stay "
-        "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or give what a simulator in numpy returns "
-        "as the cost of each row, pyro_bpq.cost(name, function, z)."
+        "in torch, as by torch.where(z > 0, a, b) or table[z.long()]; or wrap a simulator in numpy that keeps rows "
+        "apart, simulate = pyro_bpq.external(function), or give its result as a cost, pyro_bpq.cost(name, function, z)."
     )

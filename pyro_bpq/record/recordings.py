@@ -122,6 +122,7 @@ class Recordings:
         known: What is known of structures, by the key of their runs.
         escaping: Sites whose values steer the program.
         jumps: Reparameterised sites that are scored, because costs jump with their values.
+        externals: External functions that the last recorded run has called, one of each object.
         crosses: Whether rows of a plate may meet.
         failed: What stopped a recording; empty if nothing has.
         in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
@@ -133,6 +134,7 @@ class Recordings:
         self.mode = mode
         self.escaping: tuple[str, ...] = ()
         self.jumps: frozenset[str] = frozenset()
+        self.externals: tuple[Any, ...] = ()
         self.crosses = self.in_order = self.needs_graphs = False
         self.known: OrderedDict[Any, Known] = OrderedDict()
         self.said, self.failed, self.num_recorded = "", "", 0
@@ -317,6 +319,7 @@ class Recordings:
     def _note(self, traced: TracedRun) -> None:
         assert traced.recorded is not None
         self.num_recorded += 1
+        self.externals = traced.externals or self.externals
         now = self.now
         if now.steps or not now.next:  # else another run of the same step was recorded
             now.next = min(2 * now.next, _LONGEST) or 1

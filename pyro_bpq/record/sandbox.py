@@ -16,6 +16,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import is_of_critic
+from pyro_bpq.record.external import Answers
 from pyro_bpq.record.function import seeded
 
 
@@ -74,12 +75,14 @@ class Draws:
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._state, self._mark = torch.get_rng_state(), _mark()
         pairs = [(module, *pair) for module in modules for pair in module._buffers.items()]
+        self.answers = Answers()
         self._buffers = [(*pair, None if pair[-1] is None else pair[-1].detach().clone()) for pair in pairs]
 
     @torch.no_grad()
     def again(self) -> None:
         """Goes back to the mark: the draws since the mark are repeated from now on."""
         torch.set_rng_state(self._state)
+        self.answers.position = 0
         _rewind(self._mark)
         for module, name, own, kept in self._buffers:
             module._buffers[name] = own if own is None or kept is None else own.copy_(kept)

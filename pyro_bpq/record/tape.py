@@ -66,7 +66,7 @@ class Tape(Notes, TorchDispatchMode):
         self.paused = _Paused()
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
-        self._states: dict[int, int] = {}
+        self._states: dict[int, int] = {}  # what objects have been handed, by what is called
         self._tensors, self._storages = Table(), Table()
         self._stacks: dict[Value, tuple[int, list[int]]] = {}  # of a stack: the dimension, the sources of each part
         # Storages that were written into: the sources of what was written, the last write, and the storage.
@@ -402,22 +402,21 @@ class Tape(Notes, TorchDispatchMode):
         """Call it right before such a function runs."""
         self._calls_open.append((self.steering, {key for key, known in self._storages.items() if known.shared}))
 
-    def close_call(self, function: Any, args: Any, result: Tensor) -> None:
-        """Call it right after: only the result depends on what the function has read. It has its own memory.
+    def close_call(self, owner: Any, args: Any, result: Any) -> int:
+        """Call it right after: only the result depends on what the function has read, whose sources are returned.
 
-        It depends on the arguments, too, and on earlier calls of the same object (a bound method, a callable with
-        state).
+        It has its own memory. It depends on the arguments, too, and on earlier calls of the same object (a bound
+        method, a callable with state).
         """
         before, shared = self._calls_open.pop()
         mask = self.mask_of(args) | self.mask_of(result) | (self.steering & ~before)
-        self.steering, owner = before, _owner(function)
+        self.steering = before
         if owner is not None:
             mask = self._states[id(owner)] = mask | self._states.get(id(owner), 0)
         for key in [key for key, known in self._storages.items() if known.shared and key not in shared]:
             # Only this call saw the memory from outside of torch.
             self._storages[key].shared = False
-        self.made(same, (result,), result, mask)
-        self.hide(result, "a function of a cost")
+        return mask
 
     # For the function mode.
 
@@ -472,7 +471,7 @@ def _caller() -> FrameType:
     return frame
 
 
-def _owner(function: Any) -> Any:
+def owner_of(function: Any) -> Any:
     """The object that may keep state between calls, or ``None``."""
     owner = getattr(function, "__self__", None)
     if owner is None or isinstance(owner, ModuleType):

@@ -62,6 +62,7 @@ class TracedRun:
     enumerated: frozenset[str] = frozenset()  # sites that hold all their values at once
     # Options of each cost statement, by name of the cost
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
+    externals: tuple[Any, ...] = ()  # external functions that were called, one of each object
     only_costs: bool = False  # whether only cost statements count
     of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
     averages_rows: bool = False  # whether weights of a mean over enumerated values read several rows
@@ -89,6 +90,11 @@ class TracedRun:
         """Whether rows of a plate may meet: in a cost, or where a value that is sampled in a plate leaves torch."""
         in_plates = {name for name, info in self.infos.items() if info.plates}
         return self.averages_rows or bool(in_plates & self.escaped_sites or self.met)
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether it has cost statements or calls of external functions, which may be dear."""
+        return bool(self.user_costs or self.externals)
 
     @cached_property
     def mixes(self) -> tuple[str, str] | None:

@@ -96,8 +96,8 @@ def trace_run(
         if tape is not None:
             tape.has_ended = True
         traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-        if watch.enumerated:
-            traced = replace(traced, enumerated=frozenset(watch.enumerated))
+        if watch.enumerated or watch.externals:
+            traced = replace(traced, enumerated=frozenset(watch.enumerated), externals=(*watch.externals.values(),))
         if tape is not None:
             reads = _reads(tape, guide_sites, model_sites, watch, heard)
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
@@ -283,7 +283,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     reached, stored, made = inputs_in(tape, watch.options.call)
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     # From such runs those of further particles are computed.
-    is_one = follows and not traced.user_costs and all(plate.name != PARTICLES for plate in traced.plate_sizes)
+    is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     return Recorded(
         recording=Recording.of(
             tape, values | made, [own.elements for part in (scored, drawn) for own in part.values()]

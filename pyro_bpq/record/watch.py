@@ -24,9 +24,11 @@ from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.config import SiteOptions, cost_options, site_options
 from pyro_bpq.record.cost_statement import Given, check_particles
+from pyro_bpq.record.external import Answers, link, linked
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
-from pyro_bpq.record.tape import Tape, same
+from pyro_bpq.record.tape import Tape, owner_of, same
+from pyro_bpq.record.values import tensors_in
 from pyro_bpq.rollout.features import base_distribution, count_components, finite_components
 
 # Pyro's name of the plate of vectorised particles.
@@ -52,6 +54,7 @@ class TraceOptions:
     jumps: frozenset[str] = frozenset()  # reparameterised sites that are scored, because costs jump with their values
     step: int = 0  # number of steps taken, for estimators with a schedule
     warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
+    answers: Answers = field(default_factory=Answers)  # what external functions have answered in the step so far
     has_told: bool = False  # whether another run of the step has warned of those in the program
 
 
@@ -80,6 +83,8 @@ class Watch(Messenger):
         self.heard: dict[str, int] = {}
         self.drawn = dict[str, Any]()  # values of sites on the tape
         self.num_of_guide = 0
+        self.externals = dict[int, Any]()  # external functions that were called, one of each object
+        self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
         self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @functools.cached_property
@@ -174,7 +179,58 @@ class Watch(Messenger):
         # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
         if self.tape is not None and not msg["infer"]["exact"]:
             value = msg["value"]
-            self.tape.close_call(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
+            result = value.value if isinstance(value, Given) else value
+            mask = self.tape.close_call(owner_of(msg["args"][2]), msg["args"][3:], result)
+            self.tape.made(same, (result,), result, mask)
+            self.tape.hide(result, "a function of a cost")
+
+    def _pyro_bpq_external(self, msg: Any) -> None:
+        (external, *given), tape = msg["args"], self.tape
+        self.externals[id(external.owner)] = external
+        if tape is not None:
+            self._hand(tape, external, given)
+            tape.open_call()
+        notes = () if tape is None else tuple((own, len(own)) for own in (tape.guards, tape.told))
+        msg["value"], msg["done"] = self.options.answers.to(external, *given), True
+        for own, before in notes:  # what is read within switches nothing
+            del own[before:]
+        if tape is not None:
+            self._answered(tape, external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
+
+    def _hand(self, tape: Tape, external: Any, given: Any) -> None:
+        """Checks that no gradient ends in an external function."""
+        sites = [name for name in sorted(tape.sources_of(given)) if self._drawn(name)["value"].requires_grad]
+        if sites or any(tensor.requires_grad for tensor in tensors_in(given)):
+            carriers = f"of the reparameterised site {sites[0]!r}" if sites else "of what it is handed"
+            raise UnsupportedSiteError(
+                f"No gradient passes through {external.name}, but that {carriers} would have to. Give such a site "
+                'infer={"bpq": {"estimator": ScoreFunction()}}; hand over w.detach() of a function w of parameters.'
+            )
+
+    def _answered(self, tape: Tape, external: Any, handed: list[Tensor], results: list[Tensor], msg: Any) -> None:
+        """Notes that results read what was handed over, now and earlier."""
+        owner, mask = id(external.owner), tape.close_call(None, handed, results)
+        read = [*handed, *self.memories.get(owner, ())]
+        names = tape.sources_of(read)
+        if unseen := sorted(tape.names(mask) - names):
+            raise UnsupportedProgramError(
+                f"The values of {', '.join(unseen)} are read in {external.name}, but were not handed to it. Give them "
+                "as an argument; or, if another external function was handed them, make both methods of one object."
+            )
+        if not self.enumerated.isdisjoint(names):
+            tape.steer(mask)
+        around = [msg, *map(self._drawn, names)] if external.rowwise else []
+        frames = {(frame.dim, frame.size) for site in around for frame in plates_of(site)}
+        sizes = dict(frames) if len(dict(frames)) == len(frames) else {}  # else rows of unlike plates
+        memory = link(read, tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)))
+        self.memories[owner] = [memory]
+        for result in results:
+            tape.made(same, (linked(result, memory),), result)
+        tape.hide(results, external.name)
+
+    def _drawn(self, name: str) -> Any:
+        """The statement of a source."""
+        return self.met["guide"].get(name) or self.met["model"][name]
 
     def _enumerate(self, msg: Any) -> None:
         """Makes the values of an enumerated site a source, to detect if they leave torch."""

@@ -152,6 +152,8 @@ class Signals:
         """
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator, shape = cls.spec.estimator, (len(cls.names), *batch.batch_shape)
+        is_apart = not (self.layout.is_steered or any(map(self.layout.rows_meet, cls.names)))
+        num_apart = len(batch.batch_shape) - 1 if is_apart else 0
         score = batch.component_score if cls.spec.by_component else batch.score
         counted = cost_to_go(self.layout, self.costs, c, score.detach().new_zeros(shape))
         log_probs, index = (batch.log_probs, batch.index) if batch.by_value else (None, None)
@@ -163,6 +165,7 @@ class Signals:
                 score=score,
                 cost=component_cost_to_go(self.layout, self.rollout, c, counted),
                 num_particles=self.rollout.num_particles,
+                num_rows_apart=num_apart,
                 log_probs=None if log_probs is None else log_probs.unsqueeze(-2),
                 index=None if index is None else index.unsqueeze(-1),
                 exact=None if table is None else table.unsqueeze(-2),
@@ -184,6 +187,7 @@ class Signals:
             score=score,
             cost=counted if bootstrap is None else counted + bootstrap,
             num_particles=self.rollout.num_particles,
+            num_rows_apart=num_apart,
             log_probs=log_probs,
             index=index,
             exact=table,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq import TraceBackpropQ_ELBO, cost, external
 from pyro_bpq.diagnostics import gradient_moments
 from pyro_bpq.testing import assert_unbiased
 
@@ -66,13 +66,15 @@ def warned(model: Any, guide: Any, steps: int = 3, **options: Any) -> list[str]:
 @pytest.mark.parametrize("particles", [None, 2])
 def test_it_is_told_once_with_plate_sites_price_and_remedy(simulator: Any, particles: int | None) -> None:
     (text,) = warned(lambda: model(simulator), guide, num_particles=particles)
-    for words in ("Values of 'z'", "the plate 'rows'", "the costs of all 3 rows", "torch.where", "pyro_bpq.cost"):
+    remedies = "torch.where", "pyro_bpq.cost", "pyro_bpq.external"
+    for words in ("Values of 'z'", "the plate 'rows'", "the costs of all 3 rows", *remedies):
         assert words in text
 
 
 def test_values_that_stay_in_torch_or_in_a_cost_are_left_alone() -> None:
     assert not warned(lambda: model(by_index), guide)
     assert not warned(lambda: as_cost(simulated), guide)
+    assert not warned(lambda: model(external(simulated)), guide)
 
 
 def test_values_outside_of_plates_are_left_alone() -> None:
@@ -109,7 +111,8 @@ def test_both_are_unbiased(program: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Values of 'z', drawn in the plate 'rows', leave torch")
-def test_the_advice_takes_the_noise_of_other_rows_away() -> None:
+@pytest.mark.parametrize("advised", [as_cost, lambda simulator, data: model(external(simulator), data)])
+def test_the_advice_takes_the_noise_of_other_rows_away(advised: Any) -> None:
     data = torch.linspace(-1.0, 2.0, 50)
 
     def variance(program: Any) -> float:
@@ -119,4 +122,4 @@ def test_the_advice_takes_the_noise_of_other_rows_away() -> None:
             elbo.loss_and_grads(run, lambda: guide(50))
         return gradient_moments(elbo, run, lambda: guide(50), num_samples=100).total_variance
 
-    assert 10.0 * variance(as_cost) < variance(model)
+    assert 10.0 * variance(advised) < variance(model)

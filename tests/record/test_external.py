@@ -1,0 +1,367 @@
+"""Functions that leave torch: one operator of the recording, which reads what it was handed, row by row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import (
+    CriticLearner,
+    ExpectedCost,
+    ProximalSVI,
+    Replay,
+    ScoreFunction,
+    TraceBackpropQ_ELBO,
+    cost,
+    external,
+)
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
+
+ROWS = 2
+
+
+class Walk:
+    """A simulator with a state: what was handed over so far decides what a step costs."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows, self.calls = rows, 0
+
+    def open(self) -> np.ndarray:
+        self.place = np.arange(self.rows) / 2.0
+        return self.place
+
+    def move(self, move: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        self.calls += 1
+        self.place = self.place + 2.0 * move.numpy() - 0.7
+        return self.place, self.place**2
+
+    def total(self, z: Tensor) -> np.ndarray:
+        """The rows meet, and others are added."""
+        return self.place.sum() ** 2 * (1.0 + z.numpy())
+
+    def mixed(self, move: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The rows meet."""
+        place, _ = self.move(move)
+        return place, place * place.sum()
+
+
+def policy_of(walk: Walk, move: Any, steps: int = 2, tells: bool = True) -> Callable[[], None]:
+    """A policy whose second move reads where the first one has led; ``tells``: whether each step has its cost."""
+    start = external(walk.open)
+
+    def policy() -> None:
+        q = pyro.param("q", lambda: torch.linspace(-0.4, 0.7, 2 * steps).reshape(steps, 2))
+        with pyro.plate("rows", walk.rows):
+            place = start()
+            for t in range(steps):
+                z = pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t, 0] + q[t, 1] * place))
+                place, paid = move(z)
+                if tells or t == steps - 1:
+                    cost(f"c{t}", paid)
+
+    return policy
+
+
+def trained(policy: Any, steps: int = 15, **options: Any) -> ExpectedCost:
+    elbo = ExpectedCost(**options)
+    for _ in range(steps):
+        elbo.loss_and_grads(None, policy)
+    return elbo
+
+
+def check(policy: Any, elbo: ExpectedCost) -> None:
+    found, truth = expected_gradient(elbo.eval(), None, policy), exact_gradient(None, policy, only_costs=True)
+    assert float(truth["q"].abs().max()) > 1e-3
+    assert float((found["q"] - truth["q"]).abs().max()) < 1e-10
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "two particles": {"num_particles": 2},
+    "score function": {"estimator": ScoreFunction(), "critic": None},
+    "dynamic": {"structure": "dynamic"},
+}
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_steps_of_a_simulator_are_unbiased(name: str, tells: bool) -> None:
+    walk = Walk()
+    policy = policy_of(walk, external(walk.move), tells=tells)
+    check(policy, trained(policy, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_other_rows_are_an_unbiased_baseline(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr("pyro_bpq.estimators.base.MANY_ROWS", 2)
+    walk = Walk(rows)
+    policy = policy_of(walk, external(walk.move))
+    check(policy, trained(policy))
+    check(policy, trained(policy, critic=None, max_plate_nesting=1))
+
+
+def test_rows_that_meet_are_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_bpq.estimators.base.MANY_ROWS", 2)
+    walk = Walk()
+    policy = policy_of(walk, external(walk.mixed, rowwise=False))
+    with pytest.warns(BPQWarning, match=r"Rows of the plate 'rows' meet in cost\(c0\)"):
+        elbo = trained(policy)
+    check(policy, elbo)
+
+
+def test_rows_that_meet_unsaid_are_the_users_fault() -> None:
+    walk = Walk()
+    policy = policy_of(walk, external(walk.mixed))
+    with pytest.raises(AssertionError):
+        check(policy, trained(policy))
+
+
+def test_what_an_earlier_call_was_handed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last cost reads the first move by the state alone. Without that dependence the gradient is biased."""
+    walk = Walk()
+    start, move, again = external(walk.open), external(walk.move), external(walk.move)
+
+    def policy() -> None:
+        q = pyro.param("q", torch.tensor([0.3, -0.6]))
+        with pyro.plate("rows", ROWS):
+            start()
+            move(pyro.sample("z0", dist.Bernoulli(logits=q[0])))
+            z = pyro.sample("z1", dist.Bernoulli(logits=q[1]))
+            cost("c", again(z)[1])
+
+    check(policy, trained(policy))
+    monkeypatch.setattr(external, "owner", property(lambda _: object()))
+    with pytest.raises(AssertionError):
+        check(policy, trained(policy))
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_sum_over_rows_reads_what_each_of_them_was_handed(other: bool) -> None:
+    """A function of all rows shares the state of one that keeps them apart; or a plate of another size follows."""
+    walk = Walk()
+    start, move = external(walk.open), external(walk.move)
+    total = external(walk.total, rowwise=other)
+
+    def policy() -> None:
+        start()
+        q, size = pyro.param("q", torch.tensor([0.3, -0.6])), 3 if other else ROWS
+        with pyro.plate("rows", ROWS):
+            move(pyro.sample("z", dist.Bernoulli(logits=q)))
+            if not other:
+                cost("c", total(torch.ones(size)))
+        with pyro.plate("others", size):
+            x = pyro.sample("x", dist.Bernoulli(logits=q[0]).expand([size]))
+            cost("d", total(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(policy, trained(policy))
+
+
+def test_rows_are_told_apart_and_nothing_steers() -> None:
+    walk = Walk()
+    policy = policy_of(walk, external(walk.move))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elbo = trained(policy)
+    recordings = elbo.runner.recordings
+    assert not (recordings.crosses or recordings.escapes) and recordings.num_recorded < 8
+    assert {cost.name: cost.parents for cost in elbo.graph.costs} == {"cost(c0)": ("z0",), "cost(c1)": ("z0", "z1")}
+
+
+def test_rows_stay_apart_beside_writes_in_place_and_other_shapes() -> None:
+    walk = Walk(3)
+    start, see = external(walk.open), external(lambda z: {"both": np.stack([z.numpy()[..., 0]] * 2, 1), "one": 2.0})
+
+    def policy() -> None:
+        start()
+        q, rows = pyro.param("q", torch.tensor([0.3, -0.6])), pyro.plate("rows", 3)
+        with rows:
+            z = pyro.sample("z", dist.Bernoulli(logits=q).to_event(1))
+        seen = see(z)
+        total = torch.zeros(3)
+        total += seen["both"].sum(-1)
+        with rows:
+            cost("c", total * z[..., 1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elbo = trained(policy)
+    check(policy, elbo)
+
+
+@pytest.mark.parametrize("mix", [lambda both: both.flip(0), lambda both: both - both.mean(0)])
+def test_rows_that_meet_behind_it_are_seen(mix: Any) -> None:
+    walk = Walk()
+    start, move = external(walk.open), external(walk.move)
+
+    def policy() -> None:
+        start()
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.4))))
+            cost("c", mix(move(z)[1]) ** 2)
+
+    with pytest.warns(BPQWarning, match=r"Rows of the plate 'rows' meet in cost\(c\)"):
+        elbo = trained(policy)
+    check(policy, elbo)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_particles": 3}, {"structure": "dynamic"}, {"structure": "dense"}])
+def test_it_is_called_once_in_each_step(options: dict[str, Any]) -> None:
+    walk = Walk()
+    trained(policy_of(walk, external(walk.move)), steps=20, **options)
+    assert walk.calls == 2 * 20 * options.get("num_particles", 1)
+
+
+def test_it_is_called_once_where_a_step_is_taken_once_more() -> None:
+    """A structure that no recorded run had: the run is taken again, recorded, with the answers that it had."""
+    walk, runs = Walk(), iter(range(100))
+    start, move = external(walk.open), external(walk.move)
+
+    def policy() -> None:
+        start()
+        run = next(runs)
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.4))))
+            paid = move(z)[1]
+            if run in (14, 15):
+                cost("more", paid)
+            cost("c", paid)
+
+    trained(policy, steps=20)
+    assert walk.calls == 20 and next(runs) == 21
+
+
+def test_a_likelihood_that_is_simulated_has_one_particle() -> None:
+    walk = Walk(12)
+    move = external(walk.move)
+
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            pyro.sample("x", dist.Normal(move(z)[0], 1.0), obs=torch.linspace(-1.0, 2.0, 12))
+
+    def guide() -> None:
+        walk.open()
+        with pyro.plate("rows", 12):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(12))))
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.num_particles == 1 and walk.calls == 5
+
+
+def test_likelihood_of_a_simulator_is_unbiased() -> None:
+    walk, data = Walk(), torch.tensor([0.3, 1.4])
+    start, move = external(walk.open), external(walk.move)
+
+    def model() -> None:
+        start()
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            pyro.sample("x", dist.Normal(move(z)[0], 1.0), obs=data)
+
+    def guide() -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.8]))))
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(10):
+        elbo.loss_and_grads(model, guide)
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_particles_in_a_plate_come_first() -> None:
+    class Wide(Walk):
+        def open(self) -> np.ndarray:
+            self.place = np.zeros((4, ROWS))
+            return self.place
+
+    walk = Wide()
+    policy = policy_of(walk, external(walk.move))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elbo = trained(policy, num_particles=4, vectorize_particles=True, max_plate_nesting=1)
+    assert walk.calls == 2 * 15 and elbo.vectorize_particles
+
+
+def test_answers_are_tensors_of_their_own() -> None:
+    kept = np.zeros(3, np.float32)
+    state = torch.zeros(2, requires_grad=True)
+    found = external(lambda: {"array": kept, "flag": True, "number": 3, "none": None, "tensor": (state,)})()
+    kept += 1.0
+    assert found["array"].tolist() == [0.0] * 3 and found["array"].dtype == torch.get_default_dtype()
+    assert found["flag"].dtype is torch.bool and int(found["number"]) == 3 and found["none"] is None
+    assert not found["tensor"][0].requires_grad and found["tensor"][0] is not state
+    given = torch.zeros(2)
+    external(lambda own: own.add_(1.0))(given)
+    assert not given.any()
+
+
+# What is refused.
+
+
+def refused(policy: Any, error: type[Exception], *words: str, **options: Any) -> None:
+    with pytest.raises(error) as caught:
+        trained(policy, steps=3, **options)
+    for word in ("external function", *words):
+        assert word in str(caught.value), str(caught.value)
+
+
+def one_call(call: Any, fn: Any = None) -> Callable[[], None]:
+    def policy() -> None:
+        with pyro.plate("rows", ROWS):
+            q = pyro.param("q", torch.tensor([0.3, -0.2]))
+            z = pyro.sample("z", dist.Bernoulli(logits=q) if fn is None else fn(q))
+            cost("c", call(z) + 0.0 * q)
+
+    return policy
+
+
+def test_results_that_are_no_numbers_are_refused() -> None:
+    refused(one_call(external(lambda z: "far")), OptionError, "'far'", "return tensors")
+    with pytest.raises(OptionError, match="write a function"):
+        external(3)  # type: ignore[arg-type]
+
+
+def test_gradients_do_not_end_unseen() -> None:
+    number = external(lambda z: z.numpy() ** 2)
+    refused(one_call(number, lambda q: dist.Normal(q, 1.0)), UnsupportedSiteError, "'z'", "ScoreFunction()")
+    refused(one_call(lambda z: number(z.detach()) + z, lambda q: dist.Normal(q, 1.0)), UnsupportedSiteError, "'z'")
+    refused(one_call(lambda z: number(z * pyro.param("w", torch.tensor(1.0)))), UnsupportedSiteError, ".detach()")
+
+
+def test_values_that_were_not_handed_over_are_refused() -> None:
+    refused(one_call(lambda z: external(lambda: z.numpy() * 2.0)()), UnsupportedProgramError, "z", "as an argument")
+
+
+def test_further_runs_are_refused() -> None:
+    walk = Walk()
+    policy = policy_of(walk, external(walk.move))
+    wide = {"num_particles": 4, "vectorize_particles": True}
+    refused(policy, UnsupportedProgramError, "'Walk.open'", "max_plate_nesting", **wide)
+    learner = CriticLearner(replay=Replay(capacity=10))
+    refused(policy, UnsupportedProgramError, "'Walk.", "pyro_bpq.cost", learner=learner)
+    svi = ProximalSVI(None, policy, Adam({"lr": 0.01}), ExpectedCost(), epochs=2)
+    with pytest.raises(UnsupportedProgramError, match=r"'Walk\.open'"):
+        svi.step()
+
+
+def test_steps_are_not_compiled() -> None:
+    walk = Walk()
+    elbo, policy = ExpectedCost(compile="eager"), policy_of(walk, external(walk.move))
+    with pytest.warns(BPQWarning, match=r"the external function 'Walk\.move'"):
+        for _ in range(8):
+            elbo.loss_and_grads(None, policy)
+    assert walk.calls == 16
