@@ -1,0 +1,69 @@
+"""What enumeration does not show, since it changes no mean: numbers by hand of scales, variates and made-up slopes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyro.distributions as dist
+import torch
+from steps import CHAIN, trained
+from torch import Tensor
+
+from pyro_bpq import SlowTracking, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import CriticBaseline, CrossedLeaveOneOut, ReinMax
+from pyro_bpq.estimators.noise import signs
+from pyro_bpq.estimators.scales import SIZE, _partial
+from pyro_bpq.testing.contract import default_problems, with_statistics
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_variate_is_left_out_of_its_own_rest() -> None:
+    rows, scales = drawn(SIZE + 1, 50), drawn(1, SIZE, seed=1)
+    *variates, cost = rows
+    rest = [
+        cost - sum(scales[0, j] * other for j, other in enumerate(variates) if j != i) for i in range(len(variates))
+    ]
+    wanted = torch.stack([(own * left).mean() for own, left in zip(variates, rest, strict=True)])
+    torch.testing.assert_close(_partial((rows @ rows.mT / 50).unsqueeze(0), scales)[0], wanted)
+
+
+def test_the_mean_change_of_crossed_costs_is_subtracted() -> None:
+    context, _ = default_problems()[0].context((4,))
+    estimator, change = CrossedLeaveOneOut(), drawn(*context.cost.shape)
+    known = {"moments": torch.tensor([[0.3, 0.2, 1.09]], dtype=torch.float64).expand(2, 3)}
+    filled = replace(with_statistics(estimator, context, learned=known), signals={"crossed": change})
+    cost = context.cost
+    # Two particles: the other one is the baseline. The scale is 0.2 / (1.09 - 0.3²).
+    wanted = (cost - cost.flip(1) - 0.2 * (change - 0.3)) * context.score
+    torch.testing.assert_close(estimator(filled).surrogate, wanted)
+
+
+def test_signs_are_even() -> None:
+    found = signs(torch.zeros(1000), torch.Generator().manual_seed(0))
+    assert found.unique().tolist() == [-1.0, 1.0]
+    assert abs(float(found.mean())) < 4.0 / 1000**0.5
+
+
+def test_reinmax_keeps_one_hot_components_apart() -> None:
+    values, logits = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]).double(), drawn(2, 3)
+
+    def slope(rows: slice) -> Tensor:
+        own = logits[rows].clone().requires_grad_()
+        fn = dist.OneHotCategorical(logits=own).to_event(1)
+        value = ReinMax().attach(fn, values[rows], torch.Generator())
+        return torch.autograd.grad((value * drawn(2, 3, seed=1)[rows]).sum(), own)[0]
+
+    torch.testing.assert_close(slope(slice(0, 2)), torch.cat([slope(slice(0, 1)), slope(slice(1, 2))]))
+
+
+def test_the_guide_is_not_followed_by_default() -> None:
+    assert not SlowTracking().guide
+
+
+def test_a_baseline_that_reads_critics_gets_them() -> None:
+    elbo = TraceBackpropQ_ELBO(1, estimator=CriticBaseline())
+    trained(elbo, CHAIN.model, CHAIN.guide, params=CHAIN.params, steps=2)
+    assert any("MLPCritic" in str(block) for block in elbo.critics.blocks.values())
