@@ -270,7 +270,7 @@ BUDGETS = {
     "testing/": 853,
     "tests": 24117,
     "benchmarks": 3409,
-    "words of docs": 15950,
+    "words of docs": 15970,
 }
 
 
