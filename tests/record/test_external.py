@@ -412,3 +412,20 @@ def test_what_is_drawn_outside_of_a_plate_belongs_to_all_rows(options: Any) -> N
             cost("c", weigh(pyro.sample("z", dist.Bernoulli(logits=q[1])), w) * torch.arange(1.0, 3.0))
 
     check(policy, trained(policy, **options))
+
+
+def test_a_step_of_few_rows_has_the_baseline_of_steps_of_many() -> None:
+    far = external(lambda z: 100.0 + z.numpy())
+
+    def policy(rows: int) -> None:
+        with pyro.plate("rows", rows):
+            q = pyro.param("q", lambda: torch.tensor(0.3))
+            cost("c", far(pyro.sample("z", dist.Bernoulli(logits=q))))
+
+    elbo = ExpectedCost(critic=None)
+    for _ in range(40):
+        elbo.loss_and_grads(None, policy, 12)
+    q = pyro.param("q").unconstrained()
+    q.grad = None
+    elbo.loss_and_grads(None, policy, 5)
+    assert 0.0 < float(q.grad) < 3.0  # the exact gradient is 1.2; without a baseline it is tens from there
