@@ -41,6 +41,11 @@ class _Choices(TorchDistribution):
         new._validate_args = self._validate_args
         return new
 
+    @property
+    def _finite(self) -> Tensor:
+        """The logits; products and differences with -inf are no numbers."""
+        return self.logits.clamp(min=torch.finfo(self.logits.dtype).min / (2 * self.n))
+
     def _spread(self, values: Tensor, expand: bool) -> Tensor:
         """Values ``(number, event)``, beside all batch dimensions."""
         values = values.reshape(-1, *(1,) * len(self.batch_shape), *self.event_shape)
@@ -118,15 +123,15 @@ class KSubset(_Choices):
         """Log-probability of subsets, ``(batch,)``, in nats."""
         if self._validate_args:
             self._validate_sample(value)
-        return (value * self.logits).sum(-1) - _log_sums(self.logits, self.k)[..., -1, 0]
+        return (value * self._finite).sum(-1) - _log_sums(self._finite, self.k)[..., -1, 0]
 
     @property
     def mean(self) -> Tensor:
         """Probability that an item is chosen, ``(batch, n)``."""
-        after = _log_sums(self.logits, self.k)
-        before = _log_sums(self.logits.flip(-1), self.k).flip(-1)
+        after = _log_sums(self._finite, self.k)
+        before = _log_sums(self._finite.flip(-1), self.k).flip(-1)
         others = (before[..., :-1, :-1] + after[..., :-1, 1:].flip(-2)).logsumexp(-2)
-        return (self.logits + others - after[..., -1, :1]).exp()
+        return (self._finite + others - after[..., -1, :1]).exp()
 
     @property
     def variance(self) -> Tensor:
@@ -136,11 +141,11 @@ class KSubset(_Choices):
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws subsets, exactly: the first item, then the next one, until there are ``k``."""
-        after, value = _log_sums(self.logits, self.k), self.logits.new_zeros(self._extended_shape(sample_shape))
+        after, value = _log_sums(self._finite, self.k), self.logits.new_zeros(self._extended_shape(sample_shape))
         last = torch.full_like(value[..., :1], -1, dtype=torch.long)
         items = torch.arange(self.n, device=value.device)
         for left in range(self.k - 1, -1, -1):
-            logits = (self.logits + after[..., left, 1:]).masked_fill(items <= last, -torch.inf)
+            logits = (self._finite + after[..., left, 1:]).masked_fill(items <= last, -torch.inf)
             last = Categorical(logits=logits, validate_args=False).sample().unsqueeze(-1)
             value = value.scatter(-1, last, 1.0)
         return value
@@ -161,16 +166,16 @@ class KSubset(_Choices):
         """
         states = torch.arange(2 * self.k + 1, device=self.logits.device)
         count, chosen = states + 1 >> 1, states & 1
-        after, before, found = _log_sums(self.logits, self.k), torch.zeros_like(count[0]), list[Tensor]()
+        after, before, found = _log_sums(self._finite, self.k), torch.zeros_like(count[0]), list[Tensor]()
         for t in range(self.n):
-            logits = chosen * self.logits[..., t, None] + after[..., self.k - count, t + 1]
+            logits = chosen * self._finite[..., t, None] + after[..., self.k - count, t + 1]
             may = (count - chosen == before.unsqueeze(-1)) & (self.k - count < self.n - t)
             # Nothing follows a state that is never drawn; its law must be one all the same.
             may = may | ~may.any(-1, keepdim=True)
             state = draw(t, Categorical(logits=logits.masked_fill(~may, -torch.inf)))
             before = state + 1 >> 1
             found.append((state & 1).to(self.logits.dtype))
-        return torch.stack(found, -1)
+        return torch.stack(torch.broadcast_tensors(*found), -1)
 
 
 class PlackettLuce(_Choices):
@@ -213,7 +218,7 @@ class PlackettLuce(_Choices):
         if self._validate_args:
             self._validate_sample(value)
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
-        logits, value = self.logits.expand(*shape, self.n), value.expand(*shape, self.k)
+        logits, value = self._finite.expand(*shape, self.n), value.expand(*shape, self.k)
         left = placed = logits.gather(-1, value)
         if self.k < self.n:
             rest = logits.scatter(-1, value, -torch.inf).logsumexp(-1, keepdim=True)
@@ -224,7 +229,7 @@ class PlackettLuce(_Choices):
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws orders: items sorted by their logits with Gumbel noise."""
-        logits = self.logits.expand(*sample_shape, *self.batch_shape, self.n)
+        logits = self._finite.expand(*sample_shape, *self.batch_shape, self.n)
         return (logits - torch.empty_like(logits).exponential_().log()).topk(self.k).indices
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
@@ -244,9 +249,9 @@ class PlackettLuce(_Choices):
         items, found = torch.arange(self.n, device=self.logits.device), list[Tensor]()
         gone = torch.zeros_like(items, dtype=torch.bool)
         for t in range(self.k):
-            found.append(draw(t, Categorical(logits=self.logits.masked_fill(gone, -torch.inf))))
+            found.append(draw(t, Categorical(logits=self._finite.masked_fill(gone, -torch.inf))))
             gone = gone | (found[-1].unsqueeze(-1) == items)
-        return torch.stack(found, -1)
+        return torch.stack(torch.broadcast_tensors(*found), -1)
 
 
 def sample_chain(name: str, fn: Any, infer: Any = None) -> Tensor:

@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import TraceEnum_ELBO, config_enumerate
 from steps import repeat
 from torch import Tensor
 
@@ -274,3 +275,37 @@ def test_costs_of_items_are_summed_exactly(monkeypatch: pytest.MonkeyPatch, rows
     assert str(elbo.plan).startswith("nothing is drawn")
     loss, truth = elbo.loss(programs.model, programs.guide), exact_loss(programs.model, programs.guide)
     assert math.isclose(loss, truth, abs_tol=1e-10)
+
+
+@pytest.mark.parametrize("law", [KSubset, PlackettLuce])
+def test_items_that_cannot_be_chosen_have_probability_zero(law: Any) -> None:
+    logits = torch.tensor([0.3, -math.inf, 1.0, -0.5], requires_grad=True)
+    fn, total, left = law(logits, 2), torch.zeros(()), law(logits[[0, 2, 3]], 2)
+    probs = fn.log_prob(fn.enumerate_support()).exp()
+    assert torch.allclose(probs[probs > 0.0], left.log_prob(left.enumerate_support()).exp(), rtol=0.0, atol=1e-12)
+
+    def draw(t: int, choice: Any) -> Tensor:
+        nonlocal total
+        value = choice.sample()
+        total = total + choice.log_prob(value)
+        return value
+
+    whole = fn.log_prob(fn.chain(draw))
+    assert torch.allclose(whole, total, rtol=0.0, atol=1e-12)
+    (slope,) = torch.autograd.grad(probs.square().sum() + whole + 2.0 * total, logits)
+    assert slope.isfinite().all() and slope[1] == 0.0
+
+
+@pytest.mark.parametrize("law", [KSubset, PlackettLuce])
+def test_a_chain_may_be_enumerated(law: Any) -> None:
+    logits = torch.tensor([0.3, -0.2, 0.5])
+
+    def model() -> None:
+        value = sample_chain("s", law(logits, 2))
+        pyro.factor("x", (value * torch.arange(1.0, value.shape[-1] + 1.0)).sum(-1))
+
+    fn = law(logits, 2)
+    values = fn.enumerate_support()
+    exact = (fn.log_prob(values) + (values * torch.arange(1.0, values.shape[-1] + 1.0)).sum(-1)).logsumexp(0)
+    found = TraceEnum_ELBO(max_plate_nesting=0).loss(config_enumerate(model), lambda: None)
+    assert found == pytest.approx(-float(exact), abs=1e-10)

@@ -119,7 +119,7 @@ class ScaledTerms:
         present = self.present
         trusted = _NOT_LEARNED if context.correction is not None else (*_NOT_LEARNED, _LATER)
         if not present:
-            return {} if context.others else means
+            return {} if context.num_particles > 1 else means
         new = torch.cat([part.flatten(1) for part in self.moments(scales)], 1)
         moments, elements = context.joint(new)
         # Sites of half precision keep their statistics in the default precision.

@@ -166,9 +166,12 @@ class WithBaseline(Estimator):
 
     def centred(self, cost: Tensor, context: SiteContext) -> Centred:
         """The cost minus the baseline, and new running statistics."""
+        if self.baseline is None:
+            return cost, {}
+        centred, statistics = self.baseline(cost, context.statistics, context.count)
         if isinstance(self.baseline, TrimmedBaseline) and context.others:
-            return leave_one_out(cost, context.others), {}
-        return (cost, {}) if self.baseline is None else self.baseline(cost, context.statistics, context.count)
+            centred = leave_one_out(cost, context.others)  # a later step may have too few rows
+        return centred, statistics
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ class Runner(ABC):
     def meet(self, program: Program, mode: Mode) -> None:
         """Looks at a call before its programs run; a step that is compiled was looked at before."""
         if not mode.is_recorded:
-            self.recordings.meet(reach(program._asdict(), [each.owner for each in self.recordings.externals]))
+            states = [(each.owner, state) for each, state in self.recordings.externals.values()]
+            self.recordings.meet(reach(program._asdict(), states))
 
     def refuses_recording(self) -> str:
         """Why the programs are not compiled, as the end of a sentence; empty if they are."""

@@ -40,7 +40,7 @@ class Recordable:
             several: trainer.keeps_staged,
             "gamma is a function of the step": callable(self.objective.gamma),
             "critics learn in a backward sweep": trainer.options.sweep is not None,
-            f"the results of {called[0].name if called else ''} would be frozen": bool(called),
+            f"the results of {next(iter(called.values()))[0].name if called else ''} would be frozen": bool(called),
             own: not all(isinstance(each, AveragedAdam) for each in optimizers),
         }
         return next((why for why, holds in reasons.items() if holds), self.objective.runner.refuses_recording())

@@ -110,15 +110,18 @@ class Answers(list[Any]):
         return tree_map(_copy, self[self.position - 1])
 
 
-def link(handed: Iterable[Tensor], batch: tuple[int, ...]) -> Tensor:
+def link(handed: Iterable[tuple[Tensor, set[int]]], batch: tuple[int, ...]) -> Tensor:
     """A tensor of the shape of plates, each element of which reads what a row of results reads.
 
-    Its numbers mean nothing.
+    Beside each tensor are the dimensions of the plates of what it reads; in others all rows read it, whatever its
+    shape. The numbers mean nothing.
     """
     found = torch.zeros(batch)
-    for tensor in handed:
+    for tensor, dims in handed:
         own = tensor.ne(0).to(found)
-        found = found + (own[..., None].flatten(len(batch)).sum(-1) if keeps_rows(own, batch) else own.sum())
+        own = own[..., None].flatten(len(batch)).sum(-1) if keeps_rows(own, batch) else own.sum()
+        shared = [dim for dim in range(-own.dim(), 0) if dim not in dims]
+        found = found + (own.sum(shared, keepdim=True) if shared else own)
     return found
 
 

@@ -12,6 +12,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -67,13 +68,16 @@ def in_words(path: Path) -> str:
     return str(form).format(in_words(parent), *rest)
 
 
-def reach(roots: Mapping[str, Any], without: Iterable[Any] = ()) -> Call:
+def reach(roots: Mapping[str, Any], without: Iterable[tuple[Any, AbstractSet[str]]] = ()) -> Call:
     """What can be reached from some roots, the handlers around the call, and the modes of torch.
 
-    Objects that are left out are not looked into: the state of a simulator changes in every step.
+    Some attributes of some objects are left out: the state of a simulator changes in every step.
     """
     call = Call()
-    call._seen.update((id(item), -1) for item in without)
+    for item, names in without:
+        call._states[id(item)] = names
+        if not getattr(item, "__dict__", None):  # as a partial: its state is elsewhere
+            call._seen[id(item)] = -1
     call.note("torch's default type", (torch.get_default_dtype(), torch.get_default_device()))
     for kind in ("cpu", "cuda"):
         call.note("autocast", torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
@@ -85,6 +89,17 @@ def reach(roots: Mapping[str, Any], without: Iterable[Any] = ()) -> Call:
         if not (is_of_parameters or type(handler).__module__.startswith("pyro_bpq.")):
             call.visit(f"the handler {type(handler).__name__}", handler)
     return call
+
+
+def attributes_of(item: Any) -> dict[str, Any]:
+    """What each attribute of an object looks like."""
+    found = {}
+    for name, value in getattr(item, "__dict__", {}).items():
+        call = Call()
+        call._seen[id(item)] = -1
+        call.visit(name, value)
+        found[name] = call.spec, [*map(kind_of, call.tensors)]
+    return found
 
 
 class Call:
@@ -112,6 +127,7 @@ class Call:
         self._kept: list[Any] = []
         self._seen = dict[int, int]()
         self._classes = set[type]()
+        self._states = dict[int, AbstractSet[str]]()  # attributes that are left out, by object
 
     def difference(self, other: Call) -> str:
         """Where another call first differs from this one, in words; empty where the two are alike."""
@@ -165,7 +181,9 @@ class Call:
 
     def _inside(self, path: Path, item: Any) -> None:
         kind = type(item)
-        if isinstance(item, (tuple, list)):
+        if kind is list and item and set(map(type, item)) == {float}:
+            self.note(path, (list, tuple(item)))
+        elif isinstance(item, (tuple, list)):
             self.note(path, (kind, len(item)))
             for i, part in enumerate(item):
                 self.visit(("{}[{}]", path, i), part)
@@ -219,7 +237,7 @@ class Call:
                         self.visit(("{}.{}", path, name), function)
 
     def _attributes(self, path: Path, item: Any) -> None:
-        without = _IN_USE if isinstance(item, Messenger) else ()
+        without = _IN_USE if isinstance(item, Messenger) else self._states.get(id(item), ())
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
         own = {name: value for name, value in getattr(item, "__dict__", {}).items() if name not in without} | slots
         self.note(path, (type(item), tuple(own)))
@@ -265,12 +283,15 @@ class Call:
             for name, part in getattr(item, kind).items():
                 self.visit(("{}.{}", path, name), part)
         for name, part in own.items():
-            if name not in usual:
+            if name not in usual and name not in self._states.get(id(item), ()):
                 self.visit(("{}.{}", path, name), part)
 
 
 class Keys:
-    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing."""
+    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing.
+
+    So is a list that numbers are appended to.
+    """
 
     def __init__(self) -> None:
         self._last: list[Hashable] = []
@@ -282,7 +303,7 @@ class Keys:
         if len(spec) != len(self._last):
             self._changes = {}
         for i, (old, new) in enumerate(zip(self._last, spec, strict=False)):
-            if old is not new and old != new and _is_number(old) and _is_number(new):
+            if old is not new and old != new and ((_is_number(old) and _is_number(new)) or _goes_on(old, new)):
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
         varying = self._counters
@@ -301,6 +322,12 @@ class Keys:
 
 def _is_number(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)
+
+
+def _goes_on(old: Any, new: Any) -> bool:
+    """Whether numbers were appended to a list, as losses are in training."""
+    are_lists = isinstance(old, tuple) and isinstance(new, tuple) and old[:1] == new[:1] == (list,)
+    return are_lists and isinstance(old[1], tuple) and isinstance(new[1], tuple) and new[1][: len(old[1])] == old[1]
 
 
 def _is_closed(item: Any) -> bool:

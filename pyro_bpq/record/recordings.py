@@ -122,7 +122,7 @@ class Recordings:
         known: What is known of structures, by the key of their runs.
         escaping: Sites whose values steer the program.
         jumps: Reparameterised sites that are scored, because costs jump with their values.
-        externals: External functions that the last recorded run has called, one of each object.
+        externals: Those of the last recorded run that called some, with all attributes that they have changed.
         crosses: Whether rows of a plate may meet.
         failed: What stopped a recording; empty if nothing has.
         in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
@@ -134,7 +134,7 @@ class Recordings:
         self.mode = mode
         self.escaping: tuple[str, ...] = ()
         self.jumps: frozenset[str] = frozenset()
-        self.externals: tuple[Any, ...] = ()
+        self.externals: dict[int, tuple[Any, set[str]]] = {}
         self.crosses = self.in_order = self.needs_graphs = False
         self.known: OrderedDict[Any, Known] = OrderedDict()
         self.said, self.failed, self.num_recorded = "", "", 0
@@ -319,7 +319,10 @@ class Recordings:
     def _note(self, traced: TracedRun) -> None:
         assert traced.recorded is not None
         self.num_recorded += 1
-        self.externals = traced.externals or self.externals
+        called, known = traced.externals, self.externals
+        if called:
+            states = {key: state | known[key][1] if key in known else state for key, (_, state) in called.items()}
+            self.externals = {key: (called[key][0], state) for key, state in states.items()}
         now = self.now
         if now.steps or not now.next:  # else another run of the same step was recorded
             now.next = min(2 * now.next, _LONGEST) or 1

@@ -299,7 +299,9 @@ class Tape(Notes, TorchDispatchMode):
         dim, *index = args[1:] or (0,)
         if dim % args[0].dim() != stacked:
             return None
-        return stacked, parts[slice(*index)] if name == "slice" else [parts[i] for i in index] or parts
+        if name == "slice":
+            return stacked, parts[slice(*(*index, None, None)[:3])]
+        return stacked, [parts[i] for i in index] or parts
 
     # Writes.
 

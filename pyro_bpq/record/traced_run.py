@@ -62,7 +62,8 @@ class TracedRun:
     enumerated: frozenset[str] = frozenset()  # sites that hold all their values at once
     # Options of each cost statement, by name of the cost
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
-    externals: tuple[Any, ...] = ()  # external functions that were called, one of each object
+    # External functions that were called, one of each object by its id, and the attributes of it that they changed.
+    externals: Mapping[int, tuple[Any, set[str]]] = field(default_factory=dict)
     only_costs: bool = False  # whether only cost statements count
     of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
     averages_rows: bool = False  # whether weights of a mean over enumerated values read several rows

@@ -97,7 +97,7 @@ def trace_run(
             tape.has_ended = True
         traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
         if watch.enumerated or watch.externals:
-            traced = replace(traced, enumerated=frozenset(watch.enumerated), externals=(*watch.externals.values(),))
+            traced = replace(traced, enumerated=frozenset(watch.enumerated), externals=watch.externals)
         if tape is not None:
             reads = _reads(tape, guide_sites, model_sites, watch, heard)
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)

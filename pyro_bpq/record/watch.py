@@ -25,7 +25,7 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.config import SiteOptions, cost_options, site_options
 from pyro_bpq.record.cost_statement import Given, check_particles
 from pyro_bpq.record.external import Answers, link, linked
-from pyro_bpq.record.key import Call
+from pyro_bpq.record.key import Call, attributes_of
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.tape import Tape, owner_of, same
 from pyro_bpq.record.values import tensors_in
@@ -83,7 +83,8 @@ class Watch(Messenger):
         self.heard: dict[str, int] = {}
         self.drawn = dict[str, Any]()  # values of sites on the tape
         self.num_of_guide = 0
-        self.externals = dict[int, Any]()  # external functions that were called, one of each object
+        # External functions that were called, one of each object, and the attributes of it that they change.
+        self.externals = dict[int, tuple[Any, set[str]]]()
         self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
         self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
@@ -186,15 +187,19 @@ class Watch(Messenger):
 
     def _pyro_bpq_external(self, msg: Any) -> None:
         (external, *given), tape = msg["args"], self.tape
-        self.externals[id(external.owner)] = external
+        state = self.externals.get(id(external.owner), (external, set[str]()))[1]
+        self.externals[id(external.owner)] = external, state
+        before = {} if tape is None else attributes_of(external.owner)
         if tape is not None:
             self._hand(tape, external, given)
             tape.open_call()
         notes = () if tape is None else tuple((own, len(own)) for own in (tape.guards, tape.told))
         msg["value"], msg["done"] = self.options.answers.to(external, *given), True
-        for own, before in notes:  # what is read within switches nothing
-            del own[before:]
+        for own, number in notes:  # what is read within switches nothing
+            del own[number:]
         if tape is not None:
+            after = attributes_of(external.owner)
+            state |= {name for name in before | after if before.get(name) != after.get(name)}
             self._answered(tape, external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
 
     def _hand(self, tape: Tape, external: Any, given: Any) -> None:
@@ -222,7 +227,8 @@ class Watch(Messenger):
         around = [msg, *map(self._drawn, names)] if external.rowwise else []
         frames = {(frame.dim, frame.size) for site in around for frame in plates_of(site)}
         sizes = dict(frames) if len(dict(frames)) == len(frames) else {}  # else rows of unlike plates
-        memory = link(read, tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)))
+        dims = [{f.dim for name in tape.sources_of(own) for f in plates_of(self._drawn(name))} for own in read]
+        memory = link(zip(read, dims, strict=True), tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0)))
         self.memories[owner] = [memory]
         for result in results:
             tape.made(same, (linked(result, memory),), result)

@@ -156,3 +156,29 @@ def gradients(elbo: Any, model: Any, guide: Any, *args: Any) -> list[Any]:
     """What some steps add to the gradients of the parameters."""
     repeat(6, elbo.loss_and_grads, model, guide, *args)
     return [own.grad for _, own in pyro.get_param_store().named_parameters()]
+
+
+def test_a_list_of_losses_is_no_reason_to_record() -> None:
+    """A method of the programs' class that they never call appends to it."""
+
+    class Fit:
+        def __init__(self) -> None:
+            self.own = list[float]()
+
+        def __call__(self) -> None:
+            pyro.factor("x", pyro.sample("a", dist.Bernoulli(torch.tensor(0.4))))
+
+        def guide(self) -> None:
+            pyro.sample("a", dist.Bernoulli(logits=pyro.param("p", lambda: torch.tensor(0.3))))
+
+        def fit(self, elbo: TraceBackpropQ_ELBO) -> None:
+            LOSSES.append(elbo.loss_and_grads(self, self.guide))
+            self.own.append(LOSSES[-1])
+
+    fit, elbo = Fit(), TraceBackpropQ_ELBO(num_particles=1)
+    for _ in range(40):
+        fit.fit(elbo)
+    assert elbo.runner.recordings.num_recorded < 20
+
+
+LOSSES: list[float] = []

@@ -365,3 +365,67 @@ def test_steps_are_not_compiled() -> None:
         for _ in range(8):
             elbo.loss_and_grads(None, policy)
     assert walk.calls == 16
+
+
+class Policy(Walk):
+    """A simulator that holds the policy too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.step, self.is_new, self.log = external(self.open), external(self.move), False, [0.0]
+
+    def __call__(self) -> None:
+        q = pyro.param("q", lambda: torch.tensor([[0.3, -0.5], [0.7, -0.1]]))
+        with pyro.plate("rows", ROWS):
+            self.start()
+            z, y = (pyro.sample(name, dist.Bernoulli(logits=own)) for name, own in zip("zy", q, strict=True))
+            place, _ = self.step(z)
+            cost("c", 0.7 * y * torch.arange(1.0, 3.0) if self.is_new else torch.as_tensor(place) * z)
+
+    def move(self, move: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        self.log.append(float(move.sum()))
+        return super().move(move)
+
+
+def test_what_else_the_object_of_a_function_holds_is_looked_at() -> None:
+    """Only what the function changes is its state."""
+    policy = Policy()
+    elbo = trained(policy)
+    recordings = elbo.runner.recordings
+    number = recordings.num_recorded
+    trained_again = [elbo.loss_and_grads(None, policy) for _ in range(5)]
+    assert len(trained_again) == 5 and recordings.num_recorded - number <= 1
+    recordings.now.next = float("inf")  # no step is recorded because it is time
+    policy.is_new = True
+    check(policy, elbo)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_particles": 2, "max_plate_nesting": 1, "critic": None}])
+def test_what_is_drawn_outside_of_a_plate_belongs_to_all_rows(options: Any) -> None:
+    """Also where it has as many elements as the plate has rows."""
+    weigh = external(lambda z, w: z.numpy() * (1.0 + w.numpy().sum(-1, keepdims=True)) + w.numpy()[..., :1])
+
+    def policy() -> None:
+        q = pyro.param("q", lambda: torch.tensor([[0.3, -0.6], [0.5, 0.1]]))
+        w = pyro.sample("w", dist.Bernoulli(logits=q[0]).to_event(1))
+        with pyro.plate("rows", ROWS):
+            cost("c", weigh(pyro.sample("z", dist.Bernoulli(logits=q[1])), w) * torch.arange(1.0, 3.0))
+
+    check(policy, trained(policy, **options))
+
+
+def test_a_step_of_few_rows_has_the_baseline_of_steps_of_many() -> None:
+    far = external(lambda z: 100.0 + z.numpy())
+
+    def policy(rows: int) -> None:
+        with pyro.plate("rows", rows):
+            q = pyro.param("q", lambda: torch.tensor(0.3))
+            cost("c", far(pyro.sample("z", dist.Bernoulli(logits=q))))
+
+    elbo = ExpectedCost(critic=None)
+    for _ in range(40):
+        elbo.loss_and_grads(None, policy, 12)
+    q = pyro.param("q").unconstrained()
+    q.grad = None
+    elbo.loss_and_grads(None, policy, 5)
+    assert 0.0 < float(q.grad) < 3.0  # the exact gradient is 1.2; without a baseline it is tens from there

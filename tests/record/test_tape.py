@@ -243,6 +243,7 @@ KEPT: dict[str, tuple[Program, str]] = {
     "stack_across": (lambda c: torch.stack([c.x, c.z])[:, 1], "x"),
     "stack_slice": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:2], "x"),
     "stack_slice_of_slice": (lambda c: torch.stack([c.x, c.x, c.s + c.z, c.i + c.z], -1)[:, 1:][..., 1::2], "s"),
+    "stack_slice_from": (lambda c: torch.ops.aten.slice(torch.stack([c.x, c.z, c.s + c.z]), 0, 2), "s"),
     "stack_slice_across": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:, 1:], "s x"),
     "stack_written": (lambda c: written_stack(c)[0], "s x"),
     "stack_part_written": (lambda c: torch.stack([inplace(lambda t, c: t.copy_(c.x))(c)[:, 0], c.s + c.z])[0], "x"),
