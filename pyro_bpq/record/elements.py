@@ -306,6 +306,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift clone": _pointwise,
         "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
         "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj lift_fresh": _pointwise,
+        "log_sigmoid_forward": _pointwise,
         "_sample_dirichlet _dirichlet_grad multinomial linalg_cross": _spread((-1,)),
         "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
         "var_mean std_mean median nanmedian aminmax": _sum,

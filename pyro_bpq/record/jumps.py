@@ -26,7 +26,7 @@ from pyro_bpq.short import number as in_short
 # Recorded runs whose operators are compared with those of the run before.
 _COMPARED = 16
 # Operators whose results are piecewise constant, besides those that make no floating-point numbers.
-_STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"))
+STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"))
 _EXPAND, _EQUAL = torch.ops.aten.expand.default, torch.ops.aten.eq.Tensor
 # Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
 _LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
@@ -56,7 +56,7 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
         # Else a number is compared with itself, as where a Delta scores its value.
         elif any(dtypes[value].is_floating_point for value in read) and (len(own) > 1 or node.func is not _EQUAL):
             name = effects_of(node.func).name.rstrip("_")
-            steps = name in _STEPS or "rounding_mode" in node.kwargs
+            steps = name in STEPS or "rounding_mode" in node.kwargs
             found.update({v: name for v in sorted(made & taken) if steps or not dtypes[v].is_floating_point})
     return found
 

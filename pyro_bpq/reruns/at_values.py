@@ -15,6 +15,7 @@ from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
+from pyro_bpq.record.jumps import STEPS
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun, cost_of_site
@@ -24,7 +25,6 @@ from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.site_program import slope_of
 
 
 class Reruns:
@@ -139,7 +139,10 @@ class Reruns:
 
 
 def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> bool:
-    """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site."""
+    """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site.
+
+    What the gradient is at the drawn values plays no part: a choice that depends on them would bias the step.
+    """
     own, below = (cost_of_guide(name), cost_of_model(name)), frozenset(graph.descendants(name))
     costs = tuple(cost for cost in graph.downstream_costs(name) if cost not in own)
     try:
@@ -147,13 +150,27 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
             leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
             with torch.enable_grad():
                 found = bound.recorded.again(costs, bound, {name: leaf}, below, False, 0)
-            if bool((slope_of((replace(traced.run, costs=found),), costs, leaf) != 0).any()):
+            if _leads([found[cost].grad_fn for cost in costs], leaf):
                 return True
     except BPQError:
         raise
     except (RuntimeError, Uncut):
         # Torch refuses something that the program does with values that carry gradients.
         pass
+    return False
+
+
+def _leads(nodes: list[Any], leaf: Tensor) -> bool:
+    """Whether a way in the autograd graph leads to a leaf, and not through operators whose derivative is zero."""
+    seen = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen or node.name().partition("Backward")[0].lower() in STEPS:
+            continue
+        if getattr(node, "variable", None) is leaf:
+            return True
+        seen.add(node)
+        nodes += [parent for parent, _ in node.next_functions]
     return False
 
 

@@ -94,7 +94,7 @@ def excess(
     ``wanted`` are their plates by name. Costs that are infinite in both are equal.
     """
     more = (((costs[c].detach() - rows[c][0]).nan_to_num(0.0).unsqueeze(0), own) for c, own in wanted.items())
-    return summed(more, plates, shape, next(iter(rows.values())))[0].expand(shape)
+    return summed(more, plates, shape, next(iter(costs.values())).detach())[0].expand(shape)
 
 
 def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...]) -> Tensor:

@@ -193,6 +193,31 @@ def test_layers_without_slopes_get_the_particles_of_crossed_costs(monkeypatch: p
     assert elbo.num_particles == rules.MOST_PARTICLES and elbo.info["y"]["estimator"] == CrossedLeaveOneOut()
 
 
+@pytest.mark.parametrize(
+    ("read", "expected"), [(torch.norm, DebiasedStraightThrough()), (lambda z: z.sum().round(), DisARM())]
+)
+def test_no_choice_depends_on_what_is_drawn(read: Any, expected: Estimator) -> None:
+    """The slope of a norm at zero is zero; that of a rounded number is zero everywhere."""
+
+    def guide() -> None:
+        bits("z", pyro.param("q", torch.tensor([-0.6, -1.1])))
+
+    def model() -> None:
+        z = bits("z", torch.zeros(2))
+        pyro.sample("x", dist.Normal(read(z), 0.9), obs=torch.tensor(-0.7))
+
+    drawn = set()
+    for seed in range(6):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        elbo = TraceBackpropQ_ELBO(1)
+        elbo.planner = replace(elbo.planner, max_elements=0)
+        elbo.loss_and_grads(model, guide)
+        drawn.add(tuple(elbo.traces[1].nodes["z"]["value"].tolist()))
+        assert elbo.info["z"]["estimator"] == expected
+    assert (0.0, 0.0) in drawn and len(drawn) > 1
+
+
 def test_the_extra_run_tells_all_of_a_flat_site_and_too_little_of_a_stack() -> None:
     for number in (1, 2):
         assert chosen(flat(), "z", 1 << 21, num_particles=number) == AllAction()

@@ -36,6 +36,7 @@ def _overwritten(z: Tensor) -> Tensor:
 
 KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "elementwise": lambda z: (2.0 * z - 1.0).exp().sigmoid() + torch.arange(3.0),
+    "log_sigmoid": lambda z: torch.nn.functional.logsigmoid(2.0 * z - 1.0),
     "where": lambda z: torch.where(z > 0.5, z * z, torch.zeros(())),
     "stack": lambda z: torch.stack([z[..., i] * i for i in range(1, 3)], -1),
     "cat": lambda z: torch.cat([torch.zeros(2, 1), z[:, 1:], z[:, :1]], -1),

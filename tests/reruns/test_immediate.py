@@ -290,3 +290,7 @@ def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
     plan = Flips.of(graph, {n: FlippedSite(own, own.size, {f"f{n}": ()}, ()) for n, own in components.items()})
     # a and b share rows 1..4 (b needs four of them, a two); c, whose cost reads b, has rows 5 and 6.
     assert plan.start == {"a": 1, "b": 1, "c": 5} and plan.rows == 7
+
+
+def test_nothing_known_at_other_values_is_no_excess() -> None:
+    assert torch.equal(module.excess({"x": torch.ones(2)}, {}, {}, (), ()), torch.zeros(()))
