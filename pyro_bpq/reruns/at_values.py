@@ -25,7 +25,6 @@ from pyro_bpq.reruns.slopes import expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.site_program import slope_of
 
 
 class Reruns:
@@ -151,7 +150,7 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
             leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
             with torch.enable_grad():
                 found = bound.recorded.again(costs, bound, {name: leaf}, below, False, 0)
-            slope_of((replace(traced.run, costs=found),), costs, leaf)  # which torch may refuse
+            expansions(bound, (tuple(graph.downstream_costs(name)),), (name,))  # torch may refuse to go backward
             if _leads([found[cost].grad_fn for cost in costs], leaf):
                 return True
     except BPQError:
