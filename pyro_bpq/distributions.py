@@ -123,15 +123,16 @@ class KSubset(_Choices):
         """Log-probability of subsets, ``(batch,)``, in nats."""
         if self._validate_args:
             self._validate_sample(value)
-        return (value * self._finite).sum(-1) - _log_sums(self._finite, self.k)[..., -1, 0]
+        logits = self._finite
+        return (value * logits).sum(-1) - _log_sums(logits, self.k)[..., -1, 0]
 
     @property
     def mean(self) -> Tensor:
         """Probability that an item is chosen, ``(batch, n)``."""
-        after = _log_sums(self._finite, self.k)
-        before = _log_sums(self._finite.flip(-1), self.k).flip(-1)
+        logits = self._finite
+        after, before = _log_sums(logits, self.k), _log_sums(logits.flip(-1), self.k).flip(-1)
         others = (before[..., :-1, :-1] + after[..., :-1, 1:].flip(-2)).logsumexp(-2)
-        return (self._finite + others - after[..., -1, :1]).exp()
+        return (logits + others - after[..., -1, :1]).exp()
 
     @property
     def variance(self) -> Tensor:
@@ -141,11 +142,12 @@ class KSubset(_Choices):
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws subsets, exactly: the first item, then the next one, until there are ``k``."""
-        after, value = _log_sums(self._finite, self.k), self.logits.new_zeros(self._extended_shape(sample_shape))
+        own, value = self._finite, self.logits.new_zeros(self._extended_shape(sample_shape))
+        after = _log_sums(own, self.k)
         last = torch.full_like(value[..., :1], -1, dtype=torch.long)
         items = torch.arange(self.n, device=value.device)
         for left in range(self.k - 1, -1, -1):
-            logits = (self._finite + after[..., left, 1:]).masked_fill(items <= last, -torch.inf)
+            logits = (own + after[..., left, 1:]).masked_fill(items <= last, -torch.inf)
             last = Categorical(logits=logits, validate_args=False).sample().unsqueeze(-1)
             value = value.scatter(-1, last, 1.0)
         return value
@@ -166,9 +168,10 @@ class KSubset(_Choices):
         """
         states = torch.arange(2 * self.k + 1, device=self.logits.device)
         count, chosen = states + 1 >> 1, states & 1
-        after, before, found = _log_sums(self._finite, self.k), torch.zeros_like(count[0]), list[Tensor]()
+        own, before, found = self._finite, torch.zeros_like(count[0]), list[Tensor]()
+        after = _log_sums(own, self.k)
         for t in range(self.n):
-            logits = chosen * self._finite[..., t, None] + after[..., self.k - count, t + 1]
+            logits = chosen * own[..., t, None] + after[..., self.k - count, t + 1]
             may = (count - chosen == before.unsqueeze(-1)) & (self.k - count < self.n - t)
             # Nothing follows a state that is never drawn; its law must be one all the same.
             may = may | ~may.any(-1, keepdim=True)
@@ -246,10 +249,10 @@ class PlackettLuce(_Choices):
         Returns:
             The order, ``(batch, k)``.
         """
-        items, found = torch.arange(self.n, device=self.logits.device), list[Tensor]()
+        own, items, found = self._finite, torch.arange(self.n, device=self.logits.device), list[Tensor]()
         gone = torch.zeros_like(items, dtype=torch.bool)
         for t in range(self.k):
-            found.append(draw(t, Categorical(logits=self._finite.masked_fill(gone, -torch.inf))))
+            found.append(draw(t, Categorical(logits=own.masked_fill(gone, -torch.inf))))
             gone = gone | (found[-1].unsqueeze(-1) == items)
         return torch.stack(torch.broadcast_tensors(*found), -1)
 

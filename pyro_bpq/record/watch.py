@@ -189,18 +189,20 @@ class Watch(Messenger):
         (external, *given), tape = msg["args"], self.tape
         state = self.externals.get(id(external.owner), (external, set[str]()))[1]
         self.externals[id(external.owner)] = external, state
-        before = {} if tape is None else attributes_of(external.owner)
-        if tape is not None:
-            self._hand(tape, external, given)
-            tape.open_call()
-        notes = () if tape is None else tuple((own, len(own)) for own in (tape.guards, tape.told))
-        msg["value"], msg["done"] = self.options.answers.to(external, *given), True
+        msg["done"] = True
+        if tape is None:
+            msg["value"] = self.options.answers.to(external, *given)
+            return
+        before = attributes_of(external.owner)
+        self._hand(tape, external, given)
+        tape.open_call()
+        notes = [(own, len(own)) for own in (tape.guards, tape.told)]
+        msg["value"] = self.options.answers.to(external, *given)
         for own, number in notes:  # what is read within switches nothing
             del own[number:]
-        if tape is not None:
-            after = attributes_of(external.owner)
-            state |= {name for name in before | after if before.get(name) != after.get(name)}
-            self._answered(tape, external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
+        after = attributes_of(external.owner)
+        state |= {name for name in before | after if before.get(name) != after.get(name)}
+        self._answered(tape, external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
 
     def _hand(self, tape: Tape, external: Any, given: Any) -> None:
         """Checks that no gradient ends in an external function."""
