@@ -23,6 +23,9 @@ _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.defaul
 _REDUCTIONS: Mapping[Any, Any] = MappingProxyType(
     {_ATEN.sum.default: _ATEN.sum.dim_IntList, _ATEN.mean.default: _ATEN.mean.dim}
 )
+# Operators that give one number everywhere, and those that keep the number, or turn it into another one.
+_FILLS = MappingProxyType({"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0})
+_KEEP = frozenset("expand view _unsafe_view reshape unsqueeze squeeze clone detach _to_copy".split())
 # Fewer terms than these are not worth a stack of them.
 _FEWEST_TERMS = 5
 
@@ -154,7 +157,7 @@ def nodes_in(item: Any) -> list[fx.Node]:
 def simplify(graph: fx.Graph) -> None:
     """Drops operators that do nothing, keeps one of those with equal inputs, and joins additions to sums."""
     storage = Storage(graph.nodes)
-    versions, known = Counter[fx.Node](), dict[Any, fx.Node]()
+    versions, known, filled = Counter[fx.Node](), dict[Any, fx.Node](), dict[fx.Node, float]()
     for node in list(graph.nodes):
         writes = written_by(node)
         versions.update({storage.root(each) for each in writes})
@@ -167,7 +170,10 @@ def simplify(graph: fx.Graph) -> None:
             same = node.all_input_nodes[0]
         else:
             seen = tuple((each, versions[storage.root(each)]) for each in node.all_input_nodes)
-            same = known.setdefault((node.target, told((node.args, node.kwargs)), seen), node)
+            key: Any = node.target, told((node.args, node.kwargs)), seen
+            if not storage.is_written(node) and (number := _number_of(node, filled)) is not None:
+                filled[node], key = number, (number, kind_of_node(node))
+            same = known.setdefault(key, node)
         # Each result of the graph has memory of its own.
         if same is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(same)
@@ -200,6 +206,19 @@ def _does_nothing(node: fx.Node) -> bool:
     if node.target not in _NOTHING or kind_of_node(node) != kind_of_node(node.all_input_nodes[0]):
         return False
     return node.target is not _ATEN.sum.default or kind_of_node(node)[0] == ()
+
+
+def _number_of(node: fx.Node, filled: Mapping[fx.Node, float]) -> float | None:
+    """The number that all elements of a result are; ``None`` if they may differ."""
+    name, value = effects_of(node.target).name, value_of(node)
+    if value is None or not value.is_floating_point():
+        return None
+    if name in _FILLS:
+        return _FILLS[name]
+    first = filled.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if first is None or len(node.all_input_nodes) > 1:
+        return None
+    return first if name in _KEEP else -first if name == "neg" else None
 
 
 def _name_dimensions(node: fx.Node) -> None:

@@ -181,7 +181,8 @@ class HeldRuns:
         if not names:
             return terms
         splits = [sites[name].components for name in names]
-        blocks = tuple(split.cardinality if split.kind == "one_hot" else 1 for split in splits)
+        # Errors of counts are learned. In deeper nets they make up for second derivatives, which take their time.
+        blocks = tuple({"one_hot": split.cardinality, "count": 0}.get(split.kind, 1) for split in splits)
         is_curved = any(site.curvature for site in sites.values())
         groups = (*(group.costs for group in plan.groups), plan.laws)
         try:

@@ -106,8 +106,8 @@ class Slopes:
         bound: The tensors of a run.
         groups: Costs and laws.
         names: The sites.
-        blocks: For each site the size of blocks within which second derivatives mix, 1 for none; ``None`` for no
-            second derivatives.
+        blocks: For each site the size of blocks within which second derivatives mix. 1 for none; 0 for none, and none
+            where another linear map follows. ``None`` for no second derivatives.
         nesting: Second derivatives are averaged over the leftmost of so many batch dimensions.
 
     Raises:
@@ -133,7 +133,12 @@ class Slopes:
         costs = dict.fromkeys(cost for group in self.groups for cost, _ in group)
         read = {site.value for site in self.sites.values()}
         function = recording.cut(costs, self.ends.keys())
-        self.reads = linear_reads(function, read) if blocks is not None else []
+        wished = {self.sites[name].value for name, block in self.blocks.items() if block}
+        self.reads = [
+            one
+            for one in (linear_reads(function, read) if blocks is not None else ())
+            if one.sites & wished or not any(effects_of(n.func).name in _MAPS for n in function.reading({one.output}))
+        ]
         wanted = [value for one in self.reads for value in (one.source, one.weight, one.output)]
         self.function = recording.cut([*costs, *wanted], self.ends.keys())
         # What of each group reads the sites otherwise than by scoring them: equal groups have equal derivatives.
@@ -214,7 +219,7 @@ class Slopes:
         for (read, sign, _), bent in zip(known, second, strict=True):
             for name, site in self.sites.items() if bent is not None else ():
                 if site.value in read.sites and site.value in points:
-                    part = self._in_site(read, sign * bent, values, points[site.value], site, self.blocks[name])
+                    part = self._in_site(read, sign * bent, values, points[site.value], site, self.blocks[name] or 1)
                     if part is not None:
                         found[name] = found[name] + part if name in found else part
         return found

@@ -131,6 +131,22 @@ def test_what_is_written_in_place_is_read_before_or_after_as_recorded() -> None:
     assert number_of(found, "exp") <= 3
 
 
+def test_backward_passes_from_the_same_numbers_are_one() -> None:
+    """Slopes go back from ones for each cost, the gradient of the loss from one for their sum."""
+
+    def body(x: Tensor, y: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+            costs = -(x @ y).sin().sum(-1)
+            (slope,) = torch.autograd.grad(costs, x, torch.ones_like(costs), retain_graph=True)
+            gradients = torch.autograd.grad(costs.sum(), (x, y))
+            return [2.0 * slope, *(3.0 * each for each in gradients), torch.ones_like(costs) * costs]
+
+    inputs = [torch.rand(3, 4), torch.rand(4, 5)]
+    graph = make_fx(body)(*inputs)
+    assert (number_of(graph, "mm"), number_of(check(graph, inputs), "mm")) == (4, 3)
+
+
 @pytest.mark.parametrize("terms", [3, 8, NUMBER])
 @pytest.mark.parametrize("reduces", [torch.sum, torch.logsumexp])
 def test_stacks_that_were_joined_once_keep_their_dimension(terms: int, reduces: Any) -> None:

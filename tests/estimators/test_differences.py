@@ -243,6 +243,29 @@ def test_a_prediction_that_knows_its_error_is_caught(monkeypatch: pytest.MonkeyP
         assert largest_error(elbo, program, noise) > 1e-4
 
 
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_curvatures_predict_where_one_linear_map_leads_to_the_costs(is_deep: bool, monkeypatch: Any) -> None:
+    """Costs of second order are then exact; in deeper nets the mean errors, which are learned, make up for them."""
+    weight, seen = real(0.7, -0.4, 1.1, 0.3, -0.9, 0.5).reshape(2, 3), list[Any]()
+
+    def guide() -> None:
+        with pyro.plate("rows", 2):
+            pyro.sample("z", dist.Poisson(pyro.param("q", real(0.3, 0.5, 0.8)).expand(2, 3)).to_event(1))
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            mean = pyro.sample("z", dist.Poisson(real(0.6).expand(2, 3)).to_event(1)) @ weight.t()
+            mean = mean @ weight[:, :2] if is_deep else mean
+            pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3).expand(2, 2))
+
+    right = estimator_module._table
+    monkeypatch.setattr(estimator_module, "_table", lambda held, *rest: seen.append(held) or right(held, *rest))
+    trained((guide, model)[::-1], steps=2, estimator=DRAWN)
+    held = seen[-1]
+    error = (held.changes.immediate.gather(-1, held.drawn) - held.exact.immediate).abs().max()
+    assert bool(error > 1e-2) if is_deep else bool(error < 1e-10)
+
+
 def test_what_a_count_excludes_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListedPoisson, "most", 7)
     monkeypatch.setattr(estimator_module, "_MOST", math.inf)
