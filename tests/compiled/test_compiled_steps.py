@@ -85,30 +85,26 @@ def runs_eagerly(match: str, model: Any, guide: Any = coin_guide, *args: Any, **
     return elbo
 
 
-def compared(take: Callable[[TraceBackpropQ_ELBO], list[Any]]) -> list[Any]:
-    """Recordings of an objective whose numbers are those of an eager one."""
-    found = []
-    for compiled in (False, "eager"):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
-        elbo = TraceBackpropQ_ELBO(compile=compiled)
-        found.append(torch.tensor(take(elbo)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-    return entries(elbo)
-
-
-def both(make: Callable[..., Any], start: Callable[[], None], *program: Any, steps: int = STEPS) -> Any:
-    """The compiled objective, after it was compared with an eager one."""
+def compared(
+    take: Callable[[Any], list[Any]],
+    make: Callable[..., Any] = TraceBackpropQ_ELBO,
+    start: Any = pyro.clear_param_store,
+) -> Any:
+    """The compiled objective, whose numbers are those of an eager one."""
     found = []
     for options in ({}, {"compile": "eager"}):
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
         start()
         elbo = make(**options)
-        found.append(run(elbo, *program, steps=steps))
-    assert len(found[0]) == len(found[1])
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-9, atol=1e-9)
+        found.append(torch.tensor(take(elbo)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
     return elbo
+
+
+def both(make: Callable[..., Any], start: Callable[[], None], *program: Any, steps: int = STEPS) -> Any:
+    """The compiled objective, after it was compared with an eager one along gradient steps."""
+    return compared(lambda elbo: run(elbo, *program, steps=steps), make, start)
 
 
 OPTIONS: dict[str, Callable[..., Any]] = {
@@ -168,14 +164,15 @@ def entries(elbo: Any) -> list[Any]:
 def test_new_data_of_one_shape_take_one_recording_and_another_shape_a_second() -> None:
     torch.manual_seed(3)
     batches = [torch.randn(2 if i % 4 == 3 else 3) for i in range(40)]
-    found = compared(lambda elbo: [elbo.loss_and_grads(slope_model, slope_guide, batch) for batch in batches])
-    assert len(found) == 2
+    elbo = compared(lambda elbo: [elbo.loss_and_grads(slope_model, slope_guide, batch) for batch in batches])
+    assert len(entries(elbo)) == 2
 
 
 def test_a_float_argument_that_changes_becomes_an_input() -> None:
-    (found,) = compared(
+    elbo = compared(
         lambda elbo: [elbo.loss_and_grads(slope_model, slope_guide, ROWS, 0.1 * (n + 1)) for n in range(25)]
     )
+    (found,) = entries(elbo)
     assert found.steps > 10
 
 
@@ -260,7 +257,7 @@ def test_numbers_of_data_guard_a_recording() -> None:
         return [elbo.loss_and_grads(model, coin_guide) for number in rates if rate.fill_(number) is rate]
 
     with pytest.warns(BPQWarning, match="calls differed 32 times, the last time because Python reads"):
-        assert len(compared(take)) == 2
+        assert len(entries(compared(take))) == 2
 
 
 def latent(law: Callable[[Tensor], Any]) -> tuple[Any, Any]:
@@ -330,8 +327,8 @@ def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> Non
         return model, lambda: coin_guide()
 
     ways = [(1.0, 0.4)] * 8 + [(2.0, 0.4)] * 6 + [(2.0, 0.9)] * 6
-    found = compared(lambda elbo: [elbo.loss_and_grads(*programs(w, torch.tensor(rate))) for w, rate in ways])
-    assert len(found) == 2
+    elbo = compared(lambda elbo: [elbo.loss_and_grads(*programs(w, torch.tensor(rate))) for w, rate in ways])
+    assert len(entries(elbo)) == 2
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
@@ -372,7 +369,7 @@ def test_handlers_around_the_call_count() -> None:
         with poutine.scale(scale=0.1):
             return found + repeat(8, elbo.loss_and_grads, slope_model, slope_guide, ROWS)
 
-    assert len(compared(take)) == 2
+    assert len(entries(compared(take))) == 2
 
 
 def test_replay_runs_eagerly() -> None:

@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam, ClippedAdam
-from steps import filtered, repeat
+from steps import filtered, no_gradients, repeat
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -51,13 +51,8 @@ def _reload() -> None:
     store.set_state(store.get_state())
 
 
-def _free() -> None:
-    for _, parameter in pyro.get_param_store().named_parameters():
-        parameter.grad = None
-
-
 @pytest.mark.parametrize("optim", [Adam, ClippedAdam])
-@pytest.mark.parametrize(("change", "often"), [(_set, False), (_reload, False), (_free, True)])
+@pytest.mark.parametrize(("change", "often"), [(_set, False), (_reload, False), (no_gradients, True)])
 def test_parameters_go_on_learning_as_in_svi(change: Callable[[], None], often: bool, optim: Any) -> None:
     found = []
     for is_compiled in (False, True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, compile_report
@@ -87,8 +88,7 @@ def train(elbo: Any, model: Any, guide: Any, seed: int, steps: int = 6) -> Any:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     svi = SVI(model, guide, SGD({"lr": 0.01}), elbo)
-    for _ in range(steps):
-        svi.step()
+    repeat(steps, svi.step)
     return elbo
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pyro
@@ -11,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
+from steps import filtered, repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -53,10 +53,8 @@ def test_nothing_is_said_of_particles_that_mix(name: str) -> None:
         pyro.set_rng_seed(seed)
         pyro.clear_param_store()
         guide, elbo = make(), TraceBackpropQ_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=nesting)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(STEPS):
-                elbo.loss_and_grads(model, guide)
+        with filtered("error"):
+            repeat(STEPS, elbo.loss_and_grads, model, guide)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -69,10 +67,8 @@ def test_a_step_runs_the_programs_once(name: str) -> None:
         runs += 1
         model()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(STEPS):
-            elbo.loss_and_grads(counted, guide)
+    with filtered("ignore"):
+        repeat(STEPS, elbo.loss_and_grads, counted, guide)
     assert runs == STEPS
 
 
