@@ -420,7 +420,11 @@ def test_replay_without_a_buffer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"draws": 0}, {"coparents": "old"}]
+    "options",
+    [
+        *({"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"draws": 0}, {"coparents": "old"}),
+        *({"costs": "old"}, {"costs": "stored", "coparents": "expected"}),
+    ],
 )
 def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat, told
+from steps import fresh, repeat, told
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, one_hot
 
@@ -74,8 +74,7 @@ def largest_error(read: Read, summed: str = "") -> tuple[TraceBackpropQ_ELBO, fl
     pyro.clear_param_store()
     options = {"enumeration": "exact"} if summed else {}
     truth = exact_gradient(model, guide)
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     elbo = TraceBackpropQ_ELBO(num_particles=1, **options)
     with told(BPQWarning) as said:
         repeat(5, elbo.loss_and_grads, model, guide)
