@@ -35,6 +35,12 @@ def repeat(number: int, call: Callable[..., Any], *args: Any, **options: Any) ->
     return [call(*args, **options) for _ in range(number)]
 
 
+def stepped(number: int, objective: Objective, *args: Any) -> Objective:
+    """The objective after so many steps."""
+    repeat(number, objective.loss_and_grads, *args)
+    return objective
+
+
 @contextlib.contextmanager
 def filtered(action: Any, category: type[Warning] = Warning) -> Iterator[None]:
     """Ignores warnings of a kind, or makes errors of them."""
@@ -51,6 +57,10 @@ def told(category: type[Warning] = Warning) -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield texts
     texts += [str(warning.message) for warning in found if issubclass(warning.category, category)]
+
+
+def coin_guide(*_: Any) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
 
 SETTLED: dict[str, TraceBackpropQ_ELBO] = {}
@@ -85,8 +95,7 @@ def trained(
     params()
     pyro.set_rng_seed(0)
     if not lr:
-        repeat(steps, objective.loss_and_grads, model, guide, *args)
-        return objective
+        return stepped(steps, objective, model, guide, *args)
     svi = SVI(model, guide, Adam({"lr": lr}), objective)
     repeat(steps, svi.step, *args)
     params()
@@ -95,8 +104,7 @@ def trained(
 
 def fitted(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, calls: Iterable[tuple[Any, ...]]) -> TraceBackpropQ_ELBO:
     """An ELBO after steps of SVI with these arguments in turn, from new parameters on; nothing warns."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
     with filtered("ignore"):
         for args in calls:
@@ -124,6 +132,11 @@ def largest_error(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> f
     """The largest difference of an entry. A truth of zeros would prove nothing."""
     assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
     return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+def fresh(seed: int = 0) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
 
 
 def no_gradients() -> None:

@@ -19,7 +19,7 @@ from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import filtered, repeat, trained
+from steps import coin_guide, filtered, fresh, repeat, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -62,10 +62,6 @@ def run(elbo: Any, model: Any, guide: Any, *args: Any, steps: int = STEPS) -> li
     return found + [float(value.double().nan_to_num().sum()) for value in state if isinstance(value, Tensor)]
 
 
-def coin_guide() -> None:
-    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-
 def seeing(mean: Callable[[Tensor], Any]) -> Callable[[], None]:
     """A model of one coin whose observation reads it in some way."""
 
@@ -93,8 +89,7 @@ def compared(
     """The compiled objective, whose numbers are those of an eager one."""
     found = []
     for options in ({}, {"compile": "eager"}):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         start()
         elbo = make(**options)
         found.append(torch.tensor(take(elbo)))
@@ -350,8 +345,7 @@ def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
 def test_info_is_that_of_the_last_step() -> None:
     case, shown = BY_NAME["chain"], []
     for compiled in (False, "eager"):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         case.params()
         elbo = TraceBackpropQ_ELBO(compile=compiled)
         run(elbo, case.model, case.guide)
@@ -374,8 +368,7 @@ def test_handlers_around_the_call_count() -> None:
 
 def test_replay_runs_eagerly() -> None:
     elbo = TraceBackpropQ_ELBO(compile="eager", learner=CriticLearner(replay=Replay(capacity=4)))
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     with pytest.warns(BPQWarning, match="critics learn from stored rollouts"):
         run(elbo, case.model, case.guide, steps=3)
 

@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat, told, trained
+from steps import coin_guide, repeat, told, trained
 
 from pyro_bpq import Compile, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -68,16 +68,13 @@ def test_a_program_that_begins_to_branch_runs_eagerly_at_once() -> None:
             z = 2.0 * z
         pyro.sample("x", dist.Normal(z, 1.0), obs=OBSERVED)
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    elbo = trained(TraceBackpropQ_ELBO(compile="eager"), model, guide, steps=20)
+    elbo = trained(TraceBackpropQ_ELBO(compile="eager"), model, coin_guide, steps=20)
     (entry,) = elbo.compiled.entries
     recorded = entry.steps
     assert recorded > 10
     hidden.branches = True
     with told(BPQWarning) as texts:
-        repeat(5, elbo.loss_and_grads, model, guide)
+        repeat(5, elbo.loss_and_grads, model, coin_guide)
     assert any("sampled values of z steer Python" in text for text in texts), texts
     # The attribute belongs to the call, which is of another kind now: its first step looks at the structure.
     assert entry.steps == recorded and "eagerly" in compile_report(elbo)

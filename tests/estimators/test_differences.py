@@ -13,7 +13,7 @@ import torch
 from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
 from pyro import poutine
-from steps import bias, fresh, repeat
+from steps import bias, fresh, repeat, stepped
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO, cost
@@ -27,8 +27,7 @@ Program = tuple[Callable[[], None], Callable[[], None]]
 
 
 def trained(program: Program, particles: int = 1, steps: int = 3, **options: Any) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(particles, **{"estimator": Differences(), **options})
-    repeat(steps, elbo.loss_and_grads, *program)
+    elbo = stepped(steps, TraceBackpropQ_ELBO(particles, **{"estimator": Differences(), **options}), *program)
     return elbo.eval()
 
 

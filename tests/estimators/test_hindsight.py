@@ -15,7 +15,7 @@ import steps
 import torch
 from models import BY_NAME, CASES, real
 from pyro import poutine
-from steps import bias, repeat
+from steps import bias, stepped
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -36,8 +36,7 @@ QUICK = ("chain", "diamond", "plate", "onehot", "mask_scale", "component_chain")
 
 
 def trained(program: Program, particles: int, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(particles, **{"estimator": Hindsight(), **options})
-    repeat(steps, elbo.loss_and_grads, *program)
+    elbo = stepped(steps, TraceBackpropQ_ELBO(particles, **{"estimator": Hindsight(), **options}), *program)
     return elbo.eval()
 
 
@@ -67,8 +66,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "particles"), list(cases()))
 def test_expected_gradient_is_exact(case: Any, particles: int) -> None:
     case.params()
-    elbo = TraceBackpropQ_ELBO(particles, estimator=Hindsight())
-    repeat(5, elbo.loss_and_grads, case.model, case.guide, *case.args)
+    elbo = stepped(5, TraceBackpropQ_ELBO(particles, estimator=Hindsight()), case.model, case.guide, *case.args)
     assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import BY_NAME, Case
 from quadrature import NodeNormal
-from steps import repeat, scramble, trained
+from steps import scramble, stepped, trained
 from test_continuous_q import largest_error, program
 
 from pyro_bpq import AllAction, CriticLearner, ExpectedCost, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
@@ -107,5 +107,4 @@ def test_refusals_say_what_to_write() -> None:
         TraceBackpropQ_ELBO(estimator=ParentAdvantage(), gamma=0.9).loss_and_grads(case.model, case.guide)
     case = BY_NAME["python_branch"].params()
     with pytest.raises(UnsupportedProgramError, match="LambdaReturn"):
-        elbo = TraceBackpropQ_ELBO(estimator=ParentAdvantage())
-        repeat(3, elbo.loss_and_grads, case.model, case.guide)
+        stepped(3, TraceBackpropQ_ELBO(estimator=ParentAdvantage()), case.model, case.guide)

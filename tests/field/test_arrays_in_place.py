@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import told
+from steps import fresh, told
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 
@@ -32,8 +32,7 @@ WRITES: dict[str, Callable[[int], bool]] = {
 
 def losses(kind: type, read: str, write: str, is_argument: bool) -> tuple[list[float], str, list[str]]:
     """The losses of some steps, what is said of compiled ones, and what is warned of."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     array = np.zeros(3)
 
     def model(given: Any = None) -> None:

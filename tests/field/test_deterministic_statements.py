@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import filtered
+from steps import filtered, fresh
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -73,8 +73,7 @@ class Chain(Programs):
 
 
 def train(kind: type, programs: Programs, elbo: TraceBackpropQ_ELBO, **options: Any) -> tuple[Any, list[float]]:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     svi = kind(programs.model, programs.guide, SGD({"lr": 0.01}), elbo, **options)
     with filtered("error"):
         return svi, [svi.step() for _ in range(STEPS)]

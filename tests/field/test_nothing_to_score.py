@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
-from steps import filtered, repeat
+from steps import filtered, fresh, repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -50,8 +50,7 @@ PROGRAMS = {"auto-normal": (plain, auto, 1), "asserts its shapes": (asserting, l
 def test_nothing_is_said_of_particles_that_mix(name: str) -> None:
     model, make, nesting = PROGRAMS[name]
     for seed in range(SEEDS):
-        pyro.set_rng_seed(seed)
-        pyro.clear_param_store()
+        fresh(seed)
         guide, elbo = make(), TraceBackpropQ_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=nesting)
         with filtered("error"):
             repeat(STEPS, elbo.loss_and_grads, model, guide)

@@ -10,7 +10,7 @@ import torch
 from models import BY_NAME
 from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.optim import SGD
-from steps import CHAIN, DATA, assert_equal, is_equal, module, repeat, run, state_of, step
+from steps import CHAIN, DATA, assert_equal, is_equal, module, run, state_of, step, stepped
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -173,8 +173,7 @@ def test_two_backward_passes_need_retain_graph() -> None:
         CHAIN.guide()
         pyro.factor("f", scaled.sin(), has_rsample=True)
 
-    elbo = TraceBackpropQ_ELBO(retain_graph=True)
-    repeat(2, elbo.loss_and_grads, model, guide)
+    elbo = stepped(2, TraceBackpropQ_ELBO(retain_graph=True), model, guide)
     torch.testing.assert_close(weight.grad, 2 * (scaled * scaled.cos()).detach())
     elbo = TraceBackpropQ_ELBO()
     elbo.loss_and_grads(model, guide)

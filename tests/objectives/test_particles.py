@@ -13,7 +13,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
 from pyro.optim import Adam
-from steps import dear, filtered, repeat, trained
+from steps import dear, filtered, fresh, repeat, stepped, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
@@ -354,8 +354,7 @@ def test_straight_through_differences_take_two() -> None:
         with pyro.plate("rows", ROWS):
             pyro.sample("z", dist.Bernoulli(logits=data @ w).to_event(1))
 
-    elbo = TraceBackpropQ_ELBO()
-    repeat(4, elbo.loss_and_grads, model, guide)
+    elbo = stepped(4, TraceBackpropQ_ELBO(), model, guide)
     assert "DebiasedStraightThrough" in str(elbo.info["z"]["estimator"])
     assert elbo.num_particles == 2
 
@@ -496,8 +495,7 @@ def test_another_program_in_the_same_wrapper_is_another_one(kind: str) -> None:
     for _ in range(4):
         elbo.loss_and_grads(wrapped(kind, first.model, 1.0), wrapped(kind, first.guide, 1.0))
     assert elbo.num_particles == MOST_PARTICLES
-    pyro.clear_param_store()
-    pyro.set_rng_seed(4)
+    fresh(4)
     found = elbo.loss_and_grads(wrapped(kind, second.model, 1.0), wrapped(kind, second.guide, 1.0))
     pyro.set_rng_seed(4)
     together = Trace_ELBO(MOST_PARTICLES, vectorize_particles=True, max_plate_nesting=1)

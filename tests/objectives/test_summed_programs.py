@@ -16,7 +16,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import dear, repeat
+from steps import dear, fresh, repeat
 from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
@@ -203,8 +203,7 @@ def test_an_infinite_loss_ends_it() -> None:
 
 
 def test_a_program_that_grows_goes_on() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     for length in (3, 1):
         programs.length = length
         loss_of(elbo, programs)
@@ -215,8 +214,7 @@ def test_a_program_that_grows_goes_on() -> None:
 def test_a_program_that_begins_to_read_more_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     # The outcomes of one particle can be enumerated.
     monkeypatch.setattr(rules, "MOST_PARTICLES", 1)
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     programs.read = lambda z, last: z + last
     programs.length = 3
     repeat(3, loss_of, elbo, programs)
@@ -225,8 +223,7 @@ def test_a_program_that_begins_to_read_more_draws(monkeypatch: pytest.MonkeyPatc
 
 
 def test_copies_and_states_go_on() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     buffer = io.BytesIO()
     torch.save(elbo.state_dict(), buffer)
     buffer.seek(0)
@@ -239,8 +236,7 @@ def test_copies_and_states_go_on() -> None:
 
 
 def test_diagnosis_knows_that_nothing_is_drawn() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     found = diagnose(elbo, programs.model, programs.guide, num_samples=5)
     assert not [finding for finding in found.findings if "particle" in str(finding) or "critic" in str(finding)]
     moments = gradient_moments(elbo, programs.model, programs.guide)
@@ -253,8 +249,7 @@ def test_diagnosis_knows_that_nothing_is_drawn() -> None:
 def test_recorded_steps_are_those_of_eager_ones() -> None:
     programs, losses = Chain(), []
     for options in ({}, {"compile": "eager"}):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
         svi = SVI(programs.model, programs.guide, Adam({"lr": 0.05}), elbo)
         losses.append([svi.step() for _ in range(20)])
@@ -263,7 +258,6 @@ def test_recorded_steps_are_those_of_eager_ones() -> None:
 
 
 def test_an_evaluation_is_exact_too() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     losses = [elbo.loss(programs.model, programs.guide) for _ in range(3)]
     assert losses == pytest.approx([loss_of(elbo, programs)] * 3, abs=1e-12)

@@ -95,7 +95,6 @@ def test_a_step_count_among_the_arguments_makes_looks_more_frequent() -> None:
         for i in range(2):
             pyro.sample(f"z{i}", dist.Bernoulli(logits=pyro.param(f"q{i}", torch.tensor(0.2))))
 
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(num_particles=1)
     with filtered("ignore"):
         for step in range(350):

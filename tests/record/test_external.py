@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.optim import Adam
-from steps import filtered, repeat
+from steps import filtered, repeat, stepped
 from steps import trained as steps_of
 from torch import Tensor
 
@@ -251,8 +251,7 @@ def test_a_likelihood_that_is_simulated_has_one_particle() -> None:
         with pyro.plate("rows", 12):
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(12))))
 
-    elbo = TraceBackpropQ_ELBO()
-    repeat(5, elbo.loss_and_grads, model, guide)
+    elbo = stepped(5, TraceBackpropQ_ELBO(), model, guide)
     assert elbo.num_particles == 1 and walk.calls == 5
 
 
@@ -270,8 +269,7 @@ def test_likelihood_of_a_simulator_is_unbiased() -> None:
         with pyro.plate("rows", ROWS):
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.8]))))
 
-    elbo = TraceBackpropQ_ELBO()
-    repeat(10, elbo.loss_and_grads, model, guide)
+    elbo = stepped(10, TraceBackpropQ_ELBO(), model, guide)
     assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -413,8 +411,7 @@ def test_a_step_of_few_rows_has_the_baseline_of_steps_of_many() -> None:
             q = pyro.param("q", lambda: torch.tensor(0.3))
             cost("c", far(pyro.sample("z", dist.Bernoulli(logits=q))))
 
-    elbo = ExpectedCost(critic=None)
-    repeat(40, elbo.loss_and_grads, None, policy, 12)
+    elbo = stepped(40, ExpectedCost(critic=None), None, policy, 12)
     q = pyro.param("q").unconstrained()
     q.grad = None
     elbo.loss_and_grads(None, policy, 5)

@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from steps import fresh, repeat
+from steps import fresh, repeat, stepped
 from torch import Tensor, nn
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -112,8 +112,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_slopes_are_those_of_a_run_of_their_own(name: str, particles: int, vectorized: bool, compared: Any) -> None:
     options = {"vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
-    elbo = TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options)
-    repeat(8, elbo.loss_and_grads, *PROGRAMS[name])
+    stepped(8, TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options), *PROGRAMS[name])
     assert len(compared) == 8
     for own, other in compared:
         assert own.shape == other.shape and own.abs().max() > 0.1
@@ -164,8 +163,7 @@ def prior() -> dist.Distribution:
 
 
 def estimator_after(model: Program, steps: int) -> str:
-    elbo = default_elbo()
-    repeat(steps, elbo.loss_and_grads, model, rows_guide)
+    elbo = stepped(steps, default_elbo(), model, rows_guide)
     return type(elbo.info["z"]["estimator"]).__name__
 
 
