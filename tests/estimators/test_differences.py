@@ -39,7 +39,7 @@ LAWS = {
     "negative binomial": lambda q: ListedNegativeBinomial(2.5, 0.05 + 0.05 * q.sigmoid()),
     "negative binomial logits": lambda q: ListedNegativeBinomial(1.5, logits=q - 3.5),
     "dispersion": lambda q: ListedNegativeBinomial(q.exp(), logits=q - 3.5),
-    "geometric": lambda q: ListedGeometric(0.9 + 0.05 * q.sigmoid()),
+    "geometric": lambda q: ListedGeometric(0.85 + 0.1 * q.sigmoid()),
     "geometric logits": lambda q: ListedGeometric(logits=q + 2.0),
 }
 

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import real
 from pyro.infer import SVI
 from pyro.optim import SGD
 from steps import coin_guide, fresh, repeat, stepped
@@ -56,9 +57,9 @@ def losses(law: str, totals: list[Any], **options: Any) -> tuple[list[float], li
 TOTALS: dict[str, tuple[list[Any], dict[str, Any], int]] = {
     "a number of the program, all values": ([5] * 10, {"num_particles": 1, "estimator": AllAction()}, 1),
     "a number of the program, two particles": ([5] * 10, {"num_particles": 2}, 1),
-    "of each row": ([torch.tensor([3.0 + step % 3, 4.0, 5.0]) for step in range(10)], {"num_particles": 2}, 1),
+    "of each row": ([real(3.0 + step % 3, 4.0, 5.0) for step in range(10)], {"num_particles": 2}, 1),
     # One number in a tensor says how many values there are: each has its own recording.
-    "a tensor": ([torch.tensor(3.0 + n % 3) for n in range(18)], {"num_particles": 1, "estimator": AllAction()}, 3),
+    "a tensor": ([real(3.0 + n % 3)[0] for n in range(18)], {"num_particles": 1, "estimator": AllAction()}, 3),
 }
 
 
