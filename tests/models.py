@@ -66,7 +66,7 @@ class Case:
     trace_is_unbiased: bool = True
     tracegraph_is_unbiased: bool = True
 
-    def params(self) -> None:
+    def params(self) -> Case:
         """Puts the parameters into a cleared param store."""
         pyro.clear_param_store()
         given = dict(self.constraints)
@@ -74,6 +74,7 @@ class Case:
             value = irregular(*shape, start=position + 1)
             constraint = given.get(name, constraints.real)
             pyro.param(name, torch.distributions.transform_to(constraint)(value), constraint=constraint)
+        return self
 
     @property
     def programs(self) -> tuple[Any, ...]:

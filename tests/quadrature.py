@@ -10,6 +10,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
+from steps import no_gradients
 from torch import Tensor
 
 
@@ -44,8 +45,7 @@ def expected_gradient(elbo: Any, model: Any, guide: Any, numbers: Sequence[int])
     """
     total: dict[str, Tensor] = {}
     for nodes, weight in grid(numbers):
-        for leaf in pyro.get_param_store()._params.values():
-            leaf.grad = None
+        no_gradients()
         NodeNormal.nodes = iter(nodes)
         elbo.loss_and_grads(model, guide)
         for name, leaf in pyro.get_param_store()._params.items():

@@ -18,7 +18,7 @@ from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam
 from torch import Tensor, nn
 
-from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
@@ -35,12 +35,32 @@ def repeat(number: int, call: Callable[..., Any], *args: Any, **options: Any) ->
     return [call(*args, **options) for _ in range(number)]
 
 
+def stepped(number: int, objective: Objective, *args: Any) -> Objective:
+    """The objective after so many steps."""
+    repeat(number, objective.loss_and_grads, *args)
+    return objective
+
+
 @contextlib.contextmanager
 def filtered(action: Any, category: type[Warning] = Warning) -> Iterator[None]:
     """Ignores warnings of a kind, or makes errors of them."""
     with warnings.catch_warnings():
         warnings.simplefilter(action, category)
         yield
+
+
+@contextlib.contextmanager
+def told(category: type[Warning] = Warning) -> Iterator[list[str]]:
+    """What is warned of within, as it is known afterwards."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in found if issubclass(warning.category, category)]
+
+
+def coin_guide(*_: Any) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
 
 SETTLED: dict[str, TraceBackpropQ_ELBO] = {}
@@ -57,10 +77,9 @@ def text_of(model: Any, guide: Any, kind: type[Exception], **options: Any) -> st
 def warnings_of(model: Any, guide: Any, steps: int = 1, category: Any = BPQWarning, **options: Any) -> list[str]:
     """What some steps warn of."""
     elbo = TraceBackpropQ_ELBO(**options)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with told(category) as texts:
         repeat(steps, elbo.loss_and_grads, model, guide)
-    return [str(warning.message) for warning in found if issubclass(warning.category, category)]
+    return texts
 
 
 def trained(
@@ -76,8 +95,7 @@ def trained(
     params()
     pyro.set_rng_seed(0)
     if not lr:
-        repeat(steps, objective.loss_and_grads, model, guide, *args)
-        return objective
+        return stepped(steps, objective, model, guide, *args)
     svi = SVI(model, guide, Adam({"lr": lr}), objective)
     repeat(steps, svi.step, *args)
     params()
@@ -86,11 +104,9 @@ def trained(
 
 def fitted(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, calls: Iterable[tuple[Any, ...]]) -> TraceBackpropQ_ELBO:
     """An ELBO after steps of SVI with these arguments in turn, from new parameters on; nothing warns."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with filtered("ignore"):
         for args in calls:
             svi.step(*args)
     return elbo
@@ -116,6 +132,24 @@ def largest_error(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> f
     """The largest difference of an entry. A truth of zeros would prove nothing."""
     assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
     return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+def fresh(seed: int = 0) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+
+
+def no_gradients() -> None:
+    for _, leaf in pyro.get_param_store().named_parameters():
+        leaf.grad = None
+
+
+def scramble(weights: Iterable[Tensor]) -> None:
+    """Moves weights to somewhere else, always the same."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(torch.randn(weight.shape, generator=generator))
 
 
 def bias(
@@ -146,9 +180,7 @@ def run(
 
 
 def step(elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, through_loss: bool = False) -> dict[str, Tensor]:
-    leaves = dict(pyro.get_param_store().named_parameters())
-    for leaf in leaves.values():
-        leaf.grad = None
+    no_gradients()
     if through_loss:
         elbo.differentiable_loss(case.model, case.guide, *case.args).backward()
     else:
@@ -198,6 +230,13 @@ def is_equal(left: Any, right: Any) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def dear(programs: Any) -> Any:
+    """Programs whose model has a cost statement, too."""
+    plain = programs.model
+    programs.model = lambda: (plain(), cost("price", torch.tensor(1.0)))[0]
+    return programs
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

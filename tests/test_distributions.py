@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
-from steps import repeat
+from steps import fresh, stepped
 from torch import Tensor
 
 import pyro_bpq.distributions
@@ -223,10 +223,8 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def trained(programs: Programs, **options: Any) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    repeat(6, elbo.loss_and_grads, programs.model, programs.guide)
+    fresh()
+    elbo = stepped(6, TraceBackpropQ_ELBO(**options), programs.model, programs.guide)
     return elbo.eval()
 
 

@@ -124,10 +124,7 @@ def test_program_that_does_not_broadcast_is_told_of_the_particles(
     program: Program, theirs: str, kind: type[Exception]
 ) -> None:
     def matching() -> None:
-        if program is indexes:
-            coin(dist.Bernoulli(logits=logits(4)).to_event(1))
-        else:
-            pair_guide()
+        coin(dist.Bernoulli(logits=logits(4 if program is indexes else 2)).to_event(1))
 
     text = text_of(program, matching, kind, **TOGETHER)
     for words in (theirs, "3 particles ran at once", "in dimension -1", "vectorize_particles=False", "z[..., 0]"):
@@ -137,15 +134,11 @@ def test_program_that_does_not_broadcast_is_told_of_the_particles(
 
 def test_particles_that_moved_are_told_of_particles_one_after_the_other() -> None:
     def mixes() -> None:
-        with pyro.plate("rows", 4):
+        with pyro.plate("rows", 3):
             z = coin()
-        pyro.sample("x", dist.Normal(z @ torch.ones(4, 1), 1.0).to_event(1), obs=torch.tensor([0.7]))
+        pyro.sample("x", dist.Normal(z @ torch.ones(3, 1), 1.0).to_event(1), obs=torch.tensor([0.7]))
 
-    def rows() -> None:
-        with pyro.plate("rows", 4):
-            coin(dist.Bernoulli(logits=logits(4)))
-
-    text = text_of(mixes, rows, PlateError, **TOGETHER)
+    text = text_of(mixes, lambda: in_rows(posterior(3)), PlateError, **TOGETHER)
     assert "'-log p(x)'" in text and "write vectorize_particles=False" in text
 
 
@@ -209,17 +202,14 @@ def nested(fn: Any) -> None:
 def test_nesting_that_is_too_small_names_the_number(
     program: Callable[[Any], None], given: int, needed: int, options: dict[str, Any]
 ) -> None:
-    def both() -> tuple[Program, Program]:
-        return (lambda: program(dist.Bernoulli(0.4))), (lambda: program(dist.Bernoulli(logits=logits())))
-
+    both = (lambda: program(dist.Bernoulli(0.4))), (lambda: program(posterior()))
+    text = text_of(*both, PlateError, max_plate_nesting=given, **options)
     if program is nested and given == 0 and options:
         # Two numbers are too small by turns: each error names a larger one.
-        text = text_of(*both(), PlateError, max_plate_nesting=given, **options)
         assert "Write max_plate_nesting=" in text
         return
-    text = text_of(*both(), PlateError, max_plate_nesting=given, **options)
     assert f"Write max_plate_nesting={needed}, or leave it out" in text
-    TraceBackpropQ_ELBO(max_plate_nesting=needed, **options).loss_and_grads(*both())
+    TraceBackpropQ_ELBO(max_plate_nesting=needed, **options).loss_and_grads(*both)
 
 
 # Distributions and data
@@ -302,17 +292,16 @@ def test_plates_with_other_names_in_the_guide_warn_once() -> None:
 @pytest.mark.parametrize("value", [lambda z: torch.tensor(-1.0), lambda z: -z.sum()], ids=["constant", "sum"])
 def test_a_single_factor_in_a_plate_warns_once(value: Callable[[Tensor], Tensor]) -> None:
     def model(rows: bool) -> None:
-        with pyro.plate("rows", 4):
+        with pyro.plate("rows", 3):
             z = coin()
             pyro.factor("f", -z if rows else value(z))
 
     def guide() -> None:
-        with pyro.plate("rows", 4):
-            coin(dist.Bernoulli(logits=logits()))
+        in_rows(posterior())
 
     texts = warnings_of(lambda: model(False), guide, steps=4)
     assert sum("The factor 'f' is a single number in the plate 'rows'" in text for text in texts) == 1
-    assert any("4 times" in text and "pyro.factor('f', ...) outside of the plate" in text for text in texts)
+    assert any("3 times" in text and "pyro.factor('f', ...) outside of the plate" in text for text in texts)
     assert not any("factor" in text for text in warnings_of(lambda: model(True), guide, steps=4))
 
 

@@ -103,20 +103,9 @@ def test_import_leaves_out_what_few_programs_use(report):
     assert not set(LAZY) & set(report["modules"])
 
 
-def test_import_changes_no_setting(report):
-    assert not report["settings"]
-
-
-def test_import_patches_nothing(report):
-    assert not report["patched"]
-
-
-def test_import_draws_no_other_package(report):
-    assert not report["packages"]
-
-
-def test_import_warns_of_nothing(report):
-    assert not report["warnings"]
+@pytest.mark.parametrize("part", ["settings", "patched", "packages", "warnings"])
+def test_import_changes_no_setting_patches_nothing_draws_no_package_and_warns_of_nothing(report, part):
+    assert not report[part]
 
 
 def test_probe_finds_planted_faults():

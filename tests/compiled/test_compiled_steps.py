@@ -19,7 +19,7 @@ from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import filtered, repeat, trained
+from steps import coin_guide, filtered, fresh, repeat, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -62,10 +62,6 @@ def run(elbo: Any, model: Any, guide: Any, *args: Any, steps: int = STEPS) -> li
     return found + [float(value.double().nan_to_num().sum()) for value in state if isinstance(value, Tensor)]
 
 
-def coin_guide() -> None:
-    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-
 def seeing(mean: Callable[[Tensor], Any]) -> Callable[[], None]:
     """A model of one coin whose observation reads it in some way."""
 
@@ -85,30 +81,25 @@ def runs_eagerly(match: str, model: Any, guide: Any = coin_guide, *args: Any, **
     return elbo
 
 
-def compared(take: Callable[[TraceBackpropQ_ELBO], list[Any]]) -> list[Any]:
-    """Recordings of an objective whose numbers are those of an eager one."""
+def compared(
+    take: Callable[[Any], list[Any]],
+    make: Callable[..., Any] = TraceBackpropQ_ELBO,
+    start: Any = pyro.clear_param_store,
+) -> Any:
+    """The compiled objective, whose numbers are those of an eager one."""
     found = []
-    for compiled in (False, "eager"):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
-        elbo = TraceBackpropQ_ELBO(compile=compiled)
+    for options in ({}, {"compile": "eager"}):
+        fresh(1)
+        start()
+        elbo = make(**options)
         found.append(torch.tensor(take(elbo)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-    return entries(elbo)
+    return elbo
 
 
 def both(make: Callable[..., Any], start: Callable[[], None], *program: Any, steps: int = STEPS) -> Any:
-    """The compiled objective, after it was compared with an eager one."""
-    found = []
-    for options in ({}, {"compile": "eager"}):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
-        start()
-        elbo = make(**options)
-        found.append(run(elbo, *program, steps=steps))
-    assert len(found[0]) == len(found[1])
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-9, atol=1e-9)
-    return elbo
+    """The compiled objective, after it was compared with an eager one along gradient steps."""
+    return compared(lambda elbo: run(elbo, *program, steps=steps), make, start)
 
 
 OPTIONS: dict[str, Callable[..., Any]] = {
@@ -168,14 +159,15 @@ def entries(elbo: Any) -> list[Any]:
 def test_new_data_of_one_shape_take_one_recording_and_another_shape_a_second() -> None:
     torch.manual_seed(3)
     batches = [torch.randn(2 if i % 4 == 3 else 3) for i in range(40)]
-    found = compared(lambda elbo: [elbo.loss_and_grads(slope_model, slope_guide, batch) for batch in batches])
-    assert len(found) == 2
+    elbo = compared(lambda elbo: [elbo.loss_and_grads(slope_model, slope_guide, batch) for batch in batches])
+    assert len(entries(elbo)) == 2
 
 
 def test_a_float_argument_that_changes_becomes_an_input() -> None:
-    (found,) = compared(
+    elbo = compared(
         lambda elbo: [elbo.loss_and_grads(slope_model, slope_guide, ROWS, 0.1 * (n + 1)) for n in range(25)]
     )
+    (found,) = entries(elbo)
     assert found.steps > 10
 
 
@@ -260,7 +252,7 @@ def test_numbers_of_data_guard_a_recording() -> None:
         return [elbo.loss_and_grads(model, coin_guide) for number in rates if rate.fill_(number) is rate]
 
     with pytest.warns(BPQWarning, match="calls differed 32 times, the last time because Python reads"):
-        assert len(compared(take)) == 2
+        assert len(entries(compared(take))) == 2
 
 
 def latent(law: Callable[[Tensor], Any]) -> tuple[Any, Any]:
@@ -330,8 +322,8 @@ def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> Non
         return model, lambda: coin_guide()
 
     ways = [(1.0, 0.4)] * 8 + [(2.0, 0.4)] * 6 + [(2.0, 0.9)] * 6
-    found = compared(lambda elbo: [elbo.loss_and_grads(*programs(w, torch.tensor(rate))) for w, rate in ways])
-    assert len(found) == 2
+    elbo = compared(lambda elbo: [elbo.loss_and_grads(*programs(w, torch.tensor(rate))) for w, rate in ways])
+    assert len(entries(elbo)) == 2
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
@@ -353,8 +345,7 @@ def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
 def test_info_is_that_of_the_last_step() -> None:
     case, shown = BY_NAME["chain"], []
     for compiled in (False, "eager"):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         case.params()
         elbo = TraceBackpropQ_ELBO(compile=compiled)
         run(elbo, case.model, case.guide)
@@ -372,13 +363,12 @@ def test_handlers_around_the_call_count() -> None:
         with poutine.scale(scale=0.1):
             return found + repeat(8, elbo.loss_and_grads, slope_model, slope_guide, ROWS)
 
-    assert len(compared(take)) == 2
+    assert len(entries(compared(take))) == 2
 
 
 def test_replay_runs_eagerly() -> None:
     elbo = TraceBackpropQ_ELBO(compile="eager", learner=CriticLearner(replay=Replay(capacity=4)))
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     with pytest.warns(BPQWarning, match="critics learn from stored rollouts"):
         run(elbo, case.model, case.guide, steps=3)
 

@@ -11,7 +11,7 @@ import torch
 from models import BY_NAME, CASES
 from pyro.infer import SVI
 from pyro.optim import ClippedAdam
-from steps import repeat
+from steps import stepped
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -62,11 +62,9 @@ def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_mean_gradient_is_exact_with_draws_of_its_own() -> None:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(compile=True)
-    repeat(20, elbo.loss_and_grads, case.model, case.guide, *case.args)
+    elbo = stepped(20, TraceBackpropQ_ELBO(compile=True), case.model, case.guide, *case.args)
     assert elbo.compiled is not None and elbo.compiled.entries[0].steps > 5
     exact = {name: g for name, g in exact_gradient(case.model, case.guide, *case.args).items() if g.any()}
     drawn = sample_gradients(elbo, case.model, case.guide, *case.args, num_samples=4000)

@@ -64,8 +64,7 @@ def recorded(model: Any, guide: Any, *args: Any, **options: Any) -> tuple[fx.Gra
     "name", [case.name if case.name in SHORT else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES]
 )
 def test_steps_are_the_same(name: str) -> None:
-    case = BY_NAME[name]
-    case.params()
+    case = BY_NAME[name].params()
     try:
         graph, inputs = recorded(case.model, case.guide, *case.args)
     except IndexError:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-import warnings
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat, trained
+from steps import coin_guide, repeat, told, trained
 
 from pyro_bpq import Compile, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -69,18 +68,13 @@ def test_a_program_that_begins_to_branch_runs_eagerly_at_once() -> None:
             z = 2.0 * z
         pyro.sample("x", dist.Normal(z, 1.0), obs=OBSERVED)
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    elbo = trained(TraceBackpropQ_ELBO(compile="eager"), model, guide, steps=20)
+    elbo = trained(TraceBackpropQ_ELBO(compile="eager"), model, coin_guide, steps=20)
     (entry,) = elbo.compiled.entries
     recorded = entry.steps
     assert recorded > 10
     hidden.branches = True
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        repeat(5, elbo.loss_and_grads, model, guide)
-    texts = [str(one.message) for one in found if one.category is BPQWarning]
+    with told(BPQWarning) as texts:
+        repeat(5, elbo.loss_and_grads, model, coin_guide)
     assert any("sampled values of z steer Python" in text for text in texts), texts
     # The attribute belongs to the call, which is of another kind now: its first step looks at the structure.
     assert entry.steps == recorded and "eagerly" in compile_report(elbo)
@@ -148,12 +142,11 @@ def test_recorded_steps_go_on_while_a_thread_compiles(
     assert not entry.is_ready and entry.steps > 0 and not runs and elbo.num_steps == 12
     assert "being compiled, the recorded operators run as they are meanwhile" in compile_report(elbo)
     before = entry.steps
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with told() as texts:
         released.set()
         assert entry.thread is not None
         entry.thread.join(60.0)
-    assert ["the compiler failed (no such kernel)" in str(each.message) for each in found] == [True] * fails
+    assert ["the compiler failed (no such kernel)" in text for text in texts] == [True] * fails
     take(5)
     assert entry.steps == before + 5 and elbo.num_steps == 17
     # The thread's own run is the first one.

@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam, ClippedAdam
-from steps import filtered, repeat
+from steps import filtered, fresh, no_gradients, repeat
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -51,18 +51,12 @@ def _reload() -> None:
     store.set_state(store.get_state())
 
 
-def _free() -> None:
-    for _, parameter in pyro.get_param_store().named_parameters():
-        parameter.grad = None
-
-
 @pytest.mark.parametrize("optim", [Adam, ClippedAdam])
-@pytest.mark.parametrize(("change", "often"), [(_set, False), (_reload, False), (_free, True)])
+@pytest.mark.parametrize(("change", "often"), [(_set, False), (_reload, False), (no_gradients, True)])
 def test_parameters_go_on_learning_as_in_svi(change: Callable[[], None], often: bool, optim: Any) -> None:
     found = []
     for is_compiled in (False, True):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         elbo = TraceBackpropQ_ELBO(num_particles=2)
         made = CompiledSVI(model, guide, optim({"lr": 0.05}), elbo, compile="eager")
         svi: Any = made if is_compiled else SVI(model, guide, optim({"lr": 0.05}), elbo)
@@ -80,8 +74,7 @@ def test_parameters_go_on_learning_as_in_svi(change: Callable[[], None], often: 
 def test_plain_attributes_of_classes_are_a_part_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     for make in (SVI, lambda *args: CompiledSVI(*args, compile="eager")):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         monkeypatch.setattr(Settings, "beta", 1.0)
         svi = make(model, guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(num_particles=2))
         with filtered("error", BPQWarning):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,7 +9,7 @@ import torch
 from models import real
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import repeat
+from steps import repeat, scramble
 
 from pyro_bpq import ExpectedCost, MLPCritic, cost
 from pyro_bpq.critics.nets import CriticShape
@@ -23,9 +21,7 @@ SHAPE = CriticShape(2, 5, 1, 3, context=2)
 
 def moved(critic: MLPCritic) -> torch.nn.Module:
     module = critic.build(SHAPE, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    scramble(module.parameters())
     return module
 
 
@@ -50,10 +46,9 @@ def test_context_and_finite_values_are_needed(shape: CriticShape) -> None:
         MLPCritic(context=()).build(shape, torch.Generator())
 
 
-@pytest.mark.parametrize("options", [{"hidden": 32.0}, {"context": (0,)}])
-def test_bad_layers_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
-        MLPCritic(**options)
+def test_bad_layers_are_refused() -> None:
+    with pytest.raises(OptionError, match="context"):
+        MLPCritic(context=(0,))
 
 
 def program() -> None:

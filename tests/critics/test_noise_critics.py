@@ -14,7 +14,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat
+from steps import fresh, repeat
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
@@ -139,8 +139,7 @@ def run(elbo: TraceBackpropQ_ELBO, program: Program, steps: int) -> None:
 def excess(name: str, critic: PlantedCritic, particles: int, **options: Any) -> float:
     """Variance of the all-action estimator over that of the plain baseline, minus 1, once both have settled."""
     program = PROGRAMS[name]
-    pyro.clear_param_store()
-    pyro.set_rng_seed(3)
+    fresh(3)
     ours = TraceBackpropQ_ELBO(num_particles=particles, estimator=AllAction(**options), critic=critic)
     baseline = LeaveOneOut() if particles > 1 else RunningBaseline()
     rival = TraceBackpropQ_ELBO(num_particles=particles, estimator=ScoreFunction(baseline), critic=None)

@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, real
-from steps import assert_equal, critic_targets, repeat, run, state_of
+from steps import assert_equal, critic_targets, repeat, run, state_of, stepped
 from tabular import prob, set_policy
 from torch import Tensor
 
@@ -80,8 +80,7 @@ def case_7(coparents: str = "redrawn", particles: int = 1, steps: int = 40) -> T
         learner=CriticLearner(lr=0.3, optimizer=torch.optim.SGD, replay=replay),
     )
     pyro.set_rng_seed(0)
-    repeat(steps, elbo.loss_and_grads, model, guide)
-    return elbo
+    return stepped(steps, elbo, model, guide)
 
 
 def write(elbo: TraceBackpropQ_ELBO, name: str, values: Tensor) -> None:
@@ -376,8 +375,7 @@ def guide_of(program: Changing) -> Any:
 def test_outdated_rollouts_are_dropped(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pyro.set_rng_seed(1)
     guide = guide_of(program := Changing())
-    elbo = chain_elbo(capacity=10, updates_per_step=0)
-    repeat(10, elbo.loss_and_grads, program, guide)
+    elbo = stepped(10, chain_elbo(capacity=10, updates_per_step=0), program, guide)
     with monkeypatch.context() as known:
         known.setattr("pyro_bpq.record.tracer.Tape", None)  # a known structure is not recorded again
         assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
@@ -420,7 +418,11 @@ def test_replay_without_a_buffer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"draws": 0}, {"coparents": "old"}]
+    "options",
+    [
+        *({"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"draws": 0}, {"coparents": "old"}),
+        *({"costs": "old"}, {"costs": "stored", "coparents": "expected"}),
+    ],
 )
 def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_bpq.critics.learner import SlowTracking, track
-from pyro_bpq.errors import OptionError
+from pyro_bpq.critics.learner import track
 
 
 def test_the_two_part_form_is_the_soft_update() -> None:
@@ -20,9 +19,3 @@ def test_the_two_part_form_is_the_soft_update() -> None:
         torch.testing.assert_close(theta, slow)
         torch.testing.assert_close(theta + delta, current)
     assert float(slow) == pytest.approx((1.0 * 0.9 + 0.15) * 0.81 + 0.1 * (-0.5) * 0.9 + 0.1 * 2.5)
-
-
-def test_rates_out_of_range() -> None:
-    for rate in (0.0, 1.1):
-        with pytest.raises(OptionError, match=r"SlowTracking\(rate="):
-            SlowTracking(rate=rate)

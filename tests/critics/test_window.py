@@ -65,12 +65,6 @@ def test_too_many_joint_states_are_refused() -> None:
         train(critic=TabularCritic(max_cells=32))
 
 
-@pytest.mark.parametrize("window", [0, -1, 2.0, True, None])
-def test_a_window_is_a_positive_integer(window: Any) -> None:
-    with pytest.raises(OptionError, match="write a positive integer"):
-        TraceBackpropQ_ELBO(window=window)
-
-
 def test_the_plan_says_what_a_critic_reads() -> None:
     assert "reads up to 4 others, the sum of 2 more" in str(train(2).plan)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
-from steps import CHAIN, assert_equal, settled, state_of, trained
+from steps import CHAIN, assert_equal, coin_guide, settled, state_of, trained
 
 from pyro_bpq import AllAction, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import (
@@ -94,8 +94,7 @@ def test_moments_of_pyros_elbos_are_exact_too() -> None:
 
 
 def test_noise_of_an_estimators_own_is_sampled() -> None:
-    case = BY_NAME["fork"]
-    case.params()
+    case = BY_NAME["fork"].params()
     elbo = TraceBackpropQ_ELBO(estimator=DisARM())
     assert not gradient_moments(elbo, case.model, case.guide, num_samples=4).is_exact
 
@@ -106,6 +105,9 @@ def test_bad_options_are_refused() -> None:
         gradient_moments(TraceBackpropQ_ELBO(), CHAIN.model, CHAIN.guide, num_samples=1)
     with pytest.raises(OptionError, match="num_rounds=0"):
         compare_estimators(CHAIN.model, CHAIN.guide, num_rounds=0)
+    for given in ({"x": 3}, {"x": ScoreFunction}, {}):
+        with pytest.raises(OptionError):
+            compare_estimators(CHAIN.model, CHAIN.guide, estimators=given)
 
 
 # Comparison.
@@ -114,8 +116,7 @@ QUICK: dict[str, Any] = {"num_warmup": 20, "num_rounds": 2, "progress": False}
 
 
 def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str]) -> None:
-    case = BY_NAME["fork"]
-    case.params()
+    case = BY_NAME["fork"].params()
     found = compare_estimators(
         *(case.model, case.guide),
         estimators={
@@ -156,8 +157,7 @@ ALL = [*OURS, "sums over values", *PYROS]
 
 @pytest.mark.parametrize(("name", "is_few"), [("chain", True), ("vector", True), ("chain", False)])
 def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = BY_NAME[name]
-    case.params()
+    case = BY_NAME[name].params()
     if not is_few:
         # As a program of many sites, which keep critics.
         monkeypatch.setattr(planner, "MANY_SITES", 1)
@@ -195,20 +195,17 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, m
 
 
 def test_averages_of_pyros_baselines_stand_still_while_they_are_measured() -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
     def model() -> None:
         pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0), obs=torch.tensor(3.0))
 
-    elbo = trained(AveragedGraphELBO(), model, guide, steps=3)
+    elbo = trained(AveragedGraphELBO(), model, coin_guide, steps=3)
     average = "__baseline_avg_downstream_cost_z"
     before = pyro.param(average).clone()
     elbo.train(False)
-    elbo.loss_and_grads(model, guide)
+    elbo.loss_and_grads(model, coin_guide)
     assert torch.equal(pyro.param(average), before) and before != 0.0
     elbo.train()
-    elbo.loss_and_grads(model, guide)
+    elbo.loss_and_grads(model, coin_guide)
     assert not torch.equal(pyro.param(average), before)
 
 
@@ -231,9 +228,6 @@ def test_recommendation_weighs_variance_and_time() -> None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_pyros_graph_elbo_is_not_recommended_where_python_decides(reads: bool) -> None:
     # Too few samples to show its bias.
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
     def model() -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
         loc = torch.tensor(1.0 if z.item() > 0 else 0.0) if reads else z
@@ -241,15 +235,9 @@ def test_pyros_graph_elbo_is_not_recommended_where_python_decides(reads: bool) -
 
     rivals = {"pyro": TraceGraph_ELBO(), "ours": ScoreFunction(), "plain": Trace_ELBO()}
     options = {**QUICK, "num_warmup": 1, "num_samples": 2, "num_outcomes": 1}
-    found = compare_estimators(model, guide, estimators=rivals, **options)
+    found = compare_estimators(model, coin_guide, estimators=rivals, **options)
     assert [row.name for row in found.rows if row.is_blind] == (["pyro"] if reads else [])
     assert not reads or found.recommended != "pyro"
-
-
-def test_things_that_are_no_estimators_are_refused() -> None:
-    for given in ({"x": 3}, {"x": ScoreFunction}, {}):
-        with pytest.raises(OptionError):
-            compare_estimators(CHAIN.model, CHAIN.guide, estimators=given)
 
 
 # Plots.

@@ -16,10 +16,7 @@ from pyro_bpq.rollout.features import Components
 
 @dataclass
 class FakeProgram:
-    """One site whose cost-to-go is a function of its value, row by row.
-
-    ``jump`` is what a draw downstream adds, from noise and the value; ``held`` fixes it.
-    """
+    """One site whose cost-to-go is a function of its value, row by row."""
 
     function: Callable[[Tensor], Tensor]
     value: Tensor
@@ -43,9 +40,6 @@ class FakeProgram:
             cost = self.function(leaf)
             (slope,) = torch.autograd.grad(cost.sum(), leaf)
         return cost.detach(), slope
-
-    def mean_field(self) -> FakeProgram:
-        return self
 
     def held(self, value: Tensor) -> FakeProgram:
         return self

@@ -16,7 +16,7 @@ from steps import trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, TraceBackpropQ_ELBO
-from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator
 from pyro_bpq.graph.relations import Crossings, crossings
 from pyro_bpq.rollout.runs import Program
@@ -312,9 +312,3 @@ def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
 def test_it_needs_two_particles() -> None:
     with pytest.raises(UnsupportedSiteError, match=r"'z0'.*CrossedLeaveOneOut\(\) needs at least two particles"):
         TraceBackpropQ_ELBO(estimator=CrossedLeaveOneOut()).loss_and_grads(*layers())
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_decay_out_of_range(decay: float) -> None:
-    with pytest.raises(OptionError, match=r"CrossedLeaveOneOut\(decay="):
-        CrossedLeaveOneOut(decay=decay)

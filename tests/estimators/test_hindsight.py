@@ -15,7 +15,7 @@ import steps
 import torch
 from models import BY_NAME, CASES, real
 from pyro import poutine
-from steps import repeat
+from steps import bias, stepped
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -26,7 +26,7 @@ from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import flips as plans
 from pyro_bpq.reruns import hindsight as module
-from pyro_bpq.testing import ChoiceNoise, assert_unbiased, exact_gradient, expected_gradient, expected_moments
+from pyro_bpq.testing import ChoiceNoise, assert_unbiased, exact_gradient, expected_moments
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}
@@ -36,8 +36,7 @@ QUICK = ("chain", "diamond", "plate", "onehot", "mask_scale", "component_chain")
 
 
 def trained(program: Program, particles: int, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(particles, **{"estimator": Hindsight(), **options})
-    repeat(steps, elbo.loss_and_grads, *program)
+    elbo = stepped(steps, TraceBackpropQ_ELBO(particles, **{"estimator": Hindsight(), **options}), *program)
     return elbo.eval()
 
 
@@ -67,17 +66,17 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "particles"), list(cases()))
 def test_expected_gradient_is_exact(case: Any, particles: int) -> None:
     case.params()
-    elbo = TraceBackpropQ_ELBO(particles, estimator=Hindsight())
-    repeat(5, elbo.loss_and_grads, case.model, case.guide, *case.args)
+    elbo = stepped(5, TraceBackpropQ_ELBO(particles, estimator=Hindsight()), case.model, case.guide, *case.args)
     assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
+
+
+def table(name: str, *shape: int) -> Tensor:
+    size = math.prod(shape)
+    return pyro.param(name, 1.1 * torch.sin(1.3 * torch.arange(size) + 2.3 * len(name)).double().reshape(shape))
 
 
 def chain(scale: float = 1.0, values: int = 3) -> Program:
     """Three sites; the first is read by all, the second has this number of values, and is scaled and masked."""
-
-    def table(name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        return pyro.param(name, 1.2 * torch.sin(1.7 * torch.arange(size) + len(name)).double().reshape(shape))
 
     def run(kind: str) -> None:
         a = pyro.sample("a", dist.Bernoulli(logits=table(f"{kind}a"))).long()
@@ -90,23 +89,19 @@ def chain(scale: float = 1.0, values: int = 3) -> Program:
     return (lambda: run("p")), (lambda: run("q"))
 
 
-def largest_error(elbo: TraceBackpropQ_ELBO, program: Program, noise: ChoiceNoise | None = None) -> float:
-    truth = exact_gradient(*program)
-    found = expected_gradient(elbo, *program, noise=noise)
-    return max(float((found[key] - truth[key]).abs().max()) for key in truth)
+def chain_error(particles: int = 1, scale: float = 1.0, values: int = 3, **options: Any) -> float:
+    pyro.clear_param_store()
+    program = chain(scale, values)
+    return bias(trained(program, particles, **options), *program)
 
 
 @pytest.mark.parametrize("scale", [1.3, 0.0], ids=["scaled", "masked"])
 def test_scaled_and_masked_chain_is_exact(scale: float) -> None:
-    pyro.clear_param_store()
-    program = chain(scale)
-    assert largest_error(trained(program, 1), program) < 1e-10
+    assert chain_error(scale=scale) < 1e-10
 
 
 def test_chain_of_two_particles_is_exact() -> None:
-    pyro.clear_param_store()
-    program = chain(values=2)
-    assert largest_error(trained(program, 2, **VECTORISED), program) < 1e-10
+    assert chain_error(2, values=2, **VECTORISED) < 1e-10
 
 
 def test_crossed_baseline_is_exact_and_used() -> None:
@@ -121,12 +116,11 @@ def test_crossed_baseline_is_exact_and_used() -> None:
             low = pyro.sample("low", dist.Bernoulli(logits=2.0 * top - 0.5))
             pyro.sample("x", dist.Normal(low + 0.4 * top, 0.7), obs=real(0.2))
 
-    pyro.clear_param_store()
     options = {"vectorize_particles": True, "max_plate_nesting": 1}
     elbo = trained((model, guide), 2, steps=30, estimator=Hindsight(crossed=True), **options)
     moments = [value for key, value in elbo.state_dict().items() if key.endswith("moments")]
     assert any(bool(value.any()) for value in moments)
-    assert largest_error(elbo, (model, guide)) < 1e-10
+    assert bias(elbo, model, guide) < 1e-10
 
 
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +130,12 @@ def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return means(log_q, changes._replace(law=1.01 * changes.law), *kind)
 
     monkeypatch.setattr(estimator_module, "_means", wrong)
-    pyro.clear_param_store()
-    program = chain()
-    assert largest_error(trained(program, 1), program) > 1e-5
+    assert chain_error() > 1e-5
 
 
 def test_own_particle_in_the_baseline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_function, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
-    pyro.clear_param_store()
-    program = chain(values=2)
-    assert largest_error(trained(program, 2, **VECTORISED), program) > 1e-5
+    assert chain_error(2, values=2, **VECTORISED) > 1e-5
 
 
 def test_weights_are_the_law_given_the_children() -> None:
@@ -165,10 +155,6 @@ def test_weights_are_the_law_given_the_children() -> None:
 def layers(kind: str, is_smooth: bool = True, is_masked: bool = False) -> Program:
     """Two layers above data that reads both, with a factor that reads the lower one alone; in a plate of one row."""
     values = 3 if kind != "bits" else 2
-
-    def table(name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        return pyro.param(name, 1.1 * torch.sin(1.3 * torch.arange(size) + 2.3 * len(name)).double().reshape(shape))
 
     def draw(name: str, logits: Tensor) -> Tensor:
         if kind == "bits" or name == "top":
@@ -227,10 +213,9 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_drawn_components_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = LAYERS[name]
-    pyro.clear_param_store()
     elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
     noise = with_choices(monkeypatch)
-    assert largest_error(elbo, program, noise) < 1e-10
+    assert bias(elbo, *program, noise=noise) < 1e-10
 
 
 def pair(is_small: bool = True) -> Program:
@@ -283,7 +268,7 @@ def test_components_of_one_particle_are_exact(
         return drawn(chance, number, generator)
 
     monkeypatch.setattr(module, "_draw", draw)
-    assert largest_error(elbo, program, noise) < 1e-10
+    assert bias(elbo, *program, noise=noise) < 1e-10
     # A particle, and components of its rows alone.
     assert seen == {(2,), (1 if is_small else 2, 1, 1, 2)}
 
@@ -307,7 +292,7 @@ def test_a_reparameterised_site_may_come_first(options: dict[str, Any], monkeypa
     pyro.clear_param_store()
     elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **options)
     assert elbo.plan.layout.specs["point"].estimator.is_pathwise
-    assert largest_error(elbo, program, with_choices(monkeypatch)) < 1e-10
+    assert bias(elbo, *program, noise=with_choices(monkeypatch)) < 1e-10
 
 
 def test_small_layers_are_drawn_along_with_large_ones() -> None:
@@ -332,7 +317,7 @@ def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyP
         return corrected(table, log_q, level, kept, held._replace(share=0.5 * held.share))
 
     monkeypatch.setattr(estimator_module, "_corrected", smaller)
-    assert largest_error(elbo, program, noise) > 1e-6
+    assert bias(elbo, *program, noise=noise) > 1e-6
 
 
 FAULTS = {
@@ -344,12 +329,11 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_correction_or_group_that_counts_too_little_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, (name, wrong) = LAYERS["bits"], FAULTS[fault]
-    pyro.clear_param_store()
     elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
     assert set(elbo.plan.held.group_of.values()) == {0, 1}
     noise = with_choices(monkeypatch)
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    assert largest_error(elbo, program, noise) > 1e-6
+    assert bias(elbo, *program, noise=noise) > 1e-6
 
 
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:
@@ -387,9 +371,7 @@ def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
 
 def test_a_cost_of_a_child_among_immediate_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_is_immediate", lambda graph, name, cost: True)
-    pyro.clear_param_store()
-    program = chain()
-    assert largest_error(trained(program, 1), program) > 1e-5
+    assert chain_error() > 1e-5
 
 
 def test_scales_leave_the_least_square() -> None:
@@ -422,7 +404,7 @@ def test_immediate_costs_have_no_noise_from_downstream(monkeypatch: pytest.Monke
         monkeypatch.setattr(estimator_module, "_scales", scales)
         pyro.clear_param_store()
         elbo = trained((model, guide), 2, steps=50, **VECTORISED)
-        assert largest_error(elbo, (model, guide)) < 1e-10
+        assert bias(elbo, model, guide) < 1e-10
         found.append(expected_moments(elbo, model, guide).total_variance)
     assert found[0] < 0.4 * found[1]
 
@@ -597,8 +579,7 @@ def test_every_precision_is_served(estimator: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["python_branch", "dynamic_sites"])
 def test_steered_program_is_refused(name: str) -> None:
-    case = BY_NAME[name]
-    case.params()
+    case = BY_NAME[name].params()
     with pytest.raises(UnsupportedProgramError, match=r"steer this program.*AllAction"):
         TraceBackpropQ_ELBO(estimator=Hindsight()).loss_and_grads(case.model, case.guide, *case.args)
 

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from problems import FakeProgram, learned_statistics, next_step, worst_z, wrong_sign
-from steps import repeat
+from steps import fresh, no_gradients, repeat
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -120,8 +120,7 @@ def test_lax_serves_a_program() -> None:
     # Against many particles of the score function: the same mean within the errors of both.
     means = []
     for estimator in (LAX(), ScoreFunction(LeaveOneOut())):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         guide = pyro.poutine.infer_config(
             floor_guide, lambda site, e=estimator: {"bpq": {"estimator": e}} if site["name"] in "zw" else {}
         )
@@ -130,8 +129,7 @@ def test_lax_serves_a_program() -> None:
         elbo.eval()
         samples = []
         for _ in range(90):
-            for leaf in pyro.get_param_store()._params.values():
-                leaf.grad = None
+            no_gradients()
             elbo.loss_and_grads(floor_model, guide)
             samples.append(torch.cat([p.grad.flatten() for p in pyro.get_param_store()._params.values()]))
         stacked = torch.stack(samples)

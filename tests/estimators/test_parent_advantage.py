@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyro
 import pytest
 import torch
 from models import BY_NAME, Case
 from quadrature import NodeNormal
-from steps import repeat, trained
+from steps import scramble, stepped, trained
 from test_continuous_q import largest_error, program
 
 from pyro_bpq import AllAction, CriticLearner, ExpectedCost, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
@@ -22,10 +21,7 @@ from pyro_bpq.testing import assert_unbiased, expected_moments
 def scrambled(case: Case, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
     """A frozen ELBO whose critics are far from right."""
     elbo = trained(TraceBackpropQ_ELBO(**options), *case.programs, params=case.params, steps=steps)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in elbo.critics.weights().values():
-            weight.add_(torch.randn(weight.shape, generator=generator))
+    scramble(elbo.critics.weights().values())
     case.params()
     return elbo.eval()
 
@@ -92,7 +88,6 @@ def test_the_baseline_lowers_the_variance() -> None:
 
 @pytest.mark.parametrize("critic", [MomentCritic(()), MomentCritic((4,))], ids=repr)
 def test_continuous_sites_are_unbiased_with_the_whole_return(critic: Any) -> None:
-    pyro.clear_param_store()
     policy = program(ParentAdvantage(1.0), critic)
     elbo = ExpectedCost(learner=CriticLearner(lr=1e-2))
     generator = torch.Generator().manual_seed(0)
@@ -105,14 +100,11 @@ def test_continuous_sites_are_unbiased_with_the_whole_return(critic: Any) -> Non
 def test_refusals_say_what_to_write() -> None:
     with pytest.raises(OptionError, match="ParentAdvantage"):
         ParentAdvantage(1.1)
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     with pytest.raises(UnsupportedSiteError, match=r"'a'.*MLPCritic"):
         TraceBackpropQ_ELBO(estimator=ParentAdvantage(), critic=None).loss_and_grads(case.model, case.guide)
     with pytest.raises(OptionError, match=r"ParentAdvantage takes no discount; write gamma=1\.0"):
         TraceBackpropQ_ELBO(estimator=ParentAdvantage(), gamma=0.9).loss_and_grads(case.model, case.guide)
-    case = BY_NAME["python_branch"]
-    case.params()
+    case = BY_NAME["python_branch"].params()
     with pytest.raises(UnsupportedProgramError, match="LambdaReturn"):
-        elbo = TraceBackpropQ_ELBO(estimator=ParentAdvantage())
-        repeat(3, elbo.loss_and_grads, case.model, case.guide)
+        stepped(3, TraceBackpropQ_ELBO(estimator=ParentAdvantage()), case.model, case.guide)

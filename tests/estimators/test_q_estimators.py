@@ -10,8 +10,8 @@ import pytest
 import torch
 from models import BY_NAME
 from problems import FakeProgram
-from steps import trained
-from test_contract import context, with_statistics
+from steps import no_gradients, trained
+from test_contract import context
 
 from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
@@ -27,21 +27,20 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import exact_gradient, expected_gradient
+from pyro_bpq.testing.contract import with_statistics
 
 LOCAL = [QAllAction(), QScoreFunction(), QAdvantage()]
 
 
 def expected(estimator: Any, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     truth = exact_gradient(case.model, case.guide)
     case.params()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=TabularCritic(), lam=0.0)
     for _ in range(steps):
         elbo.loss_and_grads(case.model, case.guide)
-        for leaf in pyro.get_param_store()._params.values():
-            leaf.grad = None
+        no_gradients()
     elbo.eval()
     return truth, expected_gradient(elbo, case.model, case.guide)
 

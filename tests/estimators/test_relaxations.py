@@ -14,7 +14,7 @@ from steps import repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import Concrete, GumbelStraightThrough, ReinMax, StraightThrough
+from pyro_bpq.estimators import Annealed, Concrete, GumbelStraightThrough, ReinMax, StraightThrough
 from pyro_bpq.estimators.noise import gumbel_given, uniform_given
 from pyro_bpq.testing import exact_gradient, expected_gradient
 
@@ -85,11 +85,12 @@ def test_temperature_follows_the_steps(kind: Any) -> None:
     repeat(4, svi.step)
     assert sorted(set(seen)) == [0, 1, 2, 3]
     assert kind(temperature=temperature).at(3) == kind(temperature=0.25)
+    assert [Annealed(1.0, 0.2, 0.5)(step) for step in (1, 50)] == [0.5, 0.2]
 
 
 @pytest.mark.parametrize("kind", SCHEDULED)
 def test_temperature_must_be_positive(kind: Any) -> None:
-    with pytest.raises(OptionError, match="positive"):
+    with pytest.raises(OptionError, match=rf"{kind.__name__}\(temperature=0.0\): write a positive number"):
         kind(temperature=0.0)
     with pytest.raises(OptionError, match="step 2"):
         kind(temperature=lambda step: 1.0 - 0.5 * step).at(2)

@@ -12,7 +12,6 @@ from models import real
 from problems import Problem, learned_statistics, next_step, total_variance, width_of, with_initial, worst_z, wrong_sign
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import (
     REBAR,
     RELAX,
@@ -24,10 +23,18 @@ from pyro_bpq.estimators import (
     QControlVariate,
     RunningBaseline,
     ScoreFunction,
-    relaxation,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.relaxation import score
 from pyro_bpq.rollout.features import Components
+
+
+def test_score_is_the_derivative_of_the_log_probability() -> None:
+    logits, index = real(0.3, -0.7).requires_grad_(), torch.tensor([1, 0])
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, index.double(), reduction="sum")
+    torch.testing.assert_close(score(logits.detach(), index), -torch.autograd.grad(loss, logits)[0])
+    # Log-probabilities are parameters themselves.
+    assert score(real([0.1, 0.5, -0.3]).log_softmax(-1), torch.tensor([2])).tolist() == [[0.0, 0.0, 1.0]]
 
 
 def quadratic(value: Tensor) -> Tensor:
@@ -153,31 +160,6 @@ def test_optimal_scale_is_below_scale_one_with_a_poor_critic(kind: Any, monkeypa
 # By hand.
 
 
-def test_pair_has_the_law_of_an_unconditional_draw() -> None:
-    problem = PROBLEMS["bernoulli"]
-    made, _ = problem.context(200_000, 3)
-    params = relaxation.parameters(made.log_probs.detach())
-    pair = relaxation.draw_pair(params, made.index, made.program.generator)
-    for z in pair:
-        assert torch.equal((z > 0).long(), made.index)
-        noise = (z - params)[0, 0]
-        assert float(noise.mean(0).abs().max()) < 5 * math.pi / math.sqrt(3 * len(noise))
-        torch.testing.assert_close(
-            noise.var(0), torch.full((3,), math.pi**2 / 3, dtype=noise.dtype), rtol=0.03, atol=0.0
-        )
-
-
-def test_pair_of_categories_has_the_law_of_gumbel_noise() -> None:
-    made, _ = PROBLEMS["one_hot"].context(200_000, 3)
-    params = relaxation.parameters(made.log_probs.detach())
-    pair = relaxation.draw_pair(params, made.index, made.program.generator)
-    for z in pair:
-        assert torch.equal(z.argmax(-1), made.index)
-        noise = (z - params)[0, 0, :, 0]
-        torch.testing.assert_close(noise.mean(0), torch.full((4,), 0.5772), atol=0.02, rtol=0.0)
-        torch.testing.assert_close(noise.var(0), torch.full((4,), math.pi**2 / 6), rtol=0.03, atol=0.0)
-
-
 def test_relax_runs_nothing_and_rebar_twice() -> None:
     for estimator, calls in ((RELAX(), 0), (REBAR(), 2)):
         made, _ = PROBLEMS["bernoulli"].context(5, 0)
@@ -194,24 +176,6 @@ def test_network_does_not_see_the_step_that_it_corrects() -> None:
     other = RELAX(NetworkVariate(lr=0.5))(next_step(again, state, 20))
     found = [torch.autograd.grad(t.surrogate.sum(), logits, retain_graph=True)[0] for t in (term, other)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: REBAR(temperature=0.0),
-        lambda: REBAR(scale="optimal"),  # type: ignore[arg-type]
-        lambda: RELAX(temperature=Annealed()),  # type: ignore[arg-type]
-        lambda: RELAX(variate="mlp"),  # type: ignore[arg-type]
-        lambda: Annealed(0.1, 1.0),
-        lambda: NetworkVariate(hidden=(0,)),
-        lambda: OptimalScale(max_scale=0.0),
-        lambda: QControlVariate(num_samples=0),
-    ],
-)
-def test_options_out_of_range_raise(make: Any) -> None:
-    with pytest.raises(OptionError, match="write"):
-        make()
 
 
 def test_unsupported_sites_name_another_estimator() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,7 +9,6 @@ import torch
 from steps import trained
 
 from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Estimator, SecondRun
 from pyro_bpq.testing import expected_moments
 
@@ -68,9 +65,3 @@ def test_variance_is_below_that_of_a_running_mean_where_rows_differ() -> None:
     assert Layers(1.0).variance(SecondRun()) < 0.3 * Layers(1.0).variance(mean)
     # And next to nothing is lost where they do not.
     assert Layers(0.0).variance(SecondRun()) < 1.1 * Layers(0.0).variance(mean)
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_decay_out_of_range(decay: Any) -> None:
-    with pytest.raises(OptionError, match=r"SecondRun\(decay="):
-        SecondRun(decay=decay)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import fresh, told
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 
@@ -32,8 +32,7 @@ WRITES: dict[str, Callable[[int], bool]] = {
 
 def losses(kind: type, read: str, write: str, is_argument: bool) -> tuple[list[float], str, list[str]]:
     """The losses of some steps, what is said of compiled ones, and what is warned of."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     array = np.zeros(3)
 
     def model(given: Any = None) -> None:
@@ -46,12 +45,11 @@ def losses(kind: type, read: str, write: str, is_argument: bool) -> tuple[list[f
 
     options = {"compile": "eager"} if kind is CompiledSVI else {}
     svi, found = kind(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), **options), []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with told() as texts:
         for step in range(STEPS):
             array += float(WRITES[write](step))
             found.append(svi.step(*[array] * is_argument))
-    return found, compile_report(svi) if options else "", [str(warning.message) for warning in told]
+    return found, compile_report(svi) if options else "", texts
 
 
 @pytest.mark.parametrize("is_argument", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import filtered, fresh
 from torch import Tensor, nn
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -40,8 +40,7 @@ def two_types(step: int) -> contextlib.AbstractContextManager[Any]:
 
 def losses(kind: type, around: Around, steps: int = STEPS, **options: Any) -> tuple[list[float], str]:
     """The losses of some steps, and what is said of compiled ones."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     data = torch.randn(ROWS, 3)
 
@@ -65,8 +64,7 @@ def losses(kind: type, around: Around, steps: int = STEPS, **options: Any) -> tu
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_steps_are_recorded_once(options: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         compiled, said = losses(CompiledSVI, half, **options)
     assert said.startswith("Recorded") and said.count("\n") == 0, said
     assert compiled == pytest.approx(losses(SVI, half, **options)[0], rel=1e-6)

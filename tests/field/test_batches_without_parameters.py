@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -34,14 +35,19 @@ def chain(i: int, q: torch.Tensor | None = None) -> torch.Tensor:
     return z
 
 
-def returns_at_once(empty: int) -> tuple[Any, Any]:
+def returns_at_once(empty: int, rows: int = 0) -> tuple[Any, Any]:
+    def plate() -> Any:
+        return pyro.plate("rows", rows) if rows else contextlib.nullcontext()
+
     def model(i: int) -> None:
         if i % EVERY != empty:
-            pyro.sample("x", dist.Normal(chain(i), 1.0), obs=torch.tensor(0.7))
+            with plate():
+                pyro.sample("x", dist.Normal(chain(i), 1.0), obs=torch.ones(rows or ()))
 
     def guide(i: int) -> None:
         if i % EVERY != empty:
-            chain(i, pyro.param("q", torch.tensor(0.3)))
+            with plate():
+                chain(i, pyro.param("q", torch.tensor(0.3)))
 
     return model, guide
 
@@ -61,20 +67,6 @@ def detaches(empty: int) -> tuple[Any, Any]:
     def guide(i: int) -> None:
         q = pyro.param("q", torch.tensor(0.3))
         chain(i, q.detach() if i % EVERY == empty else q)
-
-    return model, guide
-
-
-def in_rows(empty: int) -> tuple[Any, Any]:
-    def model(i: int) -> None:
-        if i % EVERY != empty:
-            with pyro.plate("rows", 2):
-                pyro.sample("x", dist.Normal(chain(i), 1.0), obs=torch.ones(2))
-
-    def guide(i: int) -> None:
-        if i % EVERY != empty:
-            with pyro.plate("rows", 2):
-                chain(i, pyro.param("q", torch.tensor(0.3)))
 
     return model, guide
 
@@ -125,7 +117,7 @@ def assert_trains(svi: SVI, objective: Any, steps: int) -> None:
 @pytest.mark.parametrize("empty", [0, 1])
 def test_rows_of_a_bound_may_be_missing(empty: int) -> None:
     objective = TraceBackpropQ_IWAE(3, plate="rows", vectorize_particles=True, max_plate_nesting=1)
-    assert_trains(SVI(*in_rows(empty), SGD({"lr": 0.01}), objective), objective, 8)
+    assert_trains(SVI(*returns_at_once(empty, 2), SGD({"lr": 0.01}), objective), objective, 8)
 
 
 def test_a_batch_without_parameters_leaves_them_alone() -> None:

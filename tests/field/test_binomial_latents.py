@@ -10,8 +10,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import real
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import coin_guide, fresh, repeat, stepped
 from torch import Tensor
 
 from pyro_bpq import AllAction, CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -38,8 +40,7 @@ def programs(law: Callable[[Any, Tensor], Any], data: Tensor) -> tuple[Any, Any]
 
 
 def train(svi: Any, totals: list[Any]) -> list[float]:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     return [svi.step(total) for total in totals]
 
 
@@ -52,37 +53,29 @@ def losses(law: str, totals: list[Any], **options: Any) -> tuple[list[float], li
     return train(compiled, totals), train(eager, totals), compile_report(compiled)
 
 
-@pytest.mark.parametrize("options", [{"num_particles": 1, "estimator": AllAction()}, {"num_particles": 2}])
+# Totals of some steps, options, and how often they are recorded.
+TOTALS: dict[str, tuple[list[Any], dict[str, Any], int]] = {
+    "a number of the program, all values": ([5] * 10, {"num_particles": 1, "estimator": AllAction()}, 1),
+    "a number of the program, two particles": ([5] * 10, {"num_particles": 2}, 1),
+    "of each row": ([real(3.0 + step % 3, 4.0, 5.0) for step in range(10)], {"num_particles": 2}, 1),
+    # One number in a tensor says how many values there are: each has its own recording.
+    "a tensor": ([real(3.0 + n % 3)[0] for n in range(18)], {"num_particles": 1, "estimator": AllAction()}, 3),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
 @pytest.mark.parametrize("law", LAWS)
-def test_counts_up_to_a_number_of_the_program_are_compiled(law: str, options: dict[str, Any]) -> None:
-    compiled, eager, said = losses(law, [5] * 10, **options)
-    assert said.startswith("Recorded"), said
-    assert compiled == pytest.approx(eager, abs=1e-10)
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_rows_with_totals_of_their_own_are_compiled(law: str) -> None:
-    totals = [torch.tensor([3.0 + step % 3, 4.0, 5.0]) for step in range(10)]
-    compiled, eager, said = losses(law, totals, num_particles=2)
-    assert said.startswith("Recorded"), said
-    assert compiled == pytest.approx(eager, abs=1e-10)
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_a_total_that_may_change_is_not_frozen(law: str) -> None:
-    """One number in a tensor says how many values there are: each has its own recording."""
-    totals = [torch.tensor(3.0 + step % 3) for step in range(18)]
-    compiled, eager, said = losses(law, totals, num_particles=1, estimator=AllAction())
-    assert said.count("Recorded") == 3, said
+def test_counts_up_to_a_total_are_compiled(law: str, name: str) -> None:
+    totals, options, number = TOTALS[name]
+    compiled, eager, said = losses(law, totals, **options)
+    assert said.startswith("Recorded") and said.count("Recorded") == number, said
     assert compiled == pytest.approx(eager, abs=1e-10)
 
 
 @pytest.mark.parametrize("total", [2, torch.tensor([2.0, 2.0, 2.0])], ids=["one", "own"])
 def test_gradients_through_counts_are_exact(total: Any) -> None:
     model, guide = programs(LAWS["binomial"], torch.tensor([1.0, 2.0, 0.0]))
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
-    for _ in range(4):
-        elbo.loss_and_grads(model, guide, total)
+    elbo = stepped(4, TraceBackpropQ_ELBO(num_particles=1), model, guide, total)
     assert_unbiased(elbo.eval(), model, guide, total)
 
 
@@ -98,12 +91,8 @@ def test_a_program_that_catches_a_refused_read_is_not_recorded() -> None:
             scale = 1.0
         pyro.sample("x", dist.Normal(z, scale), obs=torch.tensor(0.7))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    svi = CompiledSVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
-    for _ in range(8):
-        svi.step()
+    svi = CompiledSVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
+    repeat(8, svi.step)
     assert ".item()" in compile_report(svi)
 
 
@@ -113,15 +102,12 @@ def test_numbers_of_the_program_itself_may_be_read() -> None:
         size = max(torch.tensor([0, int(torch.tensor([1, 2]).max())]).tolist())
         pyro.sample("x", dist.Normal(z + shift, 1.0).expand([size]).to_event(1), obs=torch.ones(size))
 
-    def guide(shift: Tensor) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    svi = CompiledSVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
+    svi = CompiledSVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
     shifts = [torch.tensor(0.1 * step) for step in range(8)]
     compiled = train(svi, shifts)
     assert compile_report(svi).startswith("Recorded")
     assert compiled == pytest.approx(
-        train(SVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1)), shifts)
+        train(SVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1)), shifts)
     )
 
 
@@ -134,9 +120,6 @@ def test_memory_that_anything_else_is_written_into_may_not_be_read() -> None:
         kept[0].add_(shift)
         pyro.sample("x", dist.Normal(z + float(whole[0]), 1.0), obs=torch.tensor(0.7))
 
-    def guide(shift: Tensor) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    svi = CompiledSVI(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
+    svi = CompiledSVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
     train(svi, [torch.tensor(0.1 * step) for step in range(8)])
     assert "reads a number" in compile_report(svi)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import coin_guide, fresh, repeat
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, compile_report
@@ -77,18 +78,13 @@ def programs(learn: Callable[[Tensor], float]) -> tuple[Any, Any]:
         z = pyro.sample("z", dist.Bernoulli(0.4))
         pyro.factor("f", torch.tensor(2.0 * learn(z)))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    return model, guide
+    return model, coin_guide
 
 
 def train(elbo: Any, model: Any, guide: Any, seed: int, steps: int = 6) -> Any:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(seed)
+    fresh(seed)
     svi = SVI(model, guide, SGD({"lr": 0.01}), elbo)
-    for _ in range(steps):
-        svi.step()
+    repeat(steps, svi.step)
     return elbo
 
 
@@ -177,14 +173,10 @@ def test_a_recording_freezes_no_branch() -> None:
         z = pyro.sample("z", dist.Bernoulli(0.4))
         pyro.factor("f", z * 2.0 * caught(torch.linalg.cholesky, matrix))
 
-    def guide(matrix: Tensor) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
     losses = []
     for make in (lambda *all: CompiledSVI(*all, compile="eager"), SVI):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        svi = make(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1))
+        fresh()
+        svi = make(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1))
         losses.append([svi.step(torch.eye(2) * (1.0 if step < 10 else -1.0)) for step in range(14)])
         if isinstance(svi, CompiledSVI):
             assert "catches errors" in compile_report(svi)

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import stepped
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import diagnose
@@ -29,9 +30,7 @@ def guide(at_z: float, at_k: float) -> Any:
 
 
 def look(program: Any, guide: Any, **options: Any) -> Any:
-    elbo = TraceBackpropQ_ELBO(**options)
-    for _ in range(2):
-        elbo.loss_and_grads(program, guide)
+    elbo = stepped(2, TraceBackpropQ_ELBO(**options), program, guide)
     return diagnose(elbo, program, guide, num_samples=8)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.nn import PyroModule, PyroParam
+from steps import filtered, repeat, told
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -44,13 +44,10 @@ def programs(kind: Any, cut: Cut = Tensor.detach, learns: bool = False) -> tuple
     return model, lambda: pyro.sample("z", kind(cut(pyro.param("q", torch.tensor(0.3)))))
 
 
-def warned(model: Any, guide: Any, steps: int = 3, elbo: Any = None) -> list[str]:
-    elbo = elbo or TraceBackpropQ_ELBO()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(steps):
-            elbo.loss_and_grads(model, guide)
-    return [str(warning.message) for warning in found]
+def warned(model: Any, guide: Any, kind: type = TraceBackpropQ_ELBO) -> list[str]:
+    with told() as texts:
+        repeat(3, kind().loss_and_grads, model, guide)
+    return texts
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -66,29 +63,17 @@ def test_a_guide_with_a_gradient_is_left_alone(kind: Any) -> None:
     assert not warned(*programs(kind, cut=Tensor.clone))
 
 
-def test_what_silences_it_silences_it() -> None:
+def test_blocked_parameters_others_and_evaluations_are_left_alone() -> None:
     model, guide = programs(bits)
     assert not warned(model, poutine.block(guide, hide_types=["param"]))
+    assert not warned(programs(bits, learns=True)[0], lambda: pyro.sample("z", dist.Bernoulli(0.4)))
 
-
-def test_guides_without_parameters_are_left_alone() -> None:
-    model, _ = programs(bits, learns=True)
-    assert not warned(model, lambda: pyro.sample("z", dist.Bernoulli(0.4)))
-
-
-def test_parameters_that_the_model_reads_count_for_the_model() -> None:
-    def model() -> None:
+    def reads_it() -> None:
         z = pyro.sample("z", dist.Bernoulli(0.4))
         pyro.sample("x", dist.Normal(z + pyro.param("q"), 1.0), obs=torch.tensor(0.7))
 
-    _, guide = programs(bits)
-    assert not warned(model, guide)
-
-
-def test_evaluation_says_nothing() -> None:
-    model, guide = programs(bits)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    assert not warned(reads_it, guide)
+    with filtered("error"):
         TraceBackpropQ_ELBO().loss(model, guide)
 
 
@@ -96,8 +81,8 @@ def test_a_policy_without_a_gradient_is_told_too() -> None:
     def policy(cut: Cut) -> None:
         cost("fee", 2.0 * pyro.sample("z", bits(cut(pyro.param("q", torch.tensor(0.3))))))
 
-    assert len(warned(None, lambda: policy(Tensor.detach), elbo=ExpectedCost())) == 1
-    assert not warned(None, lambda: policy(Tensor.clone), elbo=ExpectedCost())
+    assert len(warned(None, lambda: policy(Tensor.detach), ExpectedCost)) == 1
+    assert not warned(None, lambda: policy(Tensor.clone), ExpectedCost)
 
 
 class Guide(PyroModule):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import pyro
@@ -12,6 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import filtered, fresh
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -73,11 +73,9 @@ class Chain(Programs):
 
 
 def train(kind: type, programs: Programs, elbo: TraceBackpropQ_ELBO, **options: Any) -> tuple[Any, list[float]]:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     svi = kind(programs.model, programs.guide, SGD({"lr": 0.01}), elbo, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         return svi, [svi.step() for _ in range(STEPS)]
 
 

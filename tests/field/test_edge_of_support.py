@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import repeat, told
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -48,16 +48,14 @@ def said(law: Callable[[], Any], value: Tensor | None = None) -> str:
 
     pyro.set_rng_seed(0)
     svi = SVI(model, guide, SGD({"lr": 0.1}), TraceBackpropQ_ELBO(num_particles=1))
-    texts = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    errors = []
+    with told() as texts:
         try:
-            for _ in range(8):
-                svi.step()
+            repeat(8, svi.step)
         except ValueError as error:
-            texts = [str(error)]
+            errors = [str(error)]
     # Pyro warns of each site whose log-probability is not finite, too.
-    return next(text for text in [*(str(each.message) for each in caught), *texts] if "Encountered" not in text)
+    return next(text for text in [*texts, *errors] if "Encountered" not in text)
 
 
 @pytest.mark.parametrize("is_validated", [True, False])

@@ -13,6 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import filtered
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
@@ -102,8 +103,7 @@ def test_the_gradient_is_right_where_nothing_jumps(name: str) -> None:
 def test_a_diagnosis_does_not_keep_silent_about_jumps(name: str) -> None:
     programs_ = programs(JUMPS[name][0])
     elbo = TraceBackpropQ_ELBO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with filtered("ignore", UserWarning):
         elbo.loss_and_grads(*programs_)
         told = str(diagnose(elbo, *programs_, num_samples=20))
     assert "jump" in told and "'x'" in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pyro
@@ -10,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormalMessenger
+from steps import warnings_of
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, config_bpq, cost
@@ -44,12 +44,6 @@ def test_an_option_in_the_model_is_sent_to_the_guide(kind: Any, program: Any, si
     assert f'pyro.sample("{site}", ..., infer={{"bpq": ...}}) in the guide' in text and "config_bpq(guide, ...)" in text
 
 
-def test_an_option_in_the_guide_is_read() -> None:
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(model, lambda: coin(**OPTIONS))
-    assert elbo.info["z"]["estimator"] == ScoreFunction()
-
-
 def test_an_option_of_an_environment_is_sent_to_the_policy() -> None:
     def environment() -> None:
         cost("fee", pyro.sample("z", dist.Bernoulli(0.4), infer=OPTIONS))
@@ -78,19 +72,12 @@ def test_a_program_that_is_model_and_guide_in_one_keeps_its_options() -> None:
     assert elbo.info["z"]["estimator"] == ScoreFunction()
 
 
-def warned(guide: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        TraceBackpropQ_ELBO().loss_and_grads(model, guide)
-    return [str(warning.message) for warning in found]
-
-
 @pytest.mark.parametrize("key", ["estimator", "critic", "share", "context"])
 def test_an_option_beside_its_dictionary_is_told(key: str) -> None:
     value = {"estimator": ScoreFunction(), "critic": False, "share": "z", "context": torch.ones(2)}[key]
-    (text,) = warned(lambda: coin(**{key: value}))
+    (text,) = warnings_of(model, lambda: coin(**{key: value}), category=Warning)
     assert "Site 'z'" in text and f'infer={{"bpq": {{{key!r}: ...}}}}' in text
 
 
 def test_keys_of_pyro_are_left_alone() -> None:
-    assert not warned(lambda: coin(is_auxiliary=False, num_samples=3, prior=None))
+    assert not warnings_of(model, lambda: coin(is_auxiliary=False, num_samples=3, prior=None), category=Warning)

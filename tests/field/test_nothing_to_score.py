@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pyro
@@ -11,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
+from steps import filtered, fresh, repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -50,13 +50,10 @@ PROGRAMS = {"auto-normal": (plain, auto, 1), "asserts its shapes": (asserting, l
 def test_nothing_is_said_of_particles_that_mix(name: str) -> None:
     model, make, nesting = PROGRAMS[name]
     for seed in range(SEEDS):
-        pyro.set_rng_seed(seed)
-        pyro.clear_param_store()
+        fresh(seed)
         guide, elbo = make(), TraceBackpropQ_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=nesting)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(STEPS):
-                elbo.loss_and_grads(model, guide)
+        with filtered("error"):
+            repeat(STEPS, elbo.loss_and_grads, model, guide)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -69,10 +66,8 @@ def test_a_step_runs_the_programs_once(name: str) -> None:
         runs += 1
         model()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(STEPS):
-            elbo.loss_and_grads(counted, guide)
+    with filtered("ignore"):
+        repeat(STEPS, elbo.loss_and_grads, counted, guide)
     assert runs == STEPS
 
 

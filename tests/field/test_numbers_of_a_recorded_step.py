@@ -13,6 +13,7 @@ import torch
 from distributions import LAWS, names
 from pyro import poutine
 from pyro.optim import SGD
+from steps import repeat
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,16 +22,11 @@ from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 READS = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero _unique2 unique_dim".split())
-# Pyro has no way to draw from these.
-UNDRAWN = frozenset(
-    "CoalescentTimesWithRate GammaGaussianHMM GaussianMRF GroupedNormalNormal ImproperUniform "
-    "LogNormalNegativeBinomial VonMises3D".split()
-)
 # Pyro scores no value of it, or the gradient of the score fails in stock Pyro.
 UNSCORED = frozenset(["GaussianScaleMixture", "LinearHMM"])
 # It has one value only, which moves with the latent.
 UNOBSERVED = frozenset(["Delta"])
-# Values of distributions that cannot be drawn.
+# Values of distributions that Pyro has no way to draw from.
 VALUES: dict[str, Callable[[], Tensor]] = {
     "CoalescentTimesWithRate": lambda: torch.tensor([-1.0, -2.0]),
     "GammaGaussianHMM": lambda: torch.ones(2, 2, 1),
@@ -120,8 +116,7 @@ def own_reads(model: Any, guide: Any) -> int:
 def report(model: Any, guide: Any, **options: Any) -> str:
     """What is said of compiled steps after enough of them."""
     svi = CompiledSVI(model, guide, SGD({"lr": 1e-3}), TraceBackpropQ_ELBO(**options), compile="eager")
-    for _ in range(8):
-        svi.step()
+    repeat(8, svi.step)
     return compile_report(svi)
 
 
@@ -130,7 +125,7 @@ def test_all_distributions_are_tried() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in LAWS if name not in UNDRAWN | UNSCORED])
+@pytest.mark.parametrize("name", [name for name in LAWS if name not in VALUES.keys() | UNSCORED])
 def test_a_latent_of_any_distribution(name: str) -> None:
     assert_recorded(*latent(name))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import sys
 import types
 import weakref
@@ -19,6 +18,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import fresh, repeat, stepped, trained
 from torch import nn
 
 from pyro_bpq import CompiledSVI, CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO, compile_report
@@ -123,13 +123,6 @@ class NotYet(nn.Module):
         self.__dict__["scale"] = 1.0
 
 
-def dead() -> Any:
-    """A weak proxy of an object that is gone."""
-    proxy = weakref.proxy(Slots())
-    gc.collect()
-    return proxy
-
-
 def lazy_module() -> types.ModuleType:
     found = types.ModuleType("lazy")
     found.__getattr__ = Raises().__getattr__  # type: ignore[method-assign]
@@ -158,17 +151,11 @@ ODD: dict[str, Callable[[], Any]] = {
     "odd_list": lambda: OddList([1]),
     "undecided": Undecided,
     "mock": mock.MagicMock,
-    "dead": dead,
     "proxy": lambda: weakref.proxy(ALIVE),
     "lazy_module": lazy_module,
     "sparse": lambda: torch.eye(2).to_sparse(),
     "generator": lambda: (i for i in range(2)),
-    "memory": lambda: memoryview(b"ab"),
-    "property": lambda: property(),
-    "static": lambda: staticmethod(3),  # type: ignore[arg-type]
     "frame": lambda: sys._getframe(),
-    "cell": lambda: types.CellType(),
-    "mapping": lambda: types.MappingProxyType({"a": 1}),
 }
 ALIVE = nn.Linear(1, 1)
 CALLED = ("traced", "scripted", "frozen", "scripted_function", "normed", "fx")
@@ -196,11 +183,7 @@ def programs(items: Any, called: Any = None, config: Any = None) -> tuple[Any, A
 
 
 def train(steps: int, model: Any, guide: Any, *args: Any, number: int | None = 2) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(num_particles=number)
-    svi = SVI(model, guide, SGD({"lr": 0.01}), elbo)
-    for _ in range(steps):
-        svi.step(*args)
-    return elbo
+    return trained(TraceBackpropQ_ELBO(num_particles=number), model, guide, *args, steps=steps)
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -219,8 +202,7 @@ def assert_recorded(model: Any, guide: Any, *args: Any) -> None:
     """The steps are recorded, and go on as they would eagerly."""
     losses = []
     for make in (functools.partial(CompiledSVI, compile="eager"), SVI):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         svi = make(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=2))
         losses.append([svi.step(*args) for _ in range(8)])
         if isinstance(svi, CompiledSVI):
@@ -262,8 +244,7 @@ def test_a_flag_in_a_slot_is_part_of_a_recording() -> None:
     config, losses = Config(), []
     model, guide = programs(None, config=config)
     svi = CompiledSVI(model, guide, SGD({"lr": 0.0}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
-    for _ in range(8):
-        svi.step()
+    repeat(8, svi.step)
     assert "Recorded" in compile_report(svi)
     config.linked = True
     for seed in range(4):
@@ -312,8 +293,7 @@ def test_a_scripted_net_keeps_its_own_statistics(number: int) -> None:
     """Further runs of the model leave no trace in them, as in a net of Python."""
     seen = []
     for make in (torch.jit.script, lambda net: net):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         net = make(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
         train(6, *in_rows(net), number=number)
         seen.append(net.state_dict())
@@ -336,7 +316,5 @@ def test_a_guide_may_keep_its_arguments() -> None:
 
     model, guide = programs(None, config=Config(linked=True))[0], Guide()
     learner = CriticLearner(slow=SlowTracking(0.1, guide=True), replay=Replay(batch_size=2))
-    elbo = TraceBackpropQ_ELBO(learner=learner, num_particles=1)
-    for _ in range(4):
-        elbo.loss_and_grads(model, guide)
+    stepped(4, TraceBackpropQ_ELBO(learner=learner, num_particles=1), model, guide)
     assert guide.q.grad is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import filtered, told
+from steps import trained as after
 
 from pyro_bpq import (
     AllAction,
@@ -36,6 +37,11 @@ def coin(name: str, infer: dict[str, Any], logits: Any = 0.0) -> torch.Tensor:
     return pyro.sample(name, dist.Bernoulli(logits=own), infer=infer)
 
 
+def guide_of(options: dict[str, Any], *names: str) -> Callable[[], None]:
+    """A guide of coins with options of their own."""
+    return lambda: [coin(name, {"bpq": dict(options)} if options else {}) for name in names] and None
+
+
 def chain(**options: Any) -> Programs:
     """A chain whose costs read several sites."""
 
@@ -45,11 +51,7 @@ def chain(**options: Any) -> Programs:
             total = total + pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * total - 0.5))
             pyro.sample(f"x_{t}", dist.Normal(total, 1.0), obs=torch.tensor(0.4 * t))
 
-    def guide() -> None:
-        for t in range(LENGTH):
-            coin(f"z_{t}", {"bpq": dict(options)} if options else {})
-
-    return model, guide
+    return model, guide_of(options, *(f"z_{t}" for t in range(LENGTH)))
 
 
 def few(**options: Any) -> Programs:
@@ -60,11 +62,7 @@ def few(**options: Any) -> Programs:
         pyro.sample("x", dist.Normal(a + b * c, 1.0), obs=torch.tensor(0.7))
         pyro.sample("y", dist.Normal(a * b - c, 1.0), obs=torch.tensor(-0.2))
 
-    def guide() -> None:
-        for name in "abc":
-            coin(name, {"bpq": dict(options)} if options else {})
-
-    return model, guide
+    return model, guide_of(options, *"abc")
 
 
 def markov(**options: Any) -> Programs:
@@ -76,11 +74,7 @@ def markov(**options: Any) -> Programs:
             z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=2.0 * z - 1.0))
             pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.4 * t))
 
-    def guide() -> None:
-        for t in range(5):
-            coin(f"z_{t}", {"bpq": dict(options)} if options else {})
-
-    return model, guide
+    return model, guide_of(options, *(f"z_{t}" for t in range(5)))
 
 
 ABOUT_CRITICS: dict[str, dict[str, Any]] = {
@@ -105,12 +99,7 @@ AT_A_SITE: dict[str, dict[str, Any]] = {
 
 
 def trained(programs: Programs, steps: int = 2, **options: Any) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    for _ in range(steps):
-        elbo.loss_and_grads(*programs)
-    return elbo
+    return after(TraceBackpropQ_ELBO(**options), *programs, steps=steps)
 
 
 def critics_of(elbo: TraceBackpropQ_ELBO) -> set[Any]:
@@ -271,10 +260,9 @@ def test_a_critic_at_a_site_turns_the_sum_off_and_says_so() -> None:
 
 
 def warned(programs: Programs, steps: int = 3, **options: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with told() as texts:
         trained(programs, steps, **options)
-    return [str(warning.message) for warning in found]
+    return texts
 
 
 UNREAD: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -301,8 +289,7 @@ def test_a_bound_tells_it_too() -> None:
     bound = TraceBackpropQ_IWAE(3)
     with pytest.warns(UserWarning, match="Nothing reads the options context at a, b, c"):
         bound.loss_and_grads(*few(context=torch.ones(2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         bound.loss_and_grads(*few(context=torch.ones(2)))
 
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 from typing import Any
 
@@ -18,6 +17,7 @@ from pyro.infer import SVI, TraceGraph_ELBO
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import SGD, ClippedAdam
+from steps import filtered, repeat
 
 from pyro_bpq import CompiledSVI, ExpectedCost, ProximalSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQError, BPQWarning
@@ -98,8 +98,7 @@ class Named(TraceBackpropQ_ELBO):
 
 
 def test_what_is_called_is_left_alone() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         for kind in (TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, ExpectedCost, Named):
             kind()
         elbo = Named()
@@ -194,11 +193,6 @@ def test_traces_of_a_module_an_expected_cost_and_a_messenger() -> None:
     assert "z" in elbo.traces[1].nodes and "x" in elbo.traces[0].nodes
 
 
-def test_before_the_first_step_a_sentence_says_what_to_do() -> None:
-    with pytest.raises(BPQError, match="take a step first"):
-        _ = TraceBackpropQ_ELBO().traces
-
-
 def test_evaluation_leaves_those_of_the_last_training_step() -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=1)
     elbo.loss_and_grads(model, guide)
@@ -211,8 +205,7 @@ def test_evaluation_leaves_those_of_the_last_training_step() -> None:
 def test_after_a_compiled_step_there_are_none() -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=1)
     svi = CompiledSVI(model, guide, ClippedAdam({"lr": 0.01}), elbo, compile="eager")
-    for _ in range(12):
-        svi.step()
+    repeat(12, svi.step)
     assert elbo.compiled is not None
     with pytest.raises(BPQError, match="Compiled steps"):
         _ = elbo.traces

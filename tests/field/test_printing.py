@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import repeat
 
 from pyro_bpq import CompiledSVI, ExpectedCost, LinearCritic, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.diagnostics import compare_estimators
@@ -35,8 +36,7 @@ def guide() -> None:
 
 def trained(elbo: Any, steps: int = 3, kind: type = SVI) -> Any:
     svi = kind(model, guide, Adam({"lr": 0.01}), loss=elbo)
-    for _ in range(steps):
-        svi.step()
+    repeat(steps, svi.step)
     return elbo
 
 

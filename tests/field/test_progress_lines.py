@@ -13,6 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import repeat
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO
 
@@ -45,7 +46,6 @@ def test_a_compilation_says_that_it_goes_on(kind: type, capfd: pytest.CaptureFix
     told: list[str] = []
     elbo = TraceBackpropQ_ELBO(num_particles=1, compile=slow(told, lambda: "".join(capfd.readouterr())))
     svi = kind(model, guide, Adam({"lr": 0.01}), loss=elbo)
-    for _ in range(30):
-        svi.step()
+    repeat(30, svi.step)
     assert told, "nothing was compiled"
     assert "ompiling" in told[0] and "operators" in told[0]

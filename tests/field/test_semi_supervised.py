@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO
 from pyro.optim import Adam
-from steps import bias, largest_error, repeat, text_of
+from steps import bias, largest_error, stepped, text_of
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
@@ -132,8 +132,7 @@ def test_a_style_is_drawn_for_each_label(coin: bool) -> None:
     programs = Styles(coin=coin, **EXACT)
     fresh = TraceBackpropQ_ELBO(1, enumeration="exact", structure="dynamic").eval()  # each run is recorded
     assert bias(fresh, programs.model, programs.guide, X) < 1e-10
-    elbo = TraceBackpropQ_ELBO(enumeration="exact")
-    repeat(4, elbo.loss_and_grads, programs.model, programs.guide, X)
+    elbo = stepped(4, TraceBackpropQ_ELBO(enumeration="exact"), programs.model, programs.guide, X)
     assert_unbiased(elbo.eval(), programs.model, programs.guide, X)
     assert [node.name for node in elbo.graph.nodes] == ["a"] * coin
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import repeat, warnings_of
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO, cost, external
@@ -53,13 +54,7 @@ def as_cost(simulator: Callable[[Tensor], Tensor], data: Tensor = DATA) -> None:
         cost("x", lambda value: -dist.Normal(simulator(value), 1.0).log_prob(data), z)
 
 
-def warned(model: Any, guide: Any, steps: int = 3, **options: Any) -> list[str]:
-    elbo = TraceBackpropQ_ELBO(**options)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(steps):
-            elbo.loss_and_grads(model, guide)
-    return [str(warning.message) for warning in found]
+warned = partial(warnings_of, steps=3, category=Warning)
 
 
 @pytest.mark.parametrize("simulator", [simulated, by_item, by_list])
@@ -105,8 +100,7 @@ def test_reparameterised_values_are_left_alone() -> None:
 @pytest.mark.parametrize("program", [model, as_cost])
 def test_both_are_unbiased(program: Any) -> None:
     elbo, run = TraceBackpropQ_ELBO(num_particles=1), lambda: program(simulated)
-    for _ in range(10):
-        elbo.loss_and_grads(run, guide)
+    repeat(10, elbo.loss_and_grads, run, guide)
     assert_unbiased(elbo.eval(), run, guide)
 
 
@@ -118,8 +112,7 @@ def test_the_advice_takes_the_noise_of_other_rows_away(advised: Any) -> None:
     def variance(program: Any) -> float:
         pyro.clear_param_store()
         elbo, run = TraceBackpropQ_ELBO(num_particles=1), lambda: program(simulated, data)
-        for _ in range(20):
-            elbo.loss_and_grads(run, lambda: guide(50))
+        repeat(20, elbo.loss_and_grads, run, lambda: guide(50))
         return gradient_moments(elbo, run, lambda: guide(50), num_samples=100).total_variance
 
     assert 10.0 * variance(advised) < variance(model)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyro_bpq.graph.bitsets import Names, Reads, closure, highest, named, ones, transposed
+from pyro_bpq.graph.bitsets import Names, Reads, highest, named, ones, transposed
 
 SETS = st.sets(st.integers(0, 150), max_size=40)
 
@@ -36,17 +36,6 @@ def test_transposed_in_blocks(height: int, width: int) -> None:
     assert len(columns) == width
     assert all(list(ones(columns[j])) == [i for i in range(height) if (i * j) % 7 == 3] for j in range(0, width, 97))
     assert transposed(columns, height) == rows
-
-
-@given(st.lists(st.sets(st.integers(0, 19)), min_size=20, max_size=20), st.sets(st.integers(0, 19)))
-def test_closure(direct: list[set[int]], start: set[int]) -> None:
-    closures: list[int] = []
-    for i, members in enumerate(direct):
-        closures.append(closure(closures, bits_of({j for j in members if j < i})))
-    expected = set(start)
-    while (more := expected.union(*({j for j in direct[i] if j < i} for i in expected))) != expected:
-        expected = more
-    assert closure(closures, bits_of(start)) == bits_of(expected)
 
 
 ALL = tuple(f"x{i}" for i in range(151))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro import poutine
-from steps import repeat
+from steps import fresh, stepped
 from torch import Tensor
 from torch.distributions import kl
 
@@ -52,12 +52,10 @@ class _Formal(pyro.poutine.messenger.Messenger):
 
 @pytest.mark.parametrize("name", ["discrete_above_reparam", "reparam_above_discrete", "reparam_in_plate"])
 def test_gradient_is_unbiased(name: str) -> None:
-    case = BY_NAME[name]
-    case.params()
+    case = BY_NAME[name].params()
     guide = _Formal()(case.guide)
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(1, analytic_kl=True)
-    repeat(30, elbo.loss_and_grads, case.model, guide, *case.args)
+    elbo = stepped(30, TraceBackpropQ_ELBO(1, analytic_kl=True), case.model, guide, *case.args)
     elbo.eval()
     assert_unbiased(elbo, case.model, guide, *case.args)
 
@@ -76,7 +74,6 @@ def later_guide() -> None:
 
 
 def test_prior_that_depends_on_a_later_site_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    pyro.clear_param_store()
     assert_unbiased(TraceBackpropQ_ELBO(analytic_kl=True).eval(), later_model, later_guide)
 
     class Blind:
@@ -100,7 +97,6 @@ def scaled_guide() -> None:
 
 
 def test_other_scales_of_guide_and_model_fall_back_to_the_entropy() -> None:
-    pyro.clear_param_store()
     assert_unbiased(TraceBackpropQ_ELBO(analytic_kl=True).eval(), later_model, scaled_guide)
 
 
@@ -118,8 +114,7 @@ def guide() -> None:
 def test_gradient_of_a_divergence_has_no_noise() -> None:
     found = []
     for seed in (0, 1):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(seed)
+        fresh(seed)
         TraceBackpropQ_ELBO(analytic_kl=True).loss_and_grads(model, guide)
         found.append([p.grad for p in pyro.get_param_store()._params.values()])
     for one, other in zip(*found, strict=True):
@@ -133,15 +128,13 @@ def test_gradient_of_a_divergence_has_no_noise() -> None:
 def test_loss_is_that_of_the_sample() -> None:
     losses = []
     for option in (True, False):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(2)
+        fresh(2)
         losses.append(TraceBackpropQ_ELBO(analytic_kl=option).loss_and_grads(model, guide))
     assert losses[0] == losses[1]
 
 
 def test_expected_gradient_differs_only_by_rounding() -> None:
-    case = BY_NAME["reparam_above_discrete"]
-    case.params()
+    case = BY_NAME["reparam_above_discrete"].params()
     formal = _Formal()(case.guide)
     pair = [
         expected_gradient(TraceBackpropQ_ELBO(analytic_kl=option).eval(), case.model, formal)

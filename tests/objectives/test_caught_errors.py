@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import repeat
+from steps import fresh, repeat
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased
@@ -54,8 +54,7 @@ def programs(name: str, is_mixed: bool) -> tuple[Any, Any]:
 
 def after(steps: int, model: Any, guide: Any, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO after steps of SVI, whose handlers see what the programs do."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     elbo = TraceBackpropQ_ELBO(**options)
     svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
     repeat(steps, svi.step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +15,10 @@ from steps import filtered, fitted, repeat
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan import rules
 from pyro_bpq.testing import assert_unbiased, exact_loss
 
-
-@pytest.fixture(autouse=True)
-def early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are summed from the third one on."""
-    monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
+pytestmark = pytest.mark.usefixtures("early")
 
 
 @pytest.fixture
@@ -80,8 +74,7 @@ def test_a_change_that_no_plain_value_shows_is_found_by_evaluations_and_within_s
     try:
         SWITCH.fill_(True)
         svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with filtered("ignore"):
             repeat(steps, svi.step)
             assert_unbiased(elbo.eval(), model, guide)
     finally:
@@ -95,8 +88,7 @@ def test_a_number_among_the_arguments_is_looked_at_at_once(compile: Any) -> None
     elbo = _fitted(model, guide, [(0,)] * 45, compile=compile)
     assert elbo.particles.now.sums
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with filtered("ignore"):
         svi.step(1)
     assert not elbo.particles.now.sums
     assert_unbiased(elbo.eval(), model, guide, 1)
@@ -186,8 +178,7 @@ def test_lists_of_parents_that_differ_from_step_to_step() -> None:
     elbo = _fitted(model, guide, [(chain,)] * 30)
     assert elbo.particles.now.sums
     for parents in (star, chain, star):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with filtered("ignore"):
             assert_unbiased(elbo.eval(), model, guide, parents)
 
 

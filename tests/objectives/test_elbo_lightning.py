@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pyro
 import pytest
 import torch
-from steps import DATA, Guide, Model, assert_equal, is_equal
+from steps import DATA, Guide, Model, assert_equal, filtered, is_equal
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with filtered("ignore"):
     lightning = pytest.importorskip("lightning", exc_type=ImportError)
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, repeat, run, state_of
@@ -235,35 +237,18 @@ def test_two_elbos_train_their_critics_in_one_param_store(other: tuple[Any, Any]
         assert old and all(not torch.equal(old[name], new[name]) for name in old if old[name].numel())
 
 
-def steered_guide() -> None:
-    z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")))
-    if z.item() > 0:
-        pyro.sample("w", dist.Bernoulli(logits=pyro.param("r")))
-
-
-def steered_model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    w = pyro.sample("w", dist.Bernoulli(0.7)) if z.item() > 0 else -1.0
-    pyro.sample("x", dist.Normal(w - z, 1.0), obs=torch.tensor(0.7))
-
-
 def rows_guide() -> None:
     with pyro.plate("rows", 3):
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")))
 
 
-def rows_model() -> None:
+def rows_model(is_masked: bool) -> None:
     with pyro.plate("rows", 3):
         z = pyro.sample("z", dist.Bernoulli(0.4))
         shift = torch.zeros(3)
-        shift[z > 0] = 1.7
-        pyro.sample("x", dist.Normal(shift, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
-
-
-def apart_model() -> None:
-    with pyro.plate("rows", 3):
-        z = pyro.sample("z", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(1.7 * z, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
+        if is_masked:
+            shift[z > 0] = 1.7
+        pyro.sample("x", dist.Normal(shift if is_masked else 1.7 * z, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
 
 
 def pairs_guide() -> None:
@@ -280,10 +265,10 @@ def pairs_model() -> None:
 
 
 PROGRAMS = {
-    "steered": (steered_model, steered_guide),
+    "steered": BY_NAME["python_branch"].programs,
     "pairs": (pairs_model, pairs_guide),
-    "rows": (rows_model, rows_guide),
-    "apart": (apart_model, rows_guide),
+    "rows": (partial(rows_model, True), rows_guide),
+    "apart": (partial(rows_model, False), rows_guide),
 }
 
 
@@ -307,6 +292,7 @@ def test_what_was_found_of_a_program_goes_on(name: str, options: dict[str, Any],
         return SVI(model, guide, Adam({"lr": 0.05}), elbo)
 
     pyro.set_rng_seed(2)
+    BY_NAME["python_branch"].params()
     pyro.param("q", torch.tensor(0.3)), pyro.param("r", torch.tensor(-0.2))
     elbo = TraceBackpropQ_ELBO(**options)
     first = session(elbo)

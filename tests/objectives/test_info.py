@@ -11,8 +11,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 
 @pytest.mark.parametrize("particles", [1, 2])
 def test_explained_variance_needs_something_that_varies(particles: int) -> None:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     torch.manual_seed(0)
     elbo = TraceBackpropQ_ELBO(num_particles=particles)
     found = []
@@ -25,8 +24,7 @@ def test_explained_variance_needs_something_that_varies(particles: int) -> None:
 
 
 def test_info_tells_where_the_time_goes() -> None:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     elbo = TraceBackpropQ_ELBO()
     for _ in range(2):
         elbo.loss_and_grads(case.model, case.guide)

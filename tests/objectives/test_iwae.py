@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from bounds import (
 )
 from models import BY_NAME, Case, real
 from pyro.infer import RenyiELBO
-from steps import expected_loss, repeat
+from steps import expected_loss, repeat, told
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
@@ -173,8 +172,6 @@ def test_rows_of_weights_of_their_own_have_to_keep_apart(meet: bool, options: di
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.4, 0.7]))))
 
     elbo = TraceBackpropQ_IWAE(2, plate="rows", max_plate_nesting=1, **options)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with told(BPQWarning) as found:
         repeat(3, elbo.loss_and_grads, model, guide)
-    found = [str(one.message) for one in said if one.category is BPQWarning]
     assert len(found) == meet and all("Rows of the plate 'rows' meet in -log p(x)" in text for text in found)

@@ -54,7 +54,6 @@ def test_a_step_is_unbiased(steps: int, particles: int | None) -> None:
 
 
 def test_the_first_step_is_unbiased() -> None:
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO()
     assert_unbiased(elbo.eval(), model, guide)
     assert not elbo.runner.recordings.is_ordered

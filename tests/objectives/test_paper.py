@@ -13,7 +13,7 @@ import pytest
 import torch
 from algorithm1 import backpropq_algorithm1
 from models import BY_NAME
-from steps import assert_equal, repeat, trained
+from steps import assert_equal, fresh, repeat, stepped, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -75,13 +75,25 @@ class Program:
             table = (1 - values[read]) * table[0] + values[read] * table[1]
         return table
 
-    def policy(self) -> None:
+    def drawn(self) -> Values:
         theta = pyro.param("theta", self.start.clone())
         values: Values = {}
         for name in self.parents:
             values[name] = pyro.sample(name, self.law(theta, name, values))
+        return values
+
+    def policy(self) -> None:
+        values = self.drawn()
         for name in self.reads:
             cost(name, self.price(name, values))
+
+
+def descended() -> Tensor:
+    theta = pyro.get_param_store()._params["theta"]
+    with torch.no_grad():
+        theta -= 0.5 * theta.grad
+    theta.grad = None
+    return theta
 
 
 class Table(nn.Module):
@@ -121,10 +133,7 @@ def of_program(
     found, network = [], None
     for _ in range(steps):
         elbo.loss_and_grads(None, program.policy)
-        theta = pyro.get_param_store()._params["theta"]
-        with torch.no_grad():
-            theta -= 0.5 * theta.grad
-        theta.grad = None
+        theta = descended()
         network = elbo.network
         assert network is not None
         found.append(torch.cat((theta.detach().flatten(), *(values_of(elbo, node) for node in network.learned))))
@@ -182,21 +191,11 @@ def test_updates_of_an_elbo_are_those_of_algorithm_1() -> None:
         values = {name: pyro.sample(name, dist.Bernoulli(0.3 * torch.ones(()))) for name in program.parents}
         pyro.factor("f", -program.price("f", values))
 
-    def guide() -> None:
-        theta = pyro.param("theta", program.start.clone())
-        values: Values = {}
-        for name in program.parents:
-            values[name] = pyro.sample(name, program.law(theta, name, values))
-
-    pyro.clear_param_store()
-    pyro.set_rng_seed(3)
+    fresh(3)
     elbo, found = TraceBackpropQ_ELBO(**paper_settings("chain", rate=0.3)), []
     for _ in range(5):
-        elbo.loss_and_grads(model, guide)
-        theta = pyro.get_param_store()._params["theta"]
-        with torch.no_grad():
-            theta -= 0.5 * theta.grad
-        theta.grad = None
+        elbo.loss_and_grads(model, program.drawn)
+        theta = descended()
         found.append(theta.detach().clone())
     network = elbo.network
     assert network is not None
@@ -253,11 +252,8 @@ def deterministic() -> None:
 @pytest.mark.parametrize("immediate", ["exact", "learned"])
 def test_a_discount_means_the_same_whatever_is_exact(immediate: Any, reduction: Any, estimator: Any) -> None:
     # By hand: Q(1) - Q(0) = 0.5 * 3 + 0.5^2 * 8, and the gradient is p (1 - p) times that.
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
     options = paper_settings(reduction, 0.0, 0.5, estimator=estimator, rate=1.0)
-    elbo = ExpectedCost(**{**options, "immediate": immediate})
-    repeat(12, elbo.loss_and_grads, None, deterministic)
+    elbo = stepped(12, ExpectedCost(**{**options, "immediate": immediate}), None, deterministic)
     gradient = expected_gradient(elbo.eval(), None, deterministic)["t"]
     p = torch.tensor(0.4).sigmoid()
     torch.testing.assert_close(gradient, p * (1 - p) * (1.5 + 2.0), rtol=0.0, atol=1e-10)
@@ -283,11 +279,8 @@ FOLLOWERS = [QAllAction(), QScoreFunction(), QAdvantage(), LambdaReturn(0.3), QR
 @pytest.mark.parametrize("immediate", ["exact", "learned"])
 def test_costs_that_are_added_to_a_critic_are_discounted_like_it(immediate: Any, estimator: Any) -> None:
     # By hand: log q(1) - log q(0) = 0.4, log p(1) - log p(0) = -0.7, and f: one edge; g: two.
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
     options = paper_settings("chain", 0.0, 0.5, estimator=estimator, rate=1.0)
-    elbo = TraceBackpropQ_ELBO(**{**options, "immediate": immediate})
-    repeat(12, elbo.loss_and_grads, own_costs_model, own_costs_guide)
+    elbo = stepped(12, TraceBackpropQ_ELBO(**{**options, "immediate": immediate}), own_costs_model, own_costs_guide)
     assert ("-log p" in str(elbo.plan)) == (immediate == "exact")
     gradient = expected_gradient(elbo.eval(), own_costs_model, own_costs_guide)["t"]
     p = torch.tensor(0.4).sigmoid()
@@ -336,8 +329,7 @@ def test_whatever_puts_q_in_the_place_of_costs_says_so() -> None:
 def started() -> tuple[Program, ExpectedCost, dict[str, Any]]:
     """A program, an objective after one step, and its critics then."""
     program = Program("chain")
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     elbo = ExpectedCost(**paper_settings())
     elbo.loss_and_grads(None, program.policy)
     before = copy.deepcopy(dict(elbo.critics.state_dict()))

@@ -13,9 +13,9 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
 from pyro.optim import Adam
-from steps import filtered, repeat, trained
+from steps import dear, filtered, fresh, repeat, stepped, trained
 
-from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.plan.rules import ELEMENTS, FEW_PARTICLES, MANY_SITES, MOST_PARTICLES
 from pyro_bpq.rollout.runs import Particles
@@ -149,22 +149,6 @@ class Steered(Layers):
             pyro.sample("x", dist.Normal(z.sum(-1) + mean, 1.0), obs=self.data[:, 0])
 
 
-class Costly(Layers):
-    """Has a cost of its own."""
-
-    def model(self) -> None:
-        super().model()
-        cost("price", torch.tensor(1.0))
-
-
-class DearChains(Chains):
-    """Likewise."""
-
-    def model(self) -> None:
-        super().model()
-        cost("price", torch.tensor(1.0))
-
-
 def train(programs: Layers, steps: int = 4, **options: object) -> TraceBackpropQ_ELBO:
     return trained(TraceBackpropQ_ELBO(**options), programs.model, programs.guide, steps=steps)  # type: ignore[arg-type]
 
@@ -195,8 +179,8 @@ def test_small_programs_get_the_most_particles(programs: Layers) -> None:
         (Alone(), FEW_PARTICLES - 1, True),
         (Alone(), FEW_PARTICLES, False),
         (Coin(), FEW_PARTICLES, True),
-        (DearChains(), 2, True),
-        (DearChains(), FEW_PARTICLES, True),
+        (dear(Chains()), 2, True),
+        (dear(Chains()), FEW_PARTICLES, True),
     ],
 )
 def test_a_number_that_was_chosen_serves_alike(programs: Layers, number: int, keeps: bool) -> None:
@@ -223,7 +207,7 @@ def test_large_values_get_fewer(width: int) -> None:
         (Coin(), {}),
         (Mixture(), {}),
         (Steered(), {}),
-        (Costly(), {}),
+        (dear(Layers()), {}),
     ],
     ids=["told", "dynamic", "few rows", "no plate", "one site", "all known", "steered", "cost statement"],
 )
@@ -370,8 +354,7 @@ def test_straight_through_differences_take_two() -> None:
         with pyro.plate("rows", ROWS):
             pyro.sample("z", dist.Bernoulli(logits=data @ w).to_event(1))
 
-    elbo = TraceBackpropQ_ELBO()
-    repeat(4, elbo.loss_and_grads, model, guide)
+    elbo = stepped(4, TraceBackpropQ_ELBO(), model, guide)
     assert "DebiasedStraightThrough" in str(elbo.info["z"]["estimator"])
     assert elbo.num_particles == 2
 
@@ -512,8 +495,7 @@ def test_another_program_in_the_same_wrapper_is_another_one(kind: str) -> None:
     for _ in range(4):
         elbo.loss_and_grads(wrapped(kind, first.model, 1.0), wrapped(kind, first.guide, 1.0))
     assert elbo.num_particles == MOST_PARTICLES
-    pyro.clear_param_store()
-    pyro.set_rng_seed(4)
+    fresh(4)
     found = elbo.loss_and_grads(wrapped(kind, second.model, 1.0), wrapped(kind, second.guide, 1.0))
     pyro.set_rng_seed(4)
     together = Trace_ELBO(MOST_PARTICLES, vectorize_particles=True, max_plate_nesting=1)

@@ -13,7 +13,7 @@ import torch
 from lattice import Lattice
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import critic_targets, repeat
+from steps import critic_targets, fresh, repeat
 from test_steered import exact, guide, model, train
 from torch import Tensor
 
@@ -102,8 +102,7 @@ def test_steered_rollouts_that_miss_their_site_are_dropped() -> None:
         return torch.zeros(())
 
     elbo = TraceBackpropQ_ELBO(learner=CriticLearner(replay=Replay(capacity=10, updates_per_step=0)))
-    for _ in range(10):
-        elbo.loss_and_grads(lambda: program(zero), lambda: program(lambda: pyro.param("q", torch.zeros(()))))
+    repeat(10, elbo.loss_and_grads, lambda: program(zero), lambda: program(lambda: pyro.param("q", torch.zeros(()))))
     assert elbo.replay(updates=3) == 3
     name[0] = "other"
     elbo.replay(["z"], updates=20)
@@ -181,8 +180,7 @@ def points() -> tuple[Any, Any]:
 
 def test_q_prop_replays_but_has_no_limited_steps() -> None:
     model, guide = points()
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     elbo = TraceBackpropQ_ELBO(learner=EVERYTHING)
     svi = SVI(model, guide, Adam({"lr": 0.02}), elbo)
     repeat(10, svi.step)

@@ -79,8 +79,7 @@ def test_slow_state_is_saved() -> None:
 
 def test_replay_redraws_from_the_slow_guide() -> None:
     """With a rate near zero the slow guide is the first one, whatever the guide has become since."""
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     learner = CriticLearner(replay=Replay(capacity=8, updates_per_step=0), slow=SlowTracking(1e-9, guide=True))
     elbo = TraceBackpropQ_ELBO(1, learner=learner)
     pyro.set_rng_seed(0)

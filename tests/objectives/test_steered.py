@@ -23,7 +23,6 @@ from pyro_bpq import (
     config_bpq,
 )
 from pyro_bpq.critics.blocks import average_writes
-from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.network import sequence_network
 from pyro_bpq.step.critic_step import index_features
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_moments
@@ -105,17 +104,6 @@ def test_a_family_shares_one_critic_that_sees_the_index() -> None:
     assert index_features("z_12") == pytest.approx((2.5649493, 1.2)) and index_features("z") == (0.0, 0.0)
 
 
-def test_particles_that_run_at_once_are_refused() -> None:
-    def steered() -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(()))))
-        if z.sum().item() > 0.5:
-            pyro.sample("w", dist.Bernoulli(0.5))
-
-    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=0)
-    with pytest.raises(UnsupportedProgramError, match="vectorize_particles=False"):
-        elbo.loss_and_grads(steered, steered)
-
-
 def test_sequence_network_settles_each_cost_at_its_last_variable() -> None:
     graph = StochasticComputationGraph.from_parents(
         {"x": [], "y": ["x"], "w": []}, {"f": ["x"], "g": ["x", "w"], "h": ["y"]}
@@ -178,6 +166,5 @@ def test_a_plate_in_one_branch_divides_no_particles(
     program: Callable[..., Any], law: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     """The baseline must not come from those particles only whose later plates are alike."""
-    pyro.clear_param_store()
     elbo = trained(TraceBackpropQ_ELBO(num_particles=2, **options), law, program, steps=3).eval()
     assert_unbiased(elbo, law, program, atol=1e-10)

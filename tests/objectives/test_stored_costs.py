@@ -225,12 +225,6 @@ def test_copies_have_an_empty_buffer_and_go_on(through: Any) -> None:
     assert fresh.replay() == 1
 
 
-@pytest.mark.parametrize("options", [{"costs": "old"}, {"costs": "stored", "coparents": "expected"}])
-def test_bad_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="costs="):
-        Replay(**options)
-
-
 # Guides that follow their critics
 
 

@@ -16,10 +16,10 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import repeat
+from steps import dear, fresh, repeat
 from torch import Tensor
 
-from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO, cost
+from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan import rules
@@ -29,10 +29,7 @@ from pyro_bpq.testing import assert_unbiased
 ROWS = 2
 
 
-@pytest.fixture(autouse=True)
-def early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are summed from the third one on."""
-    monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
+pytestmark = pytest.mark.usefixtures("early")
 
 
 class Chain:
@@ -121,13 +118,6 @@ def test_options_keep_it_away(options: dict[str, Any]) -> None:
     assert not trained(Chain(), elbo=TraceBackpropQ_ELBO(**options)).particles.now.sums
 
 
-def costly() -> Chain:
-    programs = Chain()
-    inner = programs.model
-    programs.model = lambda: (inner(), cost("fee", torch.tensor(1.0)))[0]  # type: ignore[method-assign]
-    return programs
-
-
 def with_critic() -> Chain:
     programs = Chain()
     programs.infer = {"bpq": {"critic": LinearCritic()}}
@@ -144,7 +134,7 @@ def with_critic() -> Chain:
         Chain(read=lambda z, _: z.expand(ROWS)),
         Chain(read=lambda z, _: z + 0.1 * torch.rand(())),
         Chain(after=lambda z: z if bool((z >= 0.0).all()) else -z),
-        costly(),
+        dear(Chain()),
         with_critic(),
     ],
     ids=["two sites", "rows", "mixes", "does not broadcast", "noise", "steered", "cost", "critic"],
@@ -213,8 +203,7 @@ def test_an_infinite_loss_ends_it() -> None:
 
 
 def test_a_program_that_grows_goes_on() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     for length in (3, 1):
         programs.length = length
         loss_of(elbo, programs)
@@ -225,8 +214,7 @@ def test_a_program_that_grows_goes_on() -> None:
 def test_a_program_that_begins_to_read_more_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     # The outcomes of one particle can be enumerated.
     monkeypatch.setattr(rules, "MOST_PARTICLES", 1)
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     programs.read = lambda z, last: z + last
     programs.length = 3
     repeat(3, loss_of, elbo, programs)
@@ -235,8 +223,7 @@ def test_a_program_that_begins_to_read_more_draws(monkeypatch: pytest.MonkeyPatc
 
 
 def test_copies_and_states_go_on() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     buffer = io.BytesIO()
     torch.save(elbo.state_dict(), buffer)
     buffer.seek(0)
@@ -249,8 +236,7 @@ def test_copies_and_states_go_on() -> None:
 
 
 def test_diagnosis_knows_that_nothing_is_drawn() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     found = diagnose(elbo, programs.model, programs.guide, num_samples=5)
     assert not [finding for finding in found.findings if "particle" in str(finding) or "critic" in str(finding)]
     moments = gradient_moments(elbo, programs.model, programs.guide)
@@ -260,12 +246,10 @@ def test_diagnosis_knows_that_nothing_is_drawn() -> None:
     assert row.variance == pytest.approx(0.0, abs=1e-20) and not row.is_biased
 
 
-@pytest.mark.parametrize("backend", ["eager"])
-def test_recorded_steps_are_those_of_eager_ones(backend: str) -> None:
+def test_recorded_steps_are_those_of_eager_ones() -> None:
     programs, losses = Chain(), []
-    for options in ({}, {"compile": backend}):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+    for options in ({}, {"compile": "eager"}):
+        fresh()
         elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
         svi = SVI(programs.model, programs.guide, Adam({"lr": 0.05}), elbo)
         losses.append([svi.step() for _ in range(20)])
@@ -274,7 +258,6 @@ def test_recorded_steps_are_those_of_eager_ones(backend: str) -> None:
 
 
 def test_an_evaluation_is_exact_too() -> None:
-    programs = Chain()
-    elbo = trained(programs)
+    elbo = trained(programs := Chain())
     losses = [elbo.loss(programs.model, programs.guide) for _ in range(3)]
     assert losses == pytest.approx([loss_of(elbo, programs)] * 3, abs=1e-12)

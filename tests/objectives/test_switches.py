@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import fitted
+from steps import filtered, fitted
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased
@@ -96,10 +95,8 @@ def test_a_step_count_among_the_arguments_makes_looks_more_frequent() -> None:
         for i in range(2):
             pyro.sample(f"z{i}", dist.Bernoulli(logits=pyro.param(f"q{i}", torch.tensor(0.2))))
 
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(num_particles=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with filtered("ignore"):
         for step in range(350):
             elbo.loss_and_grads(model, guide, step)
     assert_unbiased(elbo.eval(), model, guide, 350)

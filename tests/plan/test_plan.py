@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat
+from steps import fresh, repeat
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -59,15 +59,19 @@ def stepped() -> tuple[Callable[[], None], Callable[[], None]]:
     return flat(lambda name, logits: (bits(name, logits) > 0.5).to(logits.dtype))
 
 
-def stack() -> tuple[Callable[[], None], Callable[[], None]]:
+def stack(
+    up: Callable[[Tensor], Tensor] = lambda y: y @ torch.ones(2, 3), down: Callable[[Tensor], Tensor] = lambda z: z
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Two layers: what the model's lower one reads of the upper one, and what data read of that."""
+
     def guide() -> None:
         with pyro.plate("rows", 2):
             bits("y", bits("z", pyro.param("q", torch.zeros(3)).expand(2, 3))[..., :2])
 
     def model() -> None:
         with pyro.plate("rows", 2):
-            z = bits("z", bits("y", torch.zeros(2, 2)) @ torch.ones(2, 3))
-            bits("x", z[..., :2], obs=DATA)
+            z = bits("z", up(bits("y", torch.zeros(2, 2))))
+            bits("x", down(z)[..., :2], obs=DATA)
 
     return model, guide
 
@@ -138,29 +142,9 @@ def test_many_components_without_the_extra_run(program: Any, site: str, options:
     assert chosen(program, site, 0, **options) == expected
 
 
-def noisy() -> tuple[Callable[[], None], Callable[[], None]]:
-    """A stack whose data read one layer through dropout: other runs have other noise."""
-    guide = stack()[1]
-
-    def model() -> None:
-        with pyro.plate("rows", 2):
-            z = bits("z", bits("y", torch.zeros(2, 2)) @ torch.ones(2, 3))
-            bits("x", torch.nn.functional.dropout(z, training=True)[..., :2], obs=DATA)
-
-    return model, guide
-
-
-def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
-    """A stack whose upper layer is read as an index."""
-    guide = stack()[1]
-
-    def model() -> None:
-        with pyro.plate("rows", 2):
-            y = bits("y", torch.zeros(2, 2))
-            z = bits("z", torch.eye(3)[y.sum(-1).long()])
-            bits("x", z[..., :2], obs=DATA)
-
-    return model, guide
+# Data read one layer through dropout: other runs have other noise. Or the upper layer is read as an index.
+NOISY = stack(down=lambda z: torch.nn.functional.dropout(z, training=True))
+COARSE = stack(up=lambda y: torch.eye(3)[y.sum(-1).long()])
 
 
 @pytest.mark.parametrize(
@@ -168,8 +152,8 @@ def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
     [
         (stack(), True, Hindsight(draws=1, crossed=True)),
         (stack(), False, ScoreFunction(LeaveOneOut())),
-        (coarse(), True, CrossedLeaveOneOut()),
-        (noisy(), True, Hindsight(draws=1, crossed=True)),
+        (COARSE, True, CrossedLeaveOneOut()),
+        (NOISY, True, Hindsight(draws=1, crossed=True)),
     ],
     ids=["many reads", "few reads", "no slopes", "noise"],
 )
@@ -177,7 +161,6 @@ def test_layers_get_hindsight_where_it_may_serve(
     program: Any, is_wide: bool, expected: Estimator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1 if is_wide else 1_000)
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
     elbo.planner = replace(elbo.planner, max_elements=0)
     # Nobody chose it, so that nothing is to be said where it does not run.
@@ -187,9 +170,9 @@ def test_layers_get_hindsight_where_it_may_serve(
 
 def test_layers_without_slopes_get_the_particles_of_crossed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1)
-    assert chosen(coarse(), "y", 0, num_particles=1) == SecondRun()
+    assert chosen(COARSE, "y", 0, num_particles=1) == SecondRun()
     elbo = TraceBackpropQ_ELBO()
-    repeat(3, elbo.loss_and_grads, *coarse())
+    repeat(3, elbo.loss_and_grads, *COARSE)
     assert elbo.num_particles == rules.MOST_PARTICLES and elbo.info["y"]["estimator"] == CrossedLeaveOneOut()
 
 
@@ -208,8 +191,7 @@ def test_no_choice_depends_on_what_is_drawn(read: Any, expected: Estimator) -> N
 
     drawn = set()
     for seed in range(6):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(seed)
+        fresh(seed)
         elbo = TraceBackpropQ_ELBO(1)
         elbo.planner = replace(elbo.planner, max_elements=0)
         elbo.loss_and_grads(model, guide)

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat, trained
+from steps import fresh, stepped, trained
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
 from pyro_bpq.plan.rules import MANY_COMPONENTS, SITES
@@ -22,8 +22,7 @@ DATA = torch.linspace(-1.0, 1.0, ROWS)
 
 def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO after two steps on one site, or on two that follow each other in rows."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
 
     def sites(rate: torch.Tensor, obs: torch.Tensor | None) -> None:
         if not rows:
@@ -46,8 +45,7 @@ def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, 
 
     elbo = TraceBackpropQ_ELBO(**options)
     elbo.planner = replace(elbo.planner, max_elements=max_elements)
-    repeat(2, elbo.loss_and_grads, model, guide)
-    return elbo
+    return stepped(2, elbo, model, guide)
 
 
 def coin(rate: torch.Tensor) -> Any:

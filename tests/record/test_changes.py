@@ -176,8 +176,7 @@ def test_a_list_of_losses_is_no_reason_to_record() -> None:
             self.own.append(LOSSES[-1])
 
     fit, elbo = Fit(), TraceBackpropQ_ELBO(num_particles=1)
-    for _ in range(40):
-        fit.fit(elbo)
+    repeat(40, fit.fit, elbo)
     assert elbo.runner.recordings.num_recorded < 20
 
 

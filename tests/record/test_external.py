@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.optim import Adam
+from steps import filtered, repeat, stepped
+from steps import trained as steps_of
 from torch import Tensor
 
 from pyro_bpq import (
@@ -73,10 +74,7 @@ def policy_of(walk: Walk, move: Any, steps: int = 2, tells: bool = True) -> Call
 
 
 def trained(policy: Any, steps: int = 15, **options: Any) -> ExpectedCost:
-    elbo = ExpectedCost(**options)
-    for _ in range(steps):
-        elbo.loss_and_grads(None, policy)
-    return elbo
+    return steps_of(ExpectedCost(**options), None, policy, steps=steps)
 
 
 def check(policy: Any, elbo: ExpectedCost) -> None:
@@ -163,16 +161,14 @@ def test_a_sum_over_rows_reads_what_each_of_them_was_handed(other: bool) -> None
             x = pyro.sample("x", dist.Bernoulli(logits=q[0]).expand([size]))
             cost("d", total(x))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with filtered("ignore"):
         check(policy, trained(policy))
 
 
 def test_rows_are_told_apart_and_nothing_steers() -> None:
     walk = Walk()
     policy = policy_of(walk, external(walk.move))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         elbo = trained(policy)
     recordings = elbo.runner.recordings
     assert not (recordings.crosses or recordings.escapes) and recordings.num_recorded < 8
@@ -194,8 +190,7 @@ def test_rows_stay_apart_beside_writes_in_place_and_other_shapes() -> None:
         with rows:
             cost("c", total * z[..., 1])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         elbo = trained(policy)
     check(policy, elbo)
 
@@ -256,9 +251,7 @@ def test_a_likelihood_that_is_simulated_has_one_particle() -> None:
         with pyro.plate("rows", 12):
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(12))))
 
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    elbo = stepped(5, TraceBackpropQ_ELBO(), model, guide)
     assert elbo.num_particles == 1 and walk.calls == 5
 
 
@@ -276,9 +269,7 @@ def test_likelihood_of_a_simulator_is_unbiased() -> None:
         with pyro.plate("rows", ROWS):
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.8]))))
 
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(10):
-        elbo.loss_and_grads(model, guide)
+    elbo = stepped(10, TraceBackpropQ_ELBO(), model, guide)
     assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -290,8 +281,7 @@ def test_particles_in_a_plate_come_first() -> None:
 
     walk = Wide()
     policy = policy_of(walk, external(walk.move))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with filtered("error"):
         elbo = trained(policy, num_particles=4, vectorize_particles=True, max_plate_nesting=1)
     assert walk.calls == 2 * 15 and elbo.vectorize_particles
 
@@ -362,8 +352,7 @@ def test_steps_are_not_compiled() -> None:
     walk = Walk()
     elbo, policy = ExpectedCost(compile="eager"), policy_of(walk, external(walk.move))
     with pytest.warns(BPQWarning, match=r"the external function 'Walk\.move'"):
-        for _ in range(8):
-            elbo.loss_and_grads(None, policy)
+        repeat(8, elbo.loss_and_grads, None, policy)
     assert walk.calls == 16
 
 
@@ -422,9 +411,7 @@ def test_a_step_of_few_rows_has_the_baseline_of_steps_of_many() -> None:
             q = pyro.param("q", lambda: torch.tensor(0.3))
             cost("c", far(pyro.sample("z", dist.Bernoulli(logits=q))))
 
-    elbo = ExpectedCost(critic=None)
-    for _ in range(40):
-        elbo.loss_and_grads(None, policy, 12)
+    elbo = stepped(40, ExpectedCost(critic=None), None, policy, 12)
     q = pyro.param("q").unconstrained()
     q.grad = None
     elbo.loss_and_grads(None, policy, 5)

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat
+from steps import repeat, stepped
 from torch import Tensor, nn
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
@@ -129,8 +129,7 @@ def test_particles_of_programs_that_mix_are_exact(name: str) -> None:
         y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
         pyro.sample("x", dist.Normal(mean(z) * (1.0 + y), 1.0), obs=torch.tensor(0.7))
 
-    elbo = hidden(TraceBackpropQ_ELBO(num_particles=2))
-    repeat(3, elbo.loss_and_grads, model, guide)
+    elbo = stepped(3, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
     assert elbo.particles.now.is_hidden == is_hidden
     assert_unbiased(elbo.eval(), model, guide)
 
@@ -170,8 +169,7 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
         pyro.factor("x", kept * (z[0] - z.sum() * y))
 
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0")
-    elbo = hidden(TraceBackpropQ_ELBO(num_particles=2))
-    repeat(3, elbo.loss_and_grads, model, guide)
+    elbo = stepped(3, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
     assert elbo.particles.now.is_hidden
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0.5")
     repeat(3, elbo.loss_and_grads, model, guide)

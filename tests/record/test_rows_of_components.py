@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 from models import real
-from steps import repeat
+from steps import stepped
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased
@@ -25,7 +25,5 @@ def program(kind: str) -> None:
 
 @pytest.mark.parametrize("options", [{"estimator": ScoreFunction()}], ids=["score function"])
 def test_costs_of_all_rows_reach_a_site_through_one_outside(options: dict) -> None:
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(1, **options)
-    repeat(3, elbo.loss_and_grads, lambda: program("p"), lambda: program("q"))
+    elbo = stepped(3, TraceBackpropQ_ELBO(1, **options), lambda: program("p"), lambda: program("q"))
     assert_unbiased(elbo.eval(), lambda: program("p"), lambda: program("q"))

@@ -1,11 +1,10 @@
-"""Dependencies of tensors on sources: tables of programs and distributions, sources, modes, memory."""
+"""Dependencies of tensors on sources: tables of programs, sources, modes, memory."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import math
-import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,10 +17,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from steps import repeat
 from torch import Tensor
+from torch.distributions import AffineTransform
 from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-from torch.utils.checkpoint import checkpoint
 
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
@@ -75,16 +75,6 @@ def written_stack(c: Inputs) -> Tensor:
     return stack
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 2
-
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
 
@@ -101,14 +91,8 @@ with warnings.catch_warnings():
         return y
 
     @torch.jit.script
-    def scripted_int(i: Tensor, y: Tensor) -> Tensor:
-        return y[int(i)]
-
-    @torch.jit.script
     def scripted_choice(i: Tensor, y: Tensor) -> Tensor:
         return y[i]
-
-    traced = torch.jit.trace(lambda x: x.exp() + 1, torch.zeros(3))
 
 
 def data_assignment(c: Inputs) -> Tensor:
@@ -122,13 +106,6 @@ def data_write(c: Inputs) -> Tensor:
     target.data[0] = c.s
     target.data.add_(c.x)
     return target
-
-
-def accumulated_grad(c: Inputs) -> Tensor:
-    leaf = torch.ones(3, requires_grad=True)
-    (leaf * c.x).sum().backward()
-    assert leaf.grad is not None
-    return leaf.grad
 
 
 def optimizer_step(c: Inputs) -> Tensor:
@@ -167,21 +144,9 @@ def batch_norm(c: Inputs) -> Tensor:
     return net.running_mean
 
 
-def embedding_max_norm(c: Inputs) -> Tensor:
-    table = torch.ones(4, 3)
-    F.embedding(c.k, table, max_norm=0.5)
-    return table
-
-
 def foreach(c: Inputs) -> list[Tensor]:
     out = [torch.zeros(3), torch.zeros(3)]
     torch._foreach_add_(out, [c.x, c.x])
-    return out
-
-
-def out_argument(c: Inputs) -> Tensor:
-    out = torch.zeros(3)
-    torch.add(c.x, 1.0, out=out)
     return out
 
 
@@ -224,19 +189,11 @@ def sparse_values_write(c: Inputs) -> Tensor:
     return matrix
 
 
-def scan(c: Inputs) -> Tensor:
-    state = torch.zeros(3)
-    for _ in range(3):
-        state = torch.tanh(c.p @ state + c.x)
-    return state
-
-
 KEPT: dict[str, tuple[Program, str]] = {
     # elementwise, shapes, reductions
     "add": (lambda c: c.x + c.s, "x s"),
     "matmul": (lambda c: c.p @ c.x, "x"),
     "view": (lambda c: c.x.view(3, 1).t()[:, :2], "x"),
-    "expand": (lambda c: c.s.expand(2, 3), "s"),
     "stack_index": (lambda c: torch.stack([c.s, c.z[0]])[1], ""),
     "stack_negative": (lambda c: torch.stack([c.x, c.z, c.s + c.z], -1)[..., -1], "s"),
     "stack_unbind": (lambda c: torch.stack([c.x, c.s + c.z], -1).unbind(-1)[0], "x"),
@@ -247,100 +204,60 @@ KEPT: dict[str, tuple[Program, str]] = {
     "stack_slice_across": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:, 1:], "s x"),
     "stack_written": (lambda c: written_stack(c)[0], "s x"),
     "stack_part_written": (lambda c: torch.stack([inplace(lambda t, c: t.copy_(c.x))(c)[:, 0], c.s + c.z])[0], "x"),
-    "argmax": (lambda c: c.x.argmax(), "x"),
-    "compare": (lambda c: c.x > c.s, "x s"),
     "one_hot": (lambda c: F.one_hot(c.i, 3), "i"),
-    "detach": (lambda c: c.x.detach(), "x"),
     "data": (lambda c: c.x.data, "x"),
-    "contiguous": (lambda c: c.x.expand(2, 3).t().contiguous(), "x"),
     "as_strided": (lambda c: c.x.as_strided((2,), (1,), 1), "x"),
     "tensor_split_int": (lambda c: list(c.x.tensor_split(3)), "x"),
     "optimizer_step": (optimizer_step, "s"),
     "gradient_hook": (gradient_hook, "s"),
     "subclass": (lambda c: c.x.as_subclass(Subclass) * 2, "x"),
-    "cholesky": (lambda c: torch.linalg.cholesky(torch.eye(3) * c.s), "s"),
-    "zeros_like": (lambda c: torch.zeros_like(c.v) + c.x, "x"),
-    "complex": (lambda c: torch.view_as_real(torch.complex(c.x, c.x)), "x"),
+    "zeros_like": (lambda c: torch.zeros_like(c.x), ""),
+    "new_zeros": (lambda c: c.x.new_zeros(2) + c.s, "s"),
     # selections
-    "gather": (lambda c: c.p.gather(1, c.k.unsqueeze(-1)), "k"),
     "index_vector": (lambda c: c.p[c.k], "k"),
     "index_scalar": (lambda c: c.p[c.i], "i"),
-    "index_scalar_twice": (lambda c: c.w[c.i][c.k[0]], "i k"),
     "index_tuple": (lambda c: c.p[c.i, c.k[1]], "i k"),
     "index_ellipsis": (lambda c: c.p[..., c.i], "i"),
     "index_with_slice": (lambda c: c.p[1:, c.i], "i"),
     "index_list_of_tensors": (lambda c: c.p[[c.i, c.k[0]]], "i k"),
-    "index_source_by_source": (lambda c: c.x[c.i], "x i"),
     "choice_normal": (lambda c: dist.Normal(c.w[:, 0][c.i], 1.0).mean, "i"),
-    "choice_detached": (lambda c: c.w[c.i].data, "i"),
     "choice_leaves_table": (table_after_choice, ""),
     "choice_write": (write_through_choice, "i"),
     "choice_of_written": (write_into_chosen_table, "i s"),
-    "index_select": (lambda c: c.p.index_select(0, c.k), "k"),
     "where": (lambda c: torch.where(c.b, c.z, c.v), "b"),
-    "where_scalar": (lambda c: torch.where(c.m, 1.0, 0.0), "m"),
-    "masked_fill": (lambda c: c.v.masked_fill(c.m, 0.0), "m"),
-    "scatter": (lambda c: c.z.scatter(0, c.k, c.v), "k"),
-    "embedding": (lambda c: F.embedding(c.k, c.p), "k"),
     "embedding_module": (lambda c: nn.Embedding(3, 2)(c.i), "i"),
-    "bucketize": (lambda c: torch.bucketize(c.x, torch.tensor([0.0, 1.0])), "x"),
     "dict_of_tensors": (lambda c: {"a": [c.x + 1], "b": (c.z, c.i)}, "x i"),
     # writes; an alias made before is looked at
     "setitem_int": (inplace(lambda t, c: t.__setitem__(0, c.s)), "s"),
     "setitem_scalar_index": (inplace(lambda t, c: t.__setitem__(c.i, 1.0)), "i"),
-    "setitem_scalar_both": (inplace(lambda t, c: t.__setitem__(c.i, c.s)), "i s"),
     "setitem_vector": (inplace(lambda t, c: t.__setitem__(c.k, c.x)), "k x"),
     "setitem_mask": (inplace(lambda t, c: t.__setitem__(c.m, 1.0)), "m"),
     "setitem_bool": (inplace(lambda t, c: t.__setitem__(c.b, 1.0)), "b"),
     "setitem_list": (inplace(lambda t, c: t.view(3, 1).__setitem__([c.i, torch.tensor(0)], 1.0)), "i"),
     "copy_": (inplace(lambda t, c: t.copy_(c.x)), "x"),
-    "add_": (inplace(lambda t, c: t.add_(c.x)), "x"),
     "mul_view": (inplace(lambda t, c: t[1:].mul_(c.s)), "s"),
-    "fill_": (inplace(lambda t, c: t.fill_(c.s)), "s"),
-    "scatter_": (inplace(lambda t, c: t.scatter_(0, c.k, 1.0)), "k"),
-    "index_put_": (inplace(lambda t, c: t.index_put_((c.k,), c.x)), "k x"),
-    "index_add_": (inplace(lambda t, c: t.index_add_(0, torch.tensor([0, 1, 2]), c.x)), "x"),
-    "masked_scatter_": (inplace(lambda t, c: t.masked_scatter_(c.m, c.v)), "m"),
-    "bernoulli_": (inplace(lambda t, c: t.bernoulli_(c.x.sigmoid())), "x"),
-    "copyto_no_grad": (inplace(lambda t, c: torch.no_grad()(t.copy_)(c.x)), "x"),
     "detached_write": (inplace(lambda t, c: t.detach().copy_(c.x)), "x"),
     "data_write": (data_write, "s x"),
     "data_assignment": (data_assignment, "x"),
     "set_": (set_source, "x"),
-    "out": (out_argument, "x"),
     "out_tuple": (out_topk, "x"),
     "foreach_": (foreach, "x"),
-    "relu_inplace": (inplace(lambda t, c: F.relu(t.add_(c.x), inplace=True)), "x"),
     "batch_norm_statistics": (batch_norm, "x"),
-    "embedding_max_norm": (embedding_max_norm, "k"),
     # transforms, scripts, autograd
-    "vmap_argument": (lambda c: torch.func.vmap(lambda v: v * 2)(c.x), "x"),
-    "vmap_closure": (lambda c: torch.func.vmap(lambda v: v * c.s)(c.v), "s"),
     "vmap_index": (lambda c: torch.func.vmap(lambda j: c.p[j])(c.k), "k"),
     "vmap_row_by_source": (lambda c: torch.func.vmap(lambda row: row[c.i])(c.p), "i"),
-    "func_grad": (lambda c: torch.func.grad(lambda v: (v**2 * c.s).sum())(c.x), "x s"),
     "func_grad_index": (lambda c: torch.func.grad(lambda t: t[c.i].sum())(c.p), "i"),
-    "jacrev": (lambda c: torch.func.jacrev(lambda v: v * c.s)(c.v), "s"),
     "grad_of_choice": (grad_of_choice, "i"),
     "grad_of_write": (grad_of_write, "i"),
     "jit_choice": (lambda c: scripted_choice(c.i, c.p), "i"),
     "jvp": (lambda c: torch.func.jvp(torch.sin, (c.v,), (c.x,))[1], "x"),
     "jit_script": (lambda c: [scripted(c.x, c.z) for _ in range(3)], "x"),
-    "jit_trace": (lambda c: [traced(c.x) for _ in range(3)], "x"),
-    "autograd_function": (lambda c: Double.apply(c.x), "x"),
-    "backward_grad": (accumulated_grad, "x"),
-    "checkpoint": (lambda c: checkpoint(torch.sin, c.x, use_reentrant=False), "x"),
-    "no_grad": (lambda c: torch.no_grad()(lambda: c.x * 2)(), "x"),
-    "inference_mode": (lambda c: torch.inference_mode()(lambda: (c.x * 2).reshape(1, 3))(), "x"),
     "inference_mode_choice": (lambda c: torch.inference_mode()(lambda: c.p[c.i] * 2)(), "i"),
     # modules
-    "linear": (lambda c: nn.Linear(3, 2)(c.x), "x"),
     "sdpa": (lambda c: F.scaled_dot_product_attention(c.p[None], c.p[None], c.p[None] * c.s), "s"),
-    "scan": (scan, "x"),
     "sparse": (sparse, "x"),
     "sparse_values_write": (sparse_values_write, "x"),
     # construction
-    "torch_tensor": (lambda c: torch.tensor(c.s), "s"),
     "torch_tensor_list": (lambda c: torch.tensor([c.s, c.x[0], 1.0]), "s x"),
     "as_tensor": (lambda c: torch.as_tensor(c.x), "x"),
     "legacy_new": (lambda c: c.v.new([c.s]), "s"),
@@ -348,12 +265,7 @@ KEPT: dict[str, tuple[Program, str]] = {
     "nested_tensor": (lambda c: torch.nested.nested_tensor([c.x, c.v]).to_padded_tensor(0.0), "x"),
     # random draws
     "bernoulli": (lambda c: torch.bernoulli(c.x.sigmoid()), "x"),
-    "multinomial": (lambda c: torch.multinomial(c.x.softmax(0), 1), "x"),
     # no dependence at all
-    "untouched": (lambda c: c.p @ c.v, ""),
-    "parameter": (lambda c: c.w * 2, ""),
-    "zeros_of_shape": (lambda c: torch.zeros(c.x.shape), ""),
-    "len": (lambda c: torch.ones(len(c.x)), ""),
     "identity_dict_key": (lambda c: {c.x: c.v}[c.x], ""),
 }
 
@@ -380,10 +292,6 @@ def foreign_memory(c: Inputs) -> Any:
     return array[0]
 
 
-def pickled(c: Inputs) -> Any:
-    return pickle.loads(pickle.dumps(c.x))
-
-
 def torch_function_wrapped(c: Inputs) -> Any:
     def body(x: Tensor) -> Any:
         if torch.overrides.has_torch_function((x,)):
@@ -396,42 +304,27 @@ def torch_function_wrapped(c: Inputs) -> Any:
 
 ESCAPES: dict[str, tuple[Program, str]] = {
     "jvp_of_choice": (lambda c: torch.func.jvp(lambda t: t[c.i], (c.p,), (c.p + 1,))[1], "i"),
-    "if": (lambda c: 1 if c.b else 0, "b"),
     "bool": (lambda c: bool(c.b), "b"),
     "item": (lambda c: c.s.item(), "s"),
     "complex": (lambda c: complex(c.s), "s"),
     "index": (lambda c: c.i.__index__(), "i"),
     "tolist": (lambda c: c.x.tolist(), "x"),
-    "numpy": (lambda c: c.x.numpy(), "x"),
     "numpy_view": (lambda c: c.x[1:].detach().cpu().numpy(), "x"),
     "array": (lambda c: np.array([c.s, c.s]), "s"),
-    "ufunc": (lambda c: np.exp(c.x), "x"),
     "dlpack": (lambda c: np.from_dlpack(c.x), "x"),
     "data_ptr": (lambda c: c.x.data_ptr(), "x"),
     "storage": (lambda c: c.x.untyped_storage()[0], "x"),
     "typed_storage": (lambda c: c.x.storage(), "x"),
     "storage_offset": (lambda c: c.p[c.i].storage_offset(), "i"),
-    "range": (lambda c: list(range(c.i)), "i"),
-    "list_index": (lambda c: [1, 2, 3][c.i], "i"),
-    "slice": (lambda c: c.p[: c.i], "i"),
     "slice_assignment": (lambda c: c.p.__setitem__(slice(None, c.i), 0.0), "i"),
     "size": (lambda c: torch.zeros(c.i), "i"),
-    "view_size": (lambda c: c.s.expand(c.i), "i"),
-    "arange": (lambda c: torch.arange(c.i), "i"),
     "full": (lambda c: torch.full((2,), c.s), "s"),
     "legacy_constructor": (lambda c: torch.Tensor([c.s]), "s"),
     "percent": (lambda c: "%d" % c.i, "i"),  # noqa: UP031
     "math": (lambda c: math.exp(c.s), "s"),
-    "string_times": (lambda c: "a" * c.i, "i"),
-    "roll": (lambda c: c.v.roll(c.i), "i"),
-    "pad": (lambda c: F.pad(c.v, (c.i, 0)), "i"),
     "from_dlpack_then_written": (lambda c: exposed_by(np.from_dlpack, c), "s"),
     "under_another_mode": (lambda c: under_another_mode(c.x), "x"),
-    "alpha": (lambda c: torch.add(c.v, c.v, alpha=c.s), "s"),
-    "dim_argument": (lambda c: c.p.sum(c.i), "i"),
-    "narrow": (lambda c: c.p.narrow(0, 0, c.i), "i"),
     "equal": (lambda c: torch.equal(c.x, c.v), "x"),
-    "allclose": (lambda c: torch.allclose(c.x, c.v), "x"),
     "is_nonzero": (lambda c: torch.is_nonzero(c.s), "s"),
     "contains": (lambda c: 0.5 in c.x, "x"),
     "max_builtin": (lambda c: max(c.s, c.v[0]), "s"),
@@ -442,7 +335,6 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "masked_select": (lambda c: torch.masked_select(c.x, c.m), "m"),
     "masked_select_out": (lambda c: torch.masked_select(c.x, c.m, out=torch.empty(0)), "m"),
     "unique": (lambda c: c.k.unique(), "k"),
-    "bincount": (lambda c: torch.bincount(c.k), "k"),
     "repeat_interleave": (lambda c: torch.repeat_interleave(c.v, c.k), "k"),
     "one_hot_unsized": (lambda c: F.one_hot(c.k), "k"),
     "tensor_split": (lambda c: torch.tensor_split(c.v, c.k), "k"),
@@ -451,21 +343,16 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "apply_": (lambda c: c.x.apply_(lambda v: v + 1), "x"),
     "repr": (lambda c: repr(c.x), "x"),
     "format": (lambda c: f"site_{c.i}", "i"),
-    "pickle": (pickled, "x"),
     "copy": (lambda c: copy.copy(c.x), "x"),
     "jit_branch": (lambda c: [scripted_branch(c.x, c.v) for _ in range(3)], "x"),
-    "jit_int": (lambda c: [scripted_int(c.i, c.v) for _ in range(3)], "i"),
     "func_grad_item": (lambda c: torch.func.grad(lambda v: v * (v.item() > 0))(c.s), "s"),
-    "func_grad_tolist": (lambda c: torch.func.grad(lambda v: v * v.tolist())(c.s), "s"),
     "inference_item": (lambda c: torch.inference_mode()(lambda: (c.s * 2).item())(), "s"),
-    "inference_allclose": (lambda c: torch.inference_mode()(lambda: torch.allclose(c.x, c.v))(), "x"),
-    "derived": (lambda c: ((c.x * 2).sum() + c.s).item(), "x s"),
     "written_then_read": (lambda c: inplace(lambda t, c: t.copy_(c.x))(c).tolist(), "x"),
     "from_numpy_then_written": (foreign_memory, "s"),
     "user_distribution_check": (lambda c: dist.constraints.positive.check(c.s).all().item(), "s"),
-    "torch_validation_by_user": (lambda c: bool(dist.Normal(c.s, 1.0).mean > 0), "s"),
     "size_of_plate": (lambda c: dist.Normal(c.v[0], 1.0).expand([c.i]).sample(), "i"),
     "wrapped_by_user": (torch_function_wrapped, "b i k m s x"),
+    "transforms_compared": (lambda c: AffineTransform(c.s, c.s) == AffineTransform(c.v[0], c.v[0]), "s"),
     "binomial_support": (lambda c: dist.Binomial(c.k.max(), 0.5).enumerate_support(), "k"),
 }
 
@@ -474,8 +361,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# By the oldest release in which they are known to run: older ones refuse the program, or do not read the argument.
-SINCE = {"vmap_index": (2, 13), "roll": (2, 10), "dim_argument": (2, 10), "func_grad_tolist": (2, 10)}
+# By the oldest release in which they are known to run: older ones refuse the program.
+SINCE = {"vmap_index": (2, 13)}
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -504,80 +391,6 @@ def test_programs_that_look_at_values_escape(name: str) -> None:
     assert tape.escaped == names(expected)
 
 
-DISTRIBUTIONS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
-    "bernoulli": (lambda c: dist.Bernoulli(c.x.sigmoid()), "x"),
-    "bernoulli_logits": (lambda c: dist.Bernoulli(logits=c.x), "x"),
-    "categorical": (lambda c: dist.Categorical(c.x.softmax(-1)), "x"),
-    "categorical_logits": (lambda c: dist.Categorical(logits=c.w[c.i]), "i"),
-    "one_hot_categorical": (lambda c: dist.OneHotCategorical(logits=c.x), "x"),
-    "relaxed_bernoulli": (lambda c: dist.RelaxedBernoulliStraightThrough(c.s, logits=c.v), "s"),
-    "multinomial": (lambda c: dist.Multinomial(5, logits=c.x), "x"),
-    "binomial": (lambda c: dist.Binomial(4, logits=c.x), "x"),
-    "binomial_latent_count": (lambda c: dist.Binomial(c.k.float() + 1, logits=c.v), "k"),
-    "beta_binomial": (lambda c: dist.BetaBinomial(c.s, 1.0, 4), "s"),
-    "poisson": (lambda c: dist.Poisson(c.x.exp()), "x"),
-    "zero_inflated_poisson": (lambda c: dist.ZeroInflatedPoisson(c.x.exp(), gate=c.s.sigmoid()), "x s"),
-    "normal": (lambda c: dist.Normal(c.x, c.s), "x s"),
-    "uniform": (lambda c: dist.Uniform(c.x, c.x + c.s), "x s"),
-    "gamma": (lambda c: dist.Gamma(c.s, c.x.exp()), "x s"),
-    "beta": (lambda c: dist.Beta(c.s, c.x.exp()), "x s"),
-    "kumaraswamy": (lambda c: dist.Kumaraswamy(c.s, 2.0), "s"),
-    "dirichlet": (lambda c: dist.Dirichlet(c.x.exp()), "x"),
-    "von_mises": (lambda c: dist.VonMises(c.x, 2.0), "x"),
-    "continuous_bernoulli": (lambda c: dist.ContinuousBernoulli(logits=c.x), "x"),
-    "mvn": (lambda c: dist.MultivariateNormal(c.x, torch.eye(3) * c.s), "x s"),
-    "low_rank_mvn": (lambda c: dist.LowRankMultivariateNormal(c.x, c.p[:, :1], torch.ones(3)), "x"),
-    "lkj": (lambda c: dist.LKJCholesky(3, c.s), "s"),
-    "wishart": (lambda c: dist.Wishart(torch.tensor(5.0), torch.eye(2) * c.s), "s"),
-    "independent": (lambda c: dist.Normal(c.x, 1.0).to_event(1), "x"),
-    "masked": (lambda c: dist.Normal(c.x, 1.0).mask(c.m), "x m"),
-    "delta": (lambda c: dist.Delta(c.x), "x"),
-    "unit": (lambda c: dist.Unit(c.s), "s"),
-    "mixture": (
-        lambda c: dist.MixtureSameFamily(dist.Categorical(logits=c.x), dist.Normal(c.v, c.s)),
-        "x s",
-    ),
-    "transformed": (
-        lambda c: dist.TransformedDistribution(
-            dist.Normal(torch.zeros(3), 1.0), [dist.transforms.AffineTransform(c.x, c.s)]
-        ),
-        "x s",
-    ),
-    "flow_with_cache_only": (
-        lambda c: dist.TransformedDistribution(dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.planar(3)]),
-        "x",
-    ),
-    "ordered_logistic": (
-        lambda c: dist.OrderedLogistic(c.s, torch.tensor([0.0, 1.0, 2.0])),
-        "s",
-    ),
-    "projected_normal": (lambda c: dist.ProjectedNormal(c.x), "x"),
-    "empirical": (lambda c: dist.Empirical(c.x, torch.zeros(3)), "x"),
-    "non_reparameterised": (lambda c: dist.Normal(c.x, c.s).has_rsample_(False), "x s"),
-    "rejector": (
-        lambda c: dist.Rejector(dist.Normal(c.x, 1.0), lambda x: torch.full_like(x, -0.5), -0.5 * torch.ones(())),
-        "x",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.filterwarnings("ignore")
-def test_distributions_with_validation_give_sources_and_no_escape(name: str) -> None:
-    build, expected = DISTRIBUTIONS[name]
-    with Tape() as tape:
-        fn = build(Inputs(tape))
-        assert fn._validate_args or isinstance(fn, dist.Delta)
-        draw = fn.rsample() if fn.has_rsample else fn()
-        drawn = tape.sources_of(draw)
-        value = tape.source("value", draw if name == "flow_with_cache_only" else draw.clone())
-        score = tape.sources_of(fn.log_prob(value))
-        assert tape.escaped == frozenset()
-    assert drawn == (names("") if name == "unit" else names("x") if name == "masked" else names(expected))
-    # The score of a flow is that of the cached base value; that of Unit is a given factor.
-    assert score == names(expected) | (frozenset() if name in {"flow_with_cache_only", "unit"} else {"value"})
-
-
 def test_library_reads_of_numbers_are_escapes() -> None:
     with Tape() as tape:
         c = Inputs(tape)
@@ -597,14 +410,6 @@ def test_user_code_called_by_pyro_is_user_code() -> None:
             pyro.sample("x", Branching(torch.zeros(()), 1.0), obs=z)
         trace.trace.compute_log_prob()
     assert tape.escaped == {"z"}
-
-
-def test_comparison_of_library_objects_is_an_escape() -> None:
-    with Tape() as tape:
-        c = Inputs(tape)
-        shift = dist.transforms.AffineTransform(c.s, c.s)
-        _ = shift == dist.transforms.AffineTransform(c.v[0], c.v[0])
-    assert tape.escaped == {"s"}
 
 
 def test_source_keeps_a_fresh_value_and_its_gradient() -> None:
@@ -685,12 +490,6 @@ def test_sources_of_pytrees_and_of_other_things() -> None:
         c = Inputs(tape)
         assert tape.sources_of([{"a": c.x}, (c.i, None), "text", 3]) == {"x", "i"}
         assert tape.sources_of(None) == frozenset()
-
-
-def test_hundreds_of_sources() -> None:
-    with Tape() as tape:
-        total = sum(tape.source(f"z{i}", torch.ones(())) for i in range(300))
-        assert tape.sources_of(total) == {f"z{i}" for i in range(300)}
 
 
 def test_nested_trackers_see_their_own_sources() -> None:
@@ -807,8 +606,7 @@ def test_many_runs_leave_nothing_behind() -> None:
 
     run()
     before = tensors()
-    for _ in range(50):
-        run()
+    repeat(50, run)
     assert tensors() <= before
 
 

@@ -16,11 +16,11 @@ from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDiscreteParallel, AutoNormal
 from pyro.optim import Adam
-from steps import bias, trained
+from steps import bias, fresh, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss
 
 ATOL = 1e-10
@@ -244,8 +244,7 @@ def test_what_is_enumerated_is_that_of_pyro(program: Case) -> None:
 @pytest.mark.parametrize("name", ["mixture_subsampled", "hmm", "guide_markov", "guide_rows", "both"])
 def test_later_steps_are_the_same(name: str) -> None:
     program, elbo = next(x for x in ENUMERATED if x.name == name), exactly(max_plate_nesting=3)
-    for _ in range(6):
-        assert_same(elbo, program, max_plate_nesting=3)
+    repeat(6, assert_same, elbo, program, max_plate_nesting=3)
 
 
 def test_sums_with_scales_of_their_own() -> None:
@@ -489,8 +488,7 @@ def test_autoguides_leave_marked_sites_to_the_model() -> None:
 
     losses = []
     for make in (TraceEnum_ELBO, exactly):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         guide = AutoNormal(poutine.block(model, hide=["z"]))
         svi = SVI(model, guide, Adam({"lr": 0.05}), make())
         losses.append([svi.step() for _ in range(20)])
@@ -506,8 +504,7 @@ def test_auto_discrete_parallel() -> None:
 
     losses = []
     for make in (TraceEnum_ELBO, exactly):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         svi = SVI(model, AutoDiscreteParallel(model), Adam({"lr": 0.05}), make())
         losses.append([svi.step() for _ in range(20)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-8) and losses[0][-1] < losses[0][0]
@@ -528,8 +525,7 @@ def test_sites_of_the_guide_follow_the_marks_of_the_guide() -> None:
 
 
 def graph_of(program: Case, **options: Any) -> Any:
-    elbo = trained(exactly(**options), program.model, program.guide, params=program.params, steps=5)
-    return elbo
+    return trained(exactly(**options), program.model, program.guide, params=program.params, steps=5)
 
 
 def test_a_sum_is_one_cost_of_all_that_its_sites_read() -> None:
@@ -573,18 +569,6 @@ def test_a_lost_parent_of_a_sum_is_seen() -> None:
 # Options, warnings, errors.
 
 
-def test_default_samples_and_warns() -> None:
-    program = next(x for x in ENUMERATED if x.name == "guide_parallel")
-    program.params()
-    with pytest.warns(UserWarning, match="TraceEnum_ELBO"):
-        TraceBackpropQ_ELBO().loss_and_grads(program.model, program.guide)
-
-
-def test_unknown_option() -> None:
-    with pytest.raises(OptionError, match="'parallel' is unknown; write one of 'sample', 'exact'"):
-        TraceBackpropQ_ELBO(enumeration="parallel")  # type: ignore[arg-type]
-
-
 def test_nothing_to_enumerate_warns() -> None:
     program = Case("plain", local_model, local_guide, LOCAL)
     program.params()
@@ -607,57 +591,40 @@ def half(name: str, shift: Any = 0.0, **infer: Any) -> Tensor:
     return coin(name, torch.as_tensor(0.3) + shift, infer=infer)
 
 
+def marked(**infer: Any) -> Tensor:
+    return half("z", **PARALLEL, **infer)
+
+
+LOST = "'z'", "lost on the way"
+
+
 def test_sampled_below_enumerated() -> None:
-    def model() -> None:
-        half("b", half("z"))
-
-    def guide() -> None:
-        half("b", half("z", **PARALLEL))
-
-    refused(model, guide, UnsupportedProgramError, "'b'", "'z'", "enumerate 'b' as well")
+    refused(
+        lambda: half("b", half("z")),
+        lambda: half("b", marked()),
+        UnsupportedProgramError,
+        "'z'",
+        "enumerate 'b' as well",
+    )
 
 
 def test_reparameterised_below_enumerated_whose_values_are_lost() -> None:
-    def model() -> None:
-        pyro.sample("b", dist.Normal(half("z"), 1.0))
+    def normal(z: Tensor) -> None:
+        pyro.sample("b", dist.Normal(z, 1.0))
 
-    def guide() -> None:
-        pyro.sample("b", dist.Normal(half("z", **PARALLEL).sum(), 1.0))
-
-    refused(model, guide, UnsupportedProgramError, "'b'", "'z'", "lost on the way")
+    refused(lambda: normal(half("z")), lambda: normal(marked().sum()), UnsupportedProgramError, "'b'", *LOST)
 
 
 @pytest.mark.parametrize("collapse", [lambda z: z.sum(), lambda z: z.reshape(-1)[0]])
 def test_lost_dimension(collapse: Any) -> None:
-    def model() -> None:
-        observe("x", collapse(half("z", **PARALLEL)), DATA[0])
-
-    refused(model, empty, UnsupportedProgramError, "'x'", "'z'", "lost on the way")
-
-    def sampled() -> None:
-        half("b", half("z"))
-
-    def guide() -> None:
-        half("b", collapse(half("z", **PARALLEL)))
-
-    refused(sampled, guide, UnsupportedProgramError, "'b'", "'z'")
+    refused(lambda: observe("x", collapse(marked()), DATA[0]), empty, UnsupportedProgramError, "'x'", *LOST)
+    refused(lambda: half("b", half("z")), lambda: half("b", collapse(marked())), UnsupportedProgramError, "'b'", "'z'")
 
 
-def test_untraced_below_enumerated() -> None:
-    def model() -> None:
-        half("z")
-
-    def guide() -> None:
-        half("b", half("z", **PARALLEL), _do_not_trace=True, is_auxiliary=True)
-
-    refused(model, guide, UnsupportedProgramError, "'b'", "'z'")
-
-
-def test_untraced_and_enumerated() -> None:
-    def guide() -> None:
-        half("z", _do_not_trace=True, is_auxiliary=True, **PARALLEL)
-
-    refused(empty, guide, UnsupportedProgramError, "'z'", "_do_not_trace")
+def test_untraced_sites() -> None:
+    hidden = {"_do_not_trace": True, "is_auxiliary": True}
+    refused(lambda: half("z"), lambda: half("b", marked(), **hidden), UnsupportedProgramError, "'b'", "'z'")
+    refused(empty, lambda: marked(**hidden), UnsupportedProgramError, "'z'", "_do_not_trace")
 
 
 @pytest.mark.parametrize(
@@ -675,20 +642,20 @@ def test_python_asks_for_one_value(look: Any, mark: str) -> None:
     def model() -> None:
         observe("x", torch.as_tensor(look(half("z"))), DATA[0])
 
-    def guide() -> None:
-        half("z", enumerate=mark)
-
-    refused(model, guide, UnsupportedProgramError, "'z'", "sampled")
+    refused(model, lambda: half("z", enumerate=mark), UnsupportedProgramError, "'z'", "sampled")
 
 
 @pytest.mark.parametrize(
     "look", [lambda z: float(z.sum() > 1), lambda z: float(len(z[z > 0])), lambda z: float(str(z.tolist()) > "1")]
 )
 def test_values_leave_torch(look: Any) -> None:
-    def model() -> None:
-        observe("x", torch.as_tensor(look(half("z", **PARALLEL))), DATA[0])
-
-    refused(model, empty, UnsupportedProgramError, "'z'", "left torch")
+    refused(
+        lambda: observe("x", torch.as_tensor(look(marked())), DATA[0]),
+        empty,
+        UnsupportedProgramError,
+        "'z'",
+        "left torch",
+    )
 
 
 def test_outside_of_the_plate() -> None:
@@ -751,17 +718,12 @@ def test_scale_with_dimensions() -> None:
 
 
 def test_sampling_in_place_of_sums() -> None:
-    def model() -> None:
-        half("z", num_samples=10, **PARALLEL)
-
-    refused(model, empty, UnsupportedSiteError, "'z'", "num_samples")
+    refused(lambda: marked(num_samples=10), empty, UnsupportedSiteError, "'z'", "num_samples")
 
 
 def test_no_finite_support() -> None:
-    def model() -> None:
-        pyro.sample("z", dist.Normal(0.0, 1.0), infer=PARALLEL)
-
-    refused(model, empty, UnsupportedSiteError, "'z'", "Normal")
+    normal = dist.Normal(0.0, 1.0)
+    refused(lambda: pyro.sample("z", normal, infer=PARALLEL), empty, UnsupportedSiteError, "'z'", "Normal")
 
     def ragged() -> None:
         with pyro.plate("rows", 2):
@@ -780,7 +742,6 @@ def test_dimension_without_plate() -> None:
         with pyro.plate("rows", 2):
             pyro.sample("x", dist.Normal(z + torch.zeros(3, 2), 1.0), obs=DATA[:2])
 
-    pyro.clear_param_store()
     with pytest.raises((PlateError, ValueError), match="x"):
         exactly(max_plate_nesting=2).loss_and_grads(model, empty)
     with pyro.validation_enabled(False), pytest.raises(PlateError, match="'x' has a dimension"):

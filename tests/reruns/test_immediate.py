@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import Case, coin, each_case
 from pyro import poutine
-from steps import repeat
+from steps import fresh, repeat
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -192,8 +192,6 @@ def buffer_from_the_left_model() -> None:
     ],
 )
 def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], exact: Any) -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
     # Two of them put rows together, by a matrix product and by a mean; of the one that branches it is not known.
     meets = model in (matrix_model, wrong_dimension_model, branching_model)
@@ -248,8 +246,7 @@ def test_buffers_of_modules_are_as_after_one_run(register: bool, is_training: bo
         net = Net(nn.BatchNorm1d(4)).train(is_training)
         originals = dict(net.layer.named_buffers())
         model, guide = make(net, register)
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         is_ours = isinstance(elbo, TraceBackpropQ_ELBO)
         # Batch statistics mix the rows of the data too.
         with pytest.warns(BPQWarning, match="meet in") if is_ours and is_training else contextlib.nullcontext():

@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from steps import repeat
+from steps import fresh, repeat, stepped
 from torch import Tensor, nn
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -84,8 +84,7 @@ PROGRAMS: dict[str, tuple[Program, Program]] = {
 
 
 def set_params() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     for name, shape in {"q": (4,), "p": (4,), "w": (4, 2)}.items():
         pyro.param(name, torch.randn(shape, dtype=F64))
 
@@ -95,33 +94,27 @@ def params() -> None:
     set_params()
 
 
-def compared_slopes(
-    monkeypatch: pytest.MonkeyPatch, model: Program, guide: Program, particles: int, **options: Any
-) -> list[tuple[Tensor, Tensor]]:
-    """Slopes that the estimator is given in some steps, and those of a run of their own."""
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Slopes that the estimator is given, and those of a run of their own."""
     slope, found = SiteProgramRuns.slope, []
 
     def both(self: SiteProgramRuns) -> Tensor:
         found.append((slope(self), self.gradient(self.value)[1]))
         return found[-1][0]
 
-    elbo = TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options)
-    repeat(3, elbo.loss_and_grads, model, guide)
     monkeypatch.setattr(SiteProgramRuns, "slope", both)
-    repeat(5, elbo.loss_and_grads, model, guide)
     return found
 
 
 @pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("particles", [1, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_slopes_are_those_of_a_run_of_their_own(
-    name: str, particles: int, vectorized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slopes_are_those_of_a_run_of_their_own(name: str, particles: int, vectorized: bool, compared: Any) -> None:
     options = {"vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
-    found = compared_slopes(monkeypatch, *PROGRAMS[name], particles, **options)
-    assert len(found) == 5
-    for own, other in found:
+    stepped(8, TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options), *PROGRAMS[name])
+    assert len(compared) == 8
+    for own, other in compared:
         assert own.shape == other.shape and own.abs().max() > 0.1
         torch.testing.assert_close(own, other)
 
@@ -170,8 +163,7 @@ def prior() -> dist.Distribution:
 
 
 def estimator_after(model: Program, steps: int) -> str:
-    elbo = default_elbo()
-    repeat(steps, elbo.loss_and_grads, model, rows_guide)
+    elbo = stepped(steps, default_elbo(), model, rows_guide)
     return type(elbo.info["z"]["estimator"]).__name__
 
 
@@ -282,9 +274,7 @@ def test_hooks_within_the_program_see_the_gradient_of_the_loss_once() -> None:
 
 
 @pytest.mark.parametrize("changes", ["nothing", "noise", "number"])
-def test_slopes_are_those_at_the_values_and_parameters_of_the_step(
-    changes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slopes_are_those_at_the_values_and_parameters_of_the_step(changes: str, compared: Any) -> None:
     """The operators are written down once; what they read is that of each step."""
     data = DATA.clone()
 
@@ -293,14 +283,6 @@ def test_slopes_are_those_at_the_values_and_parameters_of_the_step(
             z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
             pyro.sample("x", dist.Normal((z @ pyro.param("w")).square(), 0.8).to_event(1), obs=data)
 
-    found = []
-    slope = SiteProgramRuns.slope
-
-    def both(self: SiteProgramRuns) -> Tensor:
-        found.append((slope(self), self.gradient(self.value)[1]))
-        return found[-1][0]
-
-    monkeypatch.setattr(SiteProgramRuns, "slope", both)
     elbo = TraceBackpropQ_ELBO(1, estimator=DebiasedStraightThrough())
     for _ in range(6):
         elbo.loss_and_grads(model, bits_guide)
@@ -308,6 +290,6 @@ def test_slopes_are_those_at_the_values_and_parameters_of_the_step(
             pyro.param("w").mul_(1.3)
             if changes != "nothing":
                 data.add_(0.2)
-    assert len(found) == 6 and len({float(own.sum()) for own, _ in found}) == 6
-    for own, other in found:
+    assert len(compared) == 6 and len({float(own.sum()) for own, _ in compared}) == 6
+    for own, other in compared:
         torch.testing.assert_close(own, other)

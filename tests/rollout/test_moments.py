@@ -7,33 +7,10 @@ from typing import Any
 import pyro.distributions as dist
 import pytest
 import torch
-from lattice import POINTS, Lattice
 
 from pyro_bpq.rollout.features import has_moments, standardise
 
 LOGITS = torch.tensor([[0.3, -0.5, 0.9], [1.2, 0.1, -0.4]], dtype=torch.float64)
-
-
-def test_powers_have_mean_zero() -> None:
-    fn = Lattice(LOGITS)
-    powers = torch.stack([standardise(torch.full((2,), x), fn.mean, fn.variance).powers for x in POINTS], 1)
-    expected = (fn.probs.unsqueeze(-1) * powers).sum(1)
-    torch.testing.assert_close(expected, torch.zeros(2, 2), atol=1e-14, rtol=0.0)
-
-
-def test_expected_has_the_gradient_of_the_expectation() -> None:
-    # Of the same functions of x, with frozen centre and scale, by enumeration.
-    logits = LOGITS.clone().requires_grad_()
-    fn = Lattice(logits)
-    found = standardise(torch.zeros(2), fn.mean, fn.variance)
-    assert not found.expected.any()
-    for i in range(2):
-        points = torch.tensor(POINTS, dtype=torch.float64)
-        unit = (points - found.mean.unsqueeze(-1)) / found.spread.unsqueeze(-1)
-        by_hand = (fn.probs * (unit if i == 0 else unit**2 - 1)).sum()
-        (expected,) = torch.autograd.grad(by_hand, logits, retain_graph=True)
-        (gradient,) = torch.autograd.grad(found.expected[..., i].sum(), logits, retain_graph=True)
-        torch.testing.assert_close(gradient, expected)
 
 
 def test_a_value_without_variance_has_no_powers() -> None:

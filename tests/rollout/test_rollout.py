@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
+from pyro_bpq.rollout.runs import Rollout, Run
 
 INNER, OUTER = Plate("inner", -1), Plate("outer", -2)
 SIZES = {INNER: 3, OUTER: 2}
@@ -25,12 +25,6 @@ def pick(run: Run, name: str) -> Tensor:
     return run.costs[name]
 
 
-def test_stack_puts_particles_behind_sites() -> None:
-    runs = tuple(run({"a": torch.arange(3.0) + 10 * m, "b": torch.arange(3.0) + 10 * m + 100}) for m in range(2))
-    found = Rollout(runs, 2, {INNER: 3}, 1).stack(pick, ["a", "b"], [INNER])
-    assert found.tolist() == [[[0, 1, 2], [10, 11, 12]], [[100, 101, 102], [110, 111, 112]]]
-
-
 def test_stack_sums_dimensions_without_a_plate() -> None:
     rollout = Rollout((run({"a": torch.arange(6.0).reshape(2, 3)}),), 1, SIZES, 2)
     assert rollout.stack(pick, ["a"], [INNER]).tolist() == [[[[3, 5, 7]]]]
@@ -41,15 +35,6 @@ def test_stack_with_dimensions_outside_the_plates_raises() -> None:
     rollout = Rollout((run({"a": torch.ones(4, 1, 2, 3, 5)}),), 1, SIZES, 2)
     with pytest.raises(PlateError, match="more dimensions than"):
         rollout.stack(pick, ["a"], [OUTER, INNER], event_ndim=1)
-
-
-def test_sum_to_plates_keeps_dimensions() -> None:
-    value = torch.arange(6.0).reshape(1, 1, 2, 3)
-    assert sum_to_plates(value, [OUTER, INNER], [INNER]).tolist() == [[[[3, 5, 7]]]]
-    assert sum_to_plates(value, [OUTER, INNER], [OUTER]).tolist() == [[[[3], [12]]]]
-    assert sum_to_plates(value, [OUTER, INNER], []).tolist() == [[[[15]]]]
-    assert sum_to_plates(value, [OUTER, INNER], [OUTER, INNER]) is value
-    assert sum_to_plates(value[:, :, :1], [INNER], [OUTER, INNER]).shape == (1, 1, 1, 3)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

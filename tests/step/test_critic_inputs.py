@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block
-from pyro_bpq.step.critic_step import index_features, standardised
-
-
-def test_the_last_number_in_a_name_is_the_index() -> None:
-    assert index_features("z_3_12") == pytest.approx((math.log1p(12), 1.2))
-    assert index_features("z") == (0.0, 0.0)
+from pyro_bpq.step.critic_step import standardised
 
 
 def test_features_are_in_units_of_their_earlier_spread() -> None:

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from steps import trained
+from steps import no_gradients, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -202,8 +202,7 @@ def test_nothing_is_drawn(programs: Callable[[], Programs]) -> None:
     model, guide = programs()
     elbo = summing(model, guide)
     before = torch.get_rng_state()
-    for parameter in pyro.get_param_store()._params.values():
-        parameter.grad = None
+    no_gradients()
     loss = elbo.loss_and_grads(model, guide)
     assert torch.equal(before, torch.get_rng_state())
     assert loss == pytest.approx(float(exact_loss(model, guide)), abs=1e-10)
@@ -218,8 +217,7 @@ def test_a_reparameterised_site_has_one_value_in_all_rows() -> None:
     noise = float(torch.randn(3, 1, dtype=torch.float64)[0, 0])
     fixed = upstream(noise)
     torch.manual_seed(3)
-    for parameter in pyro.get_param_store()._params.values():
-        parameter.grad = None
+    no_gradients()
     loss = elbo.loss_and_grads(model, guide)
     assert loss == pytest.approx(float(exact_loss(*fixed)), abs=1e-10)
     for name, gradient in exact_gradient(*fixed).items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import repeat
+from steps import fresh, repeat, stepped
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise
@@ -59,8 +59,7 @@ def model(has_plate: bool = True) -> None:
 
 
 def trained(estimator: Estimator, steps: int = 8, **options: Any) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     elbo = TraceBackpropQ_ELBO(estimator=estimator, structure="dense", **options)
     svi = SVI(model, guide, SGD({"lr": 1e-2}), elbo)
     repeat(steps, svi.step)
@@ -156,8 +155,7 @@ def test_sites_without_a_score_have_no_part() -> None:
         if z > 0:
             pyro.sample("w", dist.Normal(z, 1.0))
 
-    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense")
-    repeat(4, elbo.loss_and_grads, steered, steered)
+    stepped(4, TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense"), steered, steered)
     assert pyro.get_param_store()._params["m"].grad is not None
 
 

@@ -16,8 +16,7 @@ from pyro_bpq.step.surrogate import step
 
 
 def trained(name: str = "chain", **options: object) -> tuple[TraceBackpropQ_ELBO, Observation]:
-    case = BY_NAME[name]
-    case.params()
+    case = BY_NAME[name].params()
     elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
     repeat(5, elbo.loss_and_grads, case.model, case.guide, *case.args)
     return elbo, elbo.observe(Program(case.model, case.guide, case.args, {}))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam, AdamW, ClippedAdam, ExponentialLR, PyroOptim, RMSprop, clipped_adam
-from steps import repeat
+from steps import fresh, repeat
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, MLPCritic, ScoreFunction, TraceBackpropQ_ELBO, compile_report
@@ -74,8 +74,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def both_kinds() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Pyro's loop and the compiled one, with options, each from the start."""
     for kind, options in ((SVI, {}), (CompiledSVI, {"compile": "eager"})):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        fresh(1)
         yield kind, options
 
 
@@ -83,8 +82,7 @@ def train(
     kind: Any, optim: Any, elbo: Any, steps: int = 14, program: Any = (model, guide), **options: Any
 ) -> tuple[list[Tensor], Any]:
     """Losses, parameters and the states of optimiser and critics after some steps, as tensors; and the loop."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(1)
+    fresh(1)
     svi = kind(*program, optim, elbo, **options)
     losses = []
     for _ in range(steps):
@@ -221,12 +219,9 @@ def test_a_parameter_that_has_lost_its_gradient_still_moves_by_its_momentum() ->
 
 
 @pytest.mark.parametrize("loss", [Trace_ELBO(), lambda *args: 0.0])
-def test_another_loss_is_refused(loss: Any) -> None:
+def test_another_loss_and_an_optimiser_of_torch_are_refused(loss: Any) -> None:
     with pytest.raises(OptionError, match="write loss=TraceBackpropQ_ELBO"):
         CompiledSVI(model, guide, Adam({"lr": 0.1}), loss)
-
-
-def test_an_optimiser_of_torch_is_refused() -> None:
     weight = torch.zeros(1, requires_grad=True)
     with pytest.raises(OptionError, match=r"pyro\.optim"):
         CompiledSVI(model, guide, torch.optim.Adam([weight]), TraceBackpropQ_ELBO())  # type: ignore[arg-type]

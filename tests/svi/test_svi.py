@@ -14,7 +14,7 @@ import torch
 from models import BY_NAME, CASES, Case
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
-from steps import filtered, trained
+from steps import filtered, fresh, trained
 from torch import Tensor
 
 from pyro_bpq import ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
@@ -290,8 +290,7 @@ def coin(divergence: str) -> tuple[float, float, Any]:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(-2.0))))
 
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     svi = TrustRegionSVI(
         model, guide, SGD({"lr": 0.1}), TraceBackpropQ_ELBO(num_particles=2), max_kl=0.4, divergence=divergence
     )
@@ -333,8 +332,7 @@ def test_divergence_without_a_formula_comes_from_the_sample() -> None:
 
 @pytest.mark.parametrize("make", [ProximalSVI, TrustRegionSVI])
 def test_controlled_steps_are_drop_ins(make: Any) -> None:
-    case = BY_NAME["global_local"]
-    case.params()
+    case = BY_NAME["global_local"].params()
     pyro.set_rng_seed(0)
     svi = make(case.model, case.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO())
     with filtered("error"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from algorithm1 import backpropq_algorithm1
 from tabular import graph_of
@@ -99,10 +98,6 @@ def error(tables: dict[str, Tensor], critic_lr: float) -> float:
     return max(float((found[name] - g).abs().max()) for name, g in exact.items())
 
 
-def test_network_of_the_chain() -> None:
-    assert {node.name: node.scope for node in network().nodes} == {"z": ("z",), "y": ("x", "y"), "x": ("x",)}
-
-
 def test_gradient_is_right_with_exact_q_functions() -> None:
     assert error(exact_tables(logits()), 0.0) < 1e-12
 
@@ -119,25 +114,3 @@ def test_gradient_is_right_while_exact_tables_learn() -> None:
     assert error(exact_tables(logits()), 0.3) < 1e-12
     half = {name: 0.5 * table for name, table in exact_tables(logits()).items()}
     assert error(half, 0.0) > error(half, 0.3) > 0.01
-
-
-def test_it_learns() -> None:
-    torch.manual_seed(0)
-    parameters = logits()
-    critics: dict[str, nn.Module] = {node.name: Table(node.scope) for node in network().learned}
-    run(parameters, critics, {}, critic_lr=0.03, num_steps=1500)
-    learned, exact = {n: c.table.detach() for n, c in critics.items()}, exact_tables(parameters)  # type: ignore[union-attr]
-    assert max(float((learned[name] - exact[name]).abs().max()) for name in exact) < 0.6
-    loss = {}
-    for steps in (0, 600):
-        if steps:
-            run(parameters, critics, {}, critic_lr=0.1, lr=0.1, num_steps=steps)
-        p = {name: value.detach().softmax(-1) for name, value in parameters.items()}
-        loss[steps] = float((p["x"] * exact_tables(parameters)["x"]).sum())
-    assert loss[600] < loss[0] - 0.5
-
-
-@pytest.mark.parametrize("immediate", ["exact", "learned"])
-def test_immediate_costs_need_no_critic(immediate: str) -> None:
-    built = BackpropQNetwork.build(GRAPH, immediate=immediate)
-    assert {node.name for node in built.learned} == ({"x", "y"} if immediate == "exact" else {"x", "y", "z"})

@@ -87,31 +87,6 @@ def chain(length: int, immediate: Any) -> BackpropQNetwork:
 reals = st.floats(-5, 5)
 
 
-@hypothesis.given(
-    st.integers(1, 6).flatmap(lambda n: st.tuples(*(st.lists(reals, min_size=n, max_size=n),) * 2)),
-    st.floats(0, 1),
-    st.floats(0.1, 1),
-)
-def test_lambda_return_of_a_chain_is_the_recursion_of_reinforcement_learning(
-    drawn: tuple[list[float], list[float]], lam: float, gamma: float
-) -> None:
-    # Rewards are immediate, an edge away; V_t is the value of what remains:
-    # G_t = γ (γ r_{t+1} + (1 - λ) V_{t+1} + λ G_{t+1}).
-    rewards, values = drawn
-    network = chain(len(rewards), "exact")
-    q = {f"x{i}": v for i, v in enumerate(values[:-1])}
-    found = floats(lambda_return(network, numbers(q), numbers({f"f{i}": r for i, r in enumerate(rewards)}), lam, gamma))
-    expected, after = {}, 0.0
-    for i in reversed(range(len(rewards))):
-        if i == len(rewards) - 1:
-            expected[f"x{i}"] = 0.0
-        else:
-            value = values[i + 1] if i + 1 < len(rewards) - 1 else 0.0
-            after = gamma * (gamma * rewards[i + 1] + (1 - lam) * value + lam * after)
-            expected[f"x{i}"] = after
-    assert found == pytest.approx(expected, abs=1e-9)
-
-
 def random_network(draw: Any, discounted: bool = False) -> BackpropQNetwork:
     size = draw(st.integers(1, 5))
     nodes = {f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)}
@@ -241,23 +216,6 @@ def test_expected_backups_at_lambda_one_subtract_the_corrections(data: st.DataOb
         if node.name in q:
             immediate = sum(costs[name] for name in node.immediate)
             corrections = corrections + (immediate + q[node.name] - expected[node.name])
-
-
-def test_exact_critics_have_no_td_error() -> None:
-    # Two coins and a table of costs: E_Y[Q_Y] is what Q_X is.
-    f = torch.tensor([[1.0, 4.0], [2.0, -3.0]], dtype=torch.float64)
-    p_y = torch.tensor([[0.3, 0.7], [0.6, 0.4]], dtype=torch.float64)
-    network = BackpropQNetwork.build(
-        Graph.from_parents({"x": [], "y": ["x"]}, {"f": ["x", "y"]}), "chain", immediate="learned"
-    )
-    q_x = (p_y * f).sum(-1)
-    for x in (0, 1):
-        for y in (0, 1):
-            q = {"x": q_x[x], "y": f[x, y]}
-            for lam in (0.0, 0.4, 1.0):
-                found = lambda_return(network, q, {"f": f[x, y]}, lam, 1.0, {"y": q_x[x]})
-                assert float(found["x"]) == pytest.approx(float(q["x"]))
-                assert float(found["y"]) == pytest.approx(float(q["y"]))
 
 
 def test_lambda_return_sums_over_plates_that_a_node_is_outside_of() -> None:

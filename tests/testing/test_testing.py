@@ -251,8 +251,7 @@ def test_expected_gradient_of_two_vectorised_particles(case: Case) -> None:
 
 @pytest.mark.parametrize("is_vectorised", [False, True])
 def test_expected_moments_of_two_particles_halve_the_variance(is_vectorised: bool) -> None:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     one = expected_moments(Trace_ELBO(), case.model, case.guide)
     two = expected_moments(Trace_ELBO(num_particles=2, vectorize_particles=is_vectorised), case.model, case.guide)
     for name, variance in one.variance.items():
@@ -284,15 +283,13 @@ class SwappedSign(Trace_ELBO):
 
 @pytest.mark.parametrize("name", ["chain", "plate", "discrete_above_reparam", "python_branch"])
 def test_assert_unbiased_catches_a_halved_score(name: str) -> None:
-    case = BY_NAME[name]
-    case.params()
+    case = BY_NAME[name].params()
     with pytest.raises(AssertionError, match=r"HalvedScore is biased(?s:.)*parameter 'qz|parameter 'qa'"):
         assert_unbiased(HalvedScore(), case.model, case.guide, *case.args)
 
 
 def test_assert_unbiased_names_the_wrong_parameter_alone() -> None:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     with pytest.raises(AssertionError, match=r"exact .*\n.*expected ") as caught:
         assert_unbiased(SwappedSign(), case.model, case.guide)
     assert str(caught.value).count("parameter ") == 1 and "'qb'" in str(caught.value)
@@ -320,8 +317,7 @@ def test_assert_unbiased_catches_nan() -> None:
 
 
 def test_gradients_and_generators_are_as_before() -> None:
-    case = BY_NAME["global_local_subsample"]
-    case.params()
+    case = BY_NAME["global_local_subsample"].params()
     leaves = dict(pyro.get_param_store().named_parameters())
     for leaf in leaves.values():
         leaf.grad = torch.full_like(leaf, 3.0)
@@ -332,8 +328,7 @@ def test_gradients_and_generators_are_as_before() -> None:
 
 
 def test_values_are_ordinary_samples_to_other_handlers() -> None:
-    case = BY_NAME["chain"]
-    case.params()
+    case = BY_NAME["chain"].params()
     for _, trace in iter_outcomes(lambda: poutine.trace(case.guide).get_trace()):
         assert not any(site["is_observed"] for site in trace.nodes.values() if site["type"] == "sample")
 
@@ -575,8 +570,7 @@ def test_a_first_step_may_draw_more() -> None:
 
 
 def test_z_scores_pass_an_unbiased_and_reject_a_biased_estimator() -> None:
-    case = BY_NAME["fork"]
-    case.params()
+    case = BY_NAME["fork"].params()
     exact = exact_gradient(case.model, case.guide)
     torch.manual_seed(0)
     right = sample_gradients(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.distributions.transforms import affine_coupling, planar
 from pyro.nn import PyroModule, PyroParam
-from steps import filtered, repeat, text_of, warnings_of
+from steps import filtered, repeat, text_of, told, warnings_of
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -28,9 +28,17 @@ ROWS = 8
 VECTORISED = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 0}
 
 
-def guide() -> None:
-    with pyro.plate("rows", ROWS):
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(ROWS))))
+def drawing(start: Any, **options: Any) -> Callable[[], None]:
+    """A guide that draws a coin in each row, whose logits are a parameter."""
+
+    def guide() -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", start)), **options)
+
+    return guide
+
+
+guide = drawing(torch.zeros(ROWS))
 
 
 def seeing(law: Callable[[Tensor], Any], data: Tensor) -> Callable[[], None]:
@@ -74,12 +82,9 @@ def test_shape_of_data_is_told_with_what_to_write(
 
 @pytest.mark.parametrize("is_validated", [True, False])
 def test_broken_parameters_are_named(is_validated: bool) -> None:
-    def broken() -> None:
-        pyro.param("whole", torch.zeros(2))
-        with pyro.plate("rows", ROWS):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.full((ROWS,), float("nan")))))
-
+    pyro.param("whole", torch.zeros(2))
     with pyro.validation_enabled(is_validated):
+        broken = drawing(torch.full((ROWS,), float("nan")))
         text = text_of(seeing(normal, torch.zeros(ROWS)), broken, UnsupportedSiteError)
     assert "The parameters 'q' have elements that are not finite" in text and "ClippedAdam" in text
 
@@ -99,11 +104,9 @@ def test_a_loss_that_is_nan_names_the_site_where_it_arose() -> None:
     def negative(z: Tensor) -> Any:
         return dist.Normal(z, torch.tensor(-1.0))
 
-    with pyro.validation_enabled(False), warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        TraceBackpropQ_ELBO().loss_and_grads(seeing(negative, torch.zeros(ROWS)), guide)
-    texts = [str(one.message) for one in found if one.category is BPQWarning]
-    assert len(texts) == 1 and "log-probability of site 'x' is NaN" in texts[0] and "Normal" in texts[0]
+    with pyro.validation_enabled(False):
+        (text,) = warnings_of(seeing(negative, torch.zeros(ROWS)), guide)
+    assert "log-probability of site 'x' is NaN" in text and "Normal" in text
 
 
 def amortised(x: Tensor) -> None:
@@ -158,11 +161,7 @@ SIZES: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize(("model", "shape", "words"), SIZES.values(), ids=SIZES)
 def test_a_distribution_that_does_not_fit_its_plate_says_in_which_program(model: Any, shape: Any, words: str) -> None:
-    def guide() -> None:
-        with pyro.plate("rows", ROWS):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(shape))))
-
-    text = text_of(model, guide, PlateError)
+    text = text_of(model, drawing(torch.zeros(shape)), PlateError)
     assert words in text and "has 3 there. If these 3 belong to each row, write .to_event(1)" in text
 
 
@@ -173,11 +172,7 @@ def test_data_outside_of_the_support_are_counted() -> None:
 
 
 def test_a_misspelt_key_of_infer_is_told() -> None:
-    def wrong() -> None:
-        with pyro.plate("rows", ROWS):
-            logits = pyro.param("q", torch.zeros(ROWS))
-            pyro.sample("z", dist.Bernoulli(logits=logits), infer={"bqp": {"critic": None}, "other": 1})
-
+    wrong = drawing(torch.zeros(ROWS), infer={"bqp": {"critic": None}, "other": 1})
     (text,) = warnings_of(seeing(normal, torch.zeros(ROWS)), wrong)
     assert "Site 'z' has infer={'bqp': ...}, which nothing reads" in text
 
@@ -217,11 +212,9 @@ class Guide(PyroModule):  # type: ignore[misc]
 @pytest.mark.parametrize("is_module", [False, True])
 def test_parameters_that_a_torch_optimiser_would_not_see_are_named_once(is_module: bool) -> None:
     loss = TraceBackpropQ_ELBO()(Weighted(), Guide() if is_module else guide)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with told(BPQWarning) as texts:
         for _ in range(3):
             loss().backward()
-    texts = [str(one.message) for one in found if one.category is BPQWarning]
     assert len(texts) == (not is_module)
     assert is_module or texts[0].startswith("The parameters ['q'] belong to no module")
 

@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat
+from steps import fresh, repeat, stepped
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -102,8 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def start() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
 
 
 CASES = [
@@ -119,8 +118,7 @@ CASES = [
 def test_gradients_are_exact_with_trained_critics(kind: type[Whole], options: str) -> None:
     programs = kind()
     exact = exact_gradient(programs.model, programs.guide)
-    elbo = TraceBackpropQ_ELBO(1, **OPTIONS[options])
-    repeat(20, elbo.loss_and_grads, programs.model, programs.guide)
+    elbo = stepped(20, TraceBackpropQ_ELBO(1, **OPTIONS[options]), programs.model, programs.guide)
     found = expected_gradient(elbo.eval(), programs.model, programs.guide)
     assert exact["q"].abs().max() > 1e-3
     for name, gradient in exact.items():

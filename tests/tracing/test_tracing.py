@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, Case, each_case
+from models import Case, each_case
 from steps import trained
 from torch import Tensor
 
@@ -34,13 +34,6 @@ def test_likelihood_has_the_latents_as_parents(case: Case, steps: int) -> None:
     assert set(graph_of(case, steps=steps).cost("-log p(x)").parents) >= expected
     if case.is_static:
         assert set(graph_of(case, steps=steps).cost("-log p(x)").parents) == expected
-
-
-def test_prior_reads_what_its_parameters_read() -> None:
-    graph = graph_of(BY_NAME["chain"])
-    assert graph.cost("-log p(a)").parents == ("a",)
-    assert graph.cost("-log p(b)").parents == ("a", "b")
-    assert graph.node("c").parents == ("b",)
 
 
 class Shifted(dist.TorchDistribution):  # type: ignore[misc]
