@@ -268,8 +268,8 @@ BUDGETS = {
     "svi/": 291,
     "targets/": 162,
     "testing/": 853,
-    "tests": 23292,
-    "benchmarks": 3409,
+    "tests": 23325,
+    "benchmarks": 3555,
     "words of docs": 15970,
 }
 

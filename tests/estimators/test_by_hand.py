@@ -10,9 +10,12 @@ from steps import CHAIN, trained
 from torch import Tensor
 
 from pyro_bpq import SlowTracking, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import CriticBaseline, CrossedLeaveOneOut, ReinMax
+from pyro_bpq.estimators import RELAX, CriticBaseline, CrossedLeaveOneOut, NetworkVariate, QProp, ReinMax
+from pyro_bpq.estimators.all_action import _moment_terms
 from pyro_bpq.estimators.noise import signs
-from pyro_bpq.estimators.scales import SIZE, _partial
+from pyro_bpq.estimators.relax import _features
+from pyro_bpq.estimators.scales import CRITIC, SIZE, _partial
+from pyro_bpq.rollout.features import Standardised
 from pyro_bpq.testing.contract import default_problems, with_statistics
 
 
@@ -67,3 +70,28 @@ def test_a_baseline_that_reads_critics_gets_them() -> None:
     elbo = TraceBackpropQ_ELBO(1, estimator=CriticBaseline())
     trained(elbo, CHAIN.model, CHAIN.guide, params=CHAIN.params, steps=2)
     assert any("MLPCritic" in str(block) for block in elbo.critics.blocks.values())
+
+
+def test_a_critic_of_the_moments_is_differentiated_to_mean_and_log_deviation() -> None:
+    """Of ``g e + ½ h (e² - 1)``: ``d/dμ = g / σ``, and ``d/dlog σ`` of ``½ h σ² / s²`` is ``h``, at ``σ = s``."""
+    context, _ = default_problems()[0].context((4,))
+    learned, powers = drawn(2, 2, 4, 1, 2), drawn(2, 2, 4, 1, 2, seed=1)
+    moments = Standardised(*[powers] * len(Standardised._fields))
+    own = context.cost * 0.3
+    filled = replace(with_statistics(QProp(), context), learned=learned, moments=moments, own=own)
+    offset = _moment_terms(filled).offsets[CRITIC]
+    torch.testing.assert_close(offset, torch.stack((learned[..., 0], 2.0 * learned[..., 1]), -1))
+
+
+def test_a_network_variate_starts_at_zero_with_weights_that_are_not() -> None:
+    variate = NetworkVariate((3,))
+    known = variate.statistics(2, (0.5,))
+    first, last = known["phi"][: 2 * 3], known["phi"][2 * 3 + 3 : -1]
+    assert known["spread"] == 1.0 and bool((first != 0.0).all()) and not bool(last.any()) and known["phi"][-1] == 0.5
+    assert RELAX().sized_statistics(2)["phi"][-1] == 0.0
+
+
+def test_relaxed_values_are_centred() -> None:
+    logits, none = drawn(1, 1, 5, 2), torch.zeros(1, 1, 5, 2, dtype=torch.long)
+    found = _features(4.0 * logits, logits, torch.tensor(0.5).double(), none)
+    torch.testing.assert_close(found, torch.cat((2.0 * (8.0 * logits).sigmoid() - 1.0, logits / 2.0), -1))

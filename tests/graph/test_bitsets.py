@@ -48,6 +48,7 @@ def test_names_are_as_the_tuple_of_them(first: set[int], second: set[int]) -> No
     assert tuple(names) == plain and names == plain and plain == names and hash(names) == hash(plain)
     assert len(names) == len(plain) and repr(names) == repr(plain) and names[:3] == plain[:3]
     assert (names == other) == (first == second) and names != list(plain)
+    assert (names == Names(ALL, bits_of(second))) is (first == second)
     assert pickle.loads(pickle.dumps(names)) == names
     assert named(ALL, names.bits) == plain
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyro_bpq.errors import GraphError, SiteNotFoundError
+from pyro_bpq.graph.relations import crossed
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 
 
@@ -154,3 +155,20 @@ def test_unknown_names_are_named() -> None:
         DIAMOND.frontier(["x"], ["h"])
     with pytest.raises(GraphError, match=r"\['w'\]"):
         StochasticComputationGraph.from_parents({"x": []}, {}, {"w": [Plate("data", -1)]})
+
+
+def test_a_row_affects_others_through_sites_outside_of_its_plate() -> None:
+    """``a`` and ``b`` have rows; ``top`` reads all rows of ``b``, and ``c`` reads ``top``."""
+    rows = (Plate("rows", -1),)
+    nodes = [
+        StochasticNode("a", (), rows),
+        StochasticNode("b", ("a",), rows),
+        StochasticNode("top", ("b",)),
+        StochasticNode("alone", (), rows),
+    ]
+    costs = [CostNode("f", ("b",), rows), CostNode("g", ("top",), rows), CostNode("h", ("alone",), rows)]
+    graph = StochasticComputationGraph(nodes, costs)
+    others = 1 << graph.cost_index["g"]
+    assert crossed(graph, True) == [others, others, 0, 0]
+    everything = [graph.downstream_bits[graph.index[name]] for name in ("a", "b", "alone")]
+    assert crossed(graph, False) == [*everything[:2], 0, everything[2]]
