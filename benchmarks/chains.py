@@ -433,16 +433,10 @@ def summary(rows: list[Row]) -> list[Row]:
         entry: Row = {"chain": chain, "T": steps, "seeds": len(runs), "steps": max(row["steps"] for row in mine)}
         for name, text in RIVALS.items():
             gains = [gain(run, name) for run in runs]
-            if all(value == value for value in gains):
-                entry[f"gain over {text}"] = quartiles(gains)
-            else:
-                entry[f"gain over {text}"] = "-"
-        entry["variance / squared gradient"] = quartiles(
-            [mean(run, "variance") / mean(run, "squared_gradient") for run in runs]
-        )
-        entry["variance / that with the exact Q"] = quartiles(
-            [mean(run, "variance") / max(mean(run, "exact_q_variance"), 1e-30) for run in runs]
-        )
+            entry[f"gain over {text}"] = quartiles(gains) if all(value == value for value in gains) else "-"
+        for name, text in {"squared_gradient": "squared gradient", "exact_q_variance": "that with the exact Q"}.items():
+            shares = [mean(run, "variance") / max(mean(run, name), 1e-30) for run in runs]
+            entry[f"variance / {text}"] = quartiles(shares)
         entry["z of bias"] = median([mean(run, "z") for run in runs])
         entry["ms"] = median([row["ms"] for row in mine])
         entry["particles of leave-one-out"] = int(median([row["loo_particles"] for row in mine]))
