@@ -6,7 +6,7 @@ Fini-2, ``dz/d log λ = (z + λ) / 2``, both with the exact KL divergence. All s
 held-out bounds of the discrete model, with Poisson draws for all, also where the training bound of a relaxation is
 another one.
 
-    python benchmarks/counts.py [--full | --smoke] [--output DIRECTORY]
+    python benchmarks/counts.py [--full | --smoke] [--seeds N] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ RACERS = (
 
 
 def main() -> None:
-    options = arguments(__doc__, "smoke")
+    options = arguments(__doc__, "smoke seeds")
     size, digits = begin(options, QUICK, SMOKE, LONG)
     if digits is not None:
         images = Images("Poisson VAE", "nonlinear", 1, digits.train, digits.splits)
