@@ -1,7 +1,9 @@
 """How biased gradients are: exact expectations of Pyro's ELBOs and ours on the enumerable programs of the tests.
 
-Nothing is sampled: a step is run for every joint outcome (``pyro_bpq.testing``). ``--full`` takes all programs, the
-quick run those where one of Pyro's estimators is biased.
+Nothing is sampled: a step is run for every joint outcome (``pyro_bpq.testing``). Expected gradients of the component
+with the largest error, and the largest error over all components; 0 is below 1e-10. Programs: ``tests/models.py``;
+``--full`` takes all, the quick run those where one of Pyro's estimators is biased. One particle, leave-one-out two;
+critics had 30 steps of training.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pyro
 import torch
-from common import arguments, progress, table, write_csv, write_markdown
+from common import about, arguments, progress, table, write_csv, write_markdown
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -63,12 +65,7 @@ def main() -> None:
     chosen = [c for c in CASES if options.full or not (c.trace_is_unbiased and c.tracegraph_is_unbiased)]
     rows = [measure(case) for case in progress(chosen, "programs")]
     write_csv(options.output / "bias.csv", rows)
-    text = (
-        "Expected gradients, exact by enumeration, of the component with the largest error, and the largest error over "
-        "all components; 0 is below 1e-10. Programs: `tests/models.py`. One particle, leave-one-out two; "
-        "critics had 30 steps of training."
-    )
-    write_markdown(options.output / "bias.md", "Bias", [text, table(rows)])
+    write_markdown(options.output / "bias.md", "Bias", [*about(__doc__), table(rows)])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,13 @@ answer. ``attention``: it looks at four patches of a digit, one after the other,
 50 ms.
 
 Everyone trains the same Pyro program with the same batches and the same optimiser, whose learning rate is tuned per
-method. Every call of the cost during training counts, warm-up too; measuring the level on held-out data does not, for
-anyone. Baselines and critics see the same inputs.
+method, as are the samples per row of leave-one-out and the entropy of PPO. Baselines and critics see the same inputs.
+Ours is not the default: stored costs, critics of the context, a policy that follows the critics on new inputs (biased),
+options per task as in the script; it is stopped after a quarter of the rivals' calls.
+
+*calls*: of the cost, each for one row and one sample, until the level (mean cost on held-out rows, three measurements
+averaged) is that at which the best rival ended. Every call in training counts, warm-up too; measuring the level does
+not, for anyone. *seconds* are those of the training steps; 50 ms per call of the simulator are added.
 
     python benchmarks/blackbox.py [--full] [--seeds N] [--output DIRECTORY]
 """
@@ -25,7 +30,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, arguments, grouped, measured, median, progress, table, write_markdown
+from common import Row, about, arguments, grouped, measured, median, progress, table, write_markdown
 from pyro import poutine
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
@@ -493,7 +498,7 @@ def main() -> None:
     for (task, seed), rows in grouped(curves, "task", "seed").items():
         results += compare(task, seed, chosen(rows), CALL_SECONDS if task == "simulator" else 0.0)
     print(table(results), flush=True)
-    report(options.output, results, size)
+    report(options.output, results)
 
 
 def chosen(curves: list[Row]) -> dict[str, tuple[str, list[Row]]]:
@@ -527,7 +532,7 @@ def compare(task: str, seed: int, best: dict[str, tuple[str, list[Row]]], second
     return found
 
 
-def report(output: Any, results: list[Row], size: Size) -> None:
+def report(output: Any, results: list[Row]) -> None:
     """Gains per task, median over seeds."""
     gains = []
     for (task,), own in grouped(results, "task").items():
@@ -544,16 +549,7 @@ def report(output: Any, results: list[Row], size: Size) -> None:
         if entry["seeds"]:
             gains.append(entry)
     print(table(gains))
-    text = (
-        "Calls of the cost, each for one row and one sample, until the level (mean cost on held-out rows, three "
-        "measurements averaged) is that at which the best rival ended. Every call made in training counts. Each method "
-        f"with its best settings: learning rates {size.rates}, for leave-one-out {size.samples} samples per row, for "
-        f"PPO {EPOCHS} epochs and entropy {size.entropies}. Ours is not the default: stored costs, critics of the "
-        "context, a policy that follows the critics on new inputs (biased), options per task as in the script; it is "
-        f"stopped after {SHARE:g} of the rivals' calls. Seconds are those of the training steps; 50 ms per call of the "
-        "simulator are added."
-    )
-    write_markdown(output / "blackbox.md", "Black-box costs", [text, table(gains), table(results)])
+    write_markdown(output / "blackbox.md", "Black-box costs", [*about(__doc__), table(gains), table(results)])
 
 
 if __name__ == "__main__":

@@ -4,10 +4,15 @@ r"""Chains of discrete sites: gradient error at equal wall-clock time, against t
 ``x_t ~ Bernoulli(net(x_1 + ... + x_{t-1}, t))``, cost ``T (mean x - 0.499)^2``. Both are plain Pyro programs; the
 gradient is that of minus the ELBO with uniform priors, so that every site also costs ``log q``.
 
-The guide and the critics train together with ``TraceBackpropQ_ELBO()``. At ten checkpoints both are frozen, and the
-error of one step's gradient is measured. A rival gets the time of our step: as many particles as fit, and where that
-leaves a difference its error is scaled by the ratio of the times. Time is that of the processor: all run in one
-thread, so that on a machine of one's own the wall clock shows the same.
+The guide, a net with 32 hidden units for all steps, and the critics train together with ``TraceBackpropQ_ELBO()`` of
+1000 particles in a plate. At ten checkpoints both are frozen, and the error of one step's gradient is measured. A
+rival gets the time of our step, critics and their update included: as many particles as fit, and where that leaves a
+difference its error is scaled by the ratio of the times. Time is that of the processor: all run in one thread, so that
+on a machine of one's own the wall clock shows the same.
+
+*Gain*: mean squared error of the rival's gradient over ours, each averaged over the checkpoints, the slow rivals: over
+those where they were measured. Median over seeds, quartiles in brackets. *z of bias* is 1 for an unbiased estimator;
+where nothing varies (T = 1, 2) it shows rounding in float32. Exact gradient by dynamic programming in float64.
 
 ``--compiled``: compiled against compiled, on chains of 50 sites. ``CompiledSVI`` trains guide and critics for 1,000
 steps with some number of particles. *ms*: CPU time of whole compiled steps. The rival is leave-one-out without critics,
@@ -34,6 +39,7 @@ from common import (
     Error,
     PlainLeaveOneOut,
     Row,
+    about,
     arguments,
     flat,
     grouped,
@@ -427,32 +433,15 @@ def summary(rows: list[Row]) -> list[Row]:
         entry: Row = {"chain": chain, "T": steps, "seeds": len(runs), "steps": max(row["steps"] for row in mine)}
         for name, text in RIVALS.items():
             gains = [gain(run, name) for run in runs]
-            if all(value == value for value in gains):
-                entry[f"gain over {text}"] = quartiles(gains)
-            else:
-                entry[f"gain over {text}"] = "-"
-        entry["variance / squared gradient"] = quartiles(
-            [mean(run, "variance") / mean(run, "squared_gradient") for run in runs]
-        )
-        entry["variance / that with the exact Q"] = quartiles(
-            [mean(run, "variance") / max(mean(run, "exact_q_variance"), 1e-30) for run in runs]
-        )
+            entry[f"gain over {text}"] = quartiles(gains) if all(value == value for value in gains) else "-"
+        for name, text in {"squared_gradient": "squared gradient", "exact_q_variance": "that with the exact Q"}.items():
+            shares = [mean(run, "variance") / max(mean(run, name), 1e-30) for run in runs]
+            entry[f"variance / {text}"] = quartiles(shares)
         entry["z of bias"] = median([mean(run, "z") for run in runs])
         entry["ms"] = median([row["ms"] for row in mine])
         entry["particles of leave-one-out"] = int(median([row["loo_particles"] for row in mine]))
         found.append(entry)
     return found
-
-
-TEXT = (
-    f"`TraceBackpropQ_ELBO(num_particles={PARTICLES}, vectorize_particles=True)`, the rest default; critics and "
-    f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
-    "so many steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
-    "checkpoints (the slow rivals: over those where they were measured), when the rival gets the processor time "
-    "(one thread) of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of "
-    "bias* is 1 for an unbiased estimator; where nothing varies (T = 1, 2) it shows rounding in "
-    "float32. Exact gradient by dynamic programming in float64."
-)
 
 
 # Compiled against compiled.
@@ -560,7 +549,7 @@ def main() -> None:
     rows.sort(key=lambda row: (row["T"], row["chain"] != "markov", row["seed"]))
     write_csv(options.output / "chains.csv", rows)
     page = table(summary(rows))
-    write_markdown(options.output / "chains.md", "Chains", [TEXT, page])
+    write_markdown(options.output / "chains.md", "Chains", [*about(__doc__), page])
     print(page)
 
 

@@ -5,7 +5,8 @@ r"""A deep Markov model with 16 discrete states on Bach chorales, against exact 
 after the first frames, shorter ones masked. ``TraceEnum_ELBO`` sums the states of the same model out, exactly and with
 no guide: a reference, no rival. Besides the bound, the exact log-likelihood of each learned model is reported.
 
-The chorales are those of ``jsb.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
+The chorales are those of ``jsb.npz`` in the folder that the environment variable PYRO_BPQ_DATA names, not the
+published JSB files, whose figures do not compare.
 
 ``--compiled`` races compiled steps, but for ``TraceEnum_ELBO``, the reference; the time that it takes to make them is
 told apart.
@@ -232,13 +233,8 @@ def main() -> None:
     if task is None:
         return
     race = run_race(task, methods, size)
-    about = (
-        "Markov model with discrete states and nets on Bach chorales (one frame a quarter note, 88 keys; not the "
-        f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and "
-        "has no guide, so its figure is exact."
-    )
     more = {task.name: table(gaps(race))}
-    report(options.output, kind, "Discrete deep Markov model on chorales", about, [race], more)
+    report(options.output, kind, "Discrete deep Markov model on chorales", __doc__, [race], more)
 
 
 if __name__ == "__main__":

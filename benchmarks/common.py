@@ -69,6 +69,12 @@ def arguments(description: str | None, names: str = "") -> argparse.Namespace:
     return parser_of(description, names).parse_args()
 
 
+def about(doc: str | None) -> list[str]:
+    """The paragraphs of a script's docstring, for its page: all but the title and the command."""
+    parts = [" ".join(part.split()) for part in (doc or "").split("\n\n")[1:]]
+    return [part for part in parts if not part.startswith("python ")]
+
+
 def apart(script: str, *call: Any, **environment: str) -> Any:
     """The result of a function of a script, called with plain values in a new process."""
     command = [sys.executable, "-W", "ignore", script, "--call", json.dumps(call)]
@@ -412,6 +418,12 @@ class PlainLeaveOneOut(ELBO):
         return float(cost.sum()) / self.num_particles
 
 
+def with_averages(guide: Callable[..., Any]) -> Callable[..., Any]:
+    """A guide with the decaying-average baseline of ``TraceGraph_ELBO`` at every site."""
+    baseline = {"use_decaying_avg_baseline": True}
+    return poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": baseline})
+
+
 class Runner:
     """A training run.
 
@@ -682,7 +694,7 @@ def plot(races: Sequence[Race], path: Any) -> None:
 
 
 def report(
-    output: Any, stem: str, title: str, about: str, races: Sequence[Race], more: Mapping[str, str] | None = None
+    output: Any, stem: str, title: str, doc: str | None, races: Sequence[Race], more: Mapping[str, str] | None = None
 ) -> None:
     """Prints the tables; writes ``<stem>.csv``, ``<stem>.md`` and ``<stem>.png``."""
     size = races[0].size
@@ -694,7 +706,7 @@ def report(
         "bound are read off the curve, whose points are means over three turns, of seconds and of bounds. *default* is "
         "`TraceBackpropQ_ELBO()` as it comes."
     )
-    parts = [about, how]
+    parts = [*about(doc), how]
     for race in races:
         found = [f"## {race.task.name}", table(headlines(race)), table(summary(race))]
         found += [more[race.task.name]] if more else []

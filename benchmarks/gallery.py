@@ -1,8 +1,10 @@
 """The bound of each program of ``gallery/`` after equal processor time: ours, and Pyro's own ELBOs.
 
-Methods: ``TraceBackpropQ_ELBO()``, ``TraceGraph_ELBO`` with Pyro's decaying-average baseline at every site that is not
-reparameterised, and ``Trace_ELBO``; one particle in Pyro's, what the default takes in ours. All share the
-optimiser, its rate and the seeds; runs take turns. ``--full``: 20 seconds and five seeds, else 4 and two.
+Methods: ``TraceBackpropQ_ELBO()``, ``TraceGraph_ELBO`` with Pyro's decaying-average baseline at every site, and
+``Trace_ELBO``; one particle in Pyro's, what the default takes in ours. All share the optimiser, its rate and the seeds;
+runs take turns. Bounds are medians over seeds of the ELBO in nats after 4 s of processor time, with ``--full`` 20 s;
+*spread* is the largest less the smallest. More is better. ``TraceGraph_ELBO`` is biased on programs that sampled values
+steer: the grammar and the black box.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import arguments, median, progress, read_csv, table, write_csv, write_markdown
+from common import about, arguments, median, progress, read_csv, table, write_csv, write_markdown
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from race import Run
 
@@ -72,16 +74,11 @@ def main() -> None:
         old[program.title] = measure(program, seconds, seeds, particles)
         rows = [row for _, row in sorted(old.items())]
         write_csv(options.output / "gallery.csv", rows)
-    text = (
-        f"The ELBO in nats after {seconds:g} s of processor time, median of {seeds} seeds, of {particles} particles; "
-        "spread is the largest less the smallest. More is better. TraceGraph_ELBO has Pyro's own baseline. "
-        "It is biased on programs that sampled values steer: the grammar and the black box."
-    )
     shown = [{name: v for name, v in row.items() if not name.startswith(("spread", "ms"))} for row in rows]
     # Two decimals, where a table has three digits.
     shown = [{name: v if name == "program" else f"{v:.2f}" for name, v in row.items()} for row in shown]
     more = [{name: v for name, v in row.items() if name not in METHODS} for row in rows]
-    write_markdown(options.output / "gallery.md", "Gallery", [text, table(shown), table(more)])
+    write_markdown(options.output / "gallery.md", "Gallery", [*about(__doc__), table(shown), table(more)])
 
 
 if __name__ == "__main__":

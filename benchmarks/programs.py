@@ -6,16 +6,21 @@ Each program is a module with ``model`` and ``guide``. A third of them is held o
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
+from blackbox import Simulator, edit_distance
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
+
+from pyro_bpq import KSubset, PlackettLuce, external, sample_chain
 
 
 @dataclass(frozen=True)
@@ -421,6 +426,125 @@ class TwoCounts(Parts):
             pyro.sample("b", dist.Poisson(self.q[:, 1].exp()))
 
 
+class PoissonChain(Parts):
+    """Counts, each with a rate that is linear in the last one, and a noisy reading of each."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.seen = torch.poisson(torch.full((length,), 1.5))
+        self.own, self.last = nn.Parameter(0.2 * torch.randn(length) + 0.5), nn.Parameter(torch.full((length,), 0.3))
+
+    def model(self) -> None:
+        z = torch.ones(())
+        for t, seen in enumerate(self.seen):
+            z = pyro.sample(f"z_{t}", dist.Poisson(0.5 + 0.5 * z))
+            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=seen)
+
+    def guide(self) -> None:
+        z = torch.ones(())
+        for t in range(len(self.seen)):
+            z = pyro.sample(f"z_{t}", dist.Poisson(nn.functional.softplus(self.own[t] + self.last[t] * z)))
+
+
+class Births(Parts):
+    """A population that has children and dies, and to which others come; every fifth step it is seen, with errors."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.own = length, nn.Parameter(torch.zeros(length, 2))
+
+    def walk(self, is_guide: bool) -> None:
+        """Draws the sizes."""
+        size = torch.full((), 5.0)
+        for t in range(self.length):
+            share, rate = (self.own[t, 0].sigmoid(), nn.functional.softplus(self.own[t, 1])) if is_guide else (0.8, 1.0)
+            size = pyro.sample(f"size_{t}", dist.Poisson(share * size + rate))
+            if t % 5 == 4 and not is_guide:
+                pyro.sample(f"x_{t}", dist.Normal(size, 1.0), obs=torch.full((), 5.0 + math.sin(t)))
+
+    def model(self) -> None:
+        self.walk(False)
+
+    def guide(self) -> None:
+        self.walk(True)
+
+
+class BlackBox(Parts):
+    """Choices, each conditioned on the one before, and a cost that NumPy computes."""
+
+    def __init__(self, cost: Callable[[Tensor], np.ndarray], length: int, values: int) -> None:
+        super().__init__()
+        self.cost, self.q = external(cost), nn.Parameter(torch.zeros(length, values, values))
+
+    def draw(self, tables: Tensor) -> Tensor:
+        """All choices, in the last dimension."""
+        drawn = [torch.zeros((), dtype=torch.long)]
+        for t, table in enumerate(tables):
+            drawn.append(pyro.sample(f"z_{t}", dist.Categorical(logits=table[drawn[-1]])))
+        return torch.stack(drawn[1:], -1)
+
+    def model(self) -> None:
+        pyro.factor("cost", -self.cost(self.draw(torch.zeros_like(self.q))))
+
+    def guide(self) -> None:
+        self.draw(self.q)
+
+
+def spelling(letters: Tensor) -> np.ndarray:
+    """Distance of a word from another one."""
+    return edit_distance(letters.movedim(-1, 0), torch.tensor([1, 3, 2, 2, 0, 1, 3, 1]))
+
+
+def schedule(machines: Tensor) -> np.ndarray:
+    """What it takes to do jobs on machines that break down."""
+    return Simulator(0)(machines.movedim(-1, 0), torch.linspace(0.2, 2.0, 8))
+
+
+def warehouse(orders: Tensor) -> np.ndarray:
+    """What stocks and lost sales cost in ten days."""
+    stock, total = 3.0, np.zeros(orders.shape[:-1])
+    for order, demand in zip(np.moveaxis(orders.numpy(), -1, 0), (1, 2, 0, 3, 1, 2, 2, 0, 3, 1), strict=True):
+        stock, lost = np.maximum(stock - demand, 0.0) + order, np.maximum(demand - stock, 0.0)
+        total = total + 0.5 * stock + 2.0 * lost
+    return total.astype(np.float32)
+
+
+class Choice(Parts):
+    """Five of 20 items, or an order of nine, as a chain of choices or as one site.
+
+    Args:
+        kind: ``"items"`` with costs of each, ``"pairs"`` with costs of pairs as well, or ``"ranking"``, with one for
+            each pair that stands in that order.
+        is_chain: Whether it is a chain; costs are then stated one by one.
+    """
+
+    def __init__(self, kind: str, is_chain: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        costs = 3.0 * torch.randn(*[9 if kind == "ranking" else 20] * 2)
+        self.costs = {"items": costs.diag().diag(), "pairs": costs.tril(), "ranking": costs}[kind]
+        self.law: Any = PlackettLuce if kind == "ranking" else functools.partial(KSubset, k=5)
+        self.draw, self.logits = sample_chain if is_chain else pyro.sample, nn.Parameter(torch.zeros(len(costs)))
+
+    def model(self) -> None:
+        value = self.draw("s", self.law(torch.zeros_like(self.logits)))
+        for name, cost in self.stated(value):
+            pyro.factor(name, -cost)
+
+    def stated(self, value: Tensor) -> list[tuple[str, Tensor]]:
+        """Costs by name."""
+        if self.kind == "ranking":
+            return [("cost", self.costs[value.unsqueeze(-1), value.unsqueeze(-2)].triu(1).sum((-2, -1)))]
+        if self.draw is pyro.sample:
+            return [("cost", ((value @ self.costs) * value).sum(-1))]
+        starts = [t if self.kind == "items" else 0 for t in range(len(self.costs))]
+        rows = enumerate(zip(starts, self.costs, strict=True))
+        return [(f"cost_{t}", value[..., t] * (value[..., s : t + 1] @ row[s : t + 1])) for t, (s, row) in rows]
+
+    def guide(self) -> None:
+        self.draw("s", self.law(self.logits))
+
+
 class KindsAndLevels(Parts):
     """Six measurements, each of one of three kinds and with a level of its own."""
 
@@ -695,6 +819,18 @@ def gates(law: Law) -> Tensor:
     return total
 
 
+# Not in the race.
+MORE = (
+    Program("Poisson chain", lambda: PoissonChain(30)),
+    Program("births and deaths", lambda: Births(30)),
+    Program("schedule", lambda: BlackBox(schedule, 8, 4)),
+    Program("spelling", lambda: BlackBox(spelling, 8, 4)),
+    Program("warehouse", lambda: BlackBox(warehouse, 10, 4)),
+    Program("items, a chain", lambda: Choice("items", True)),
+    Program("pairs, a chain", lambda: Choice("pairs", True)),
+    Program("pairs, one site", lambda: Choice("pairs", False)),
+    Program("ranking, one site", lambda: Choice("ranking", False)),
+)
 PROGRAMS = (
     Program("convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 32)), 64),
     Program("small convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 8)), 64),

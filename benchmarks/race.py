@@ -1,11 +1,18 @@
-"""The rules against each estimator pinned, and against Pyro's ELBOs, at equal CPU time, on 39 programs of many kinds.
+r"""The rules against each estimator pinned, and against Pyro's ELBOs, at equal CPU time, on 39 programs of many kinds.
 
 Each method trains each program of ``programs.py`` for so many seconds of CPU time, from the same weights and on the
 same batches; the runs of a seed take turns. Its learning rate is the best one of a grid on the first seed. Pinned
 estimators that do not serve a program drop out. ``--compiled`` races compiled steps of our own methods on 25 of the
-programs: what it takes to make them is not among the seconds.
+programs: what it takes to make them is not among the seconds. The digits are those of ``digits.npz`` in the folder
+that the environment variable PYRO_BPQ_DATA names.
 
-The digits are those of ``digits.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
+Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less is better.
+*default* is ``TraceBackpropQ_ELBO()``; the others are its options, pinned from the first step, and Pyro's ELBOs.
+*time*: when the mean loss of *default* first reaches that at which the method ends, over the method's time; *inf* if
+not in one and a half times that. *within noise*: the same to that loss and noise, the root of the sum of both squared,
+doubled standard errors. *same*: the method does at each site what *default* does, with as many particles; *time* is
+then the time of a step of *default* over that of the method. *seconds to make* compiled steps: in the run of the first
+seed, by the clock. One thread.
 
     python benchmarks/race.py [--full | --smoke] [--compiled] [--only NAME;NAME] [--methods NAME;NAME] [--rates FILE]
 """
@@ -25,9 +32,19 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import Row, data_file, parser_of, read_csv, table, timed_step, write_csv, write_markdown
+from common import (
+    Row,
+    about,
+    data_file,
+    parser_of,
+    read_csv,
+    table,
+    timed_step,
+    with_averages,
+    write_csv,
+    write_markdown,
+)
 from programs import PROGRAMS, Program
-from pyro import poutine
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor
@@ -57,7 +74,6 @@ PINNED: Mapping[str, dict[str, Any]] = {
 }
 STEERED = {"program order, 4 particles": {"num_particles": 4, "estimator": LOO, "structure": "dense"}}
 NOT_COMPILED = ("chain of 50", "labels and styles", "chains of 32 rows")
-AVERAGE = {"use_decaying_avg_baseline": True}
 # Where the default's loss is looked at, in parts of a run of the others.
 MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
 # A step that takes longer, in seconds, records and compiles.
@@ -102,7 +118,7 @@ class Run:
             self.model, self.guide = make()
             guide = self.guide
             if isinstance(elbo, TraceGraph_ELBO):
-                guide = poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": AVERAGE})
+                guide = with_averages(guide)
             self.svi = SVI(self.model, guide, Adam({"lr": rate}), elbo)
             self.draws = torch.get_rng_state()
 
@@ -237,22 +253,10 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-TEXT = (
-    "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less is "
-    "better. *default* is `TraceBackpropQ_ELBO()`; the others are its options, pinned from the first step, and Pyro's "
-    "ELBOs. *time*: when the mean loss of *default* first reaches that at which the method ends, over the method's "
-    "time; *inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "
-    "sum of both squared, doubled standard errors. *same*: the method does at each site what *default* does, with as "
-    "many particles; *time* is then the time of a step of *default* over that of the method. One thread."
-)
-COMPILED = " Steps are compiled; *seconds to make*: what this took in the run of the first seed, by the clock."
-
-
-def write(output: Path, stem: str, rows: list[Row], *remarks: str) -> None:
+def write(output: Path, stem: str, rows: list[Row]) -> None:
     """Writes CSV and Markdown."""
     write_csv(output / f"{stem}.csv", rows)
-    text = TEXT + COMPILED * stem.endswith("compiled")
-    write_markdown(output / f"{stem}.md", "The race on 39 programs", [text, *remarks, table(compared(rows))])
+    write_markdown(output / f"{stem}.md", "The race on 39 programs", [*about(__doc__), table(compared(rows))])
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 # NumPyro's steps, which need another environment, are measured by ``compiled.py --numpyro PYTHON``.
-NAMES = "first_steps chains race vae sbn chorales steered blackbox simulators bias paper gallery compiled counts"
-SCRIPTS = tuple(f"{name}.py" for name in f"{NAMES} subsets summary".split())
+NAMES = "variances chains race vae sbn chorales blackbox simulators bias paper gallery compiled counts summary"
+SCRIPTS = tuple(f"{name}.py" for name in NAMES.split())
 
 
 def main() -> int:

@@ -3,7 +3,7 @@ r"""Sigmoid belief networks of 2 and 4 layers: who reaches which held-out bound 
 Layers of 200 Bernoulli latents above binary images of 784 pixels, one affine layer between each, and a guide of the
 same shape; otherwise as in ``vae.py``. DisARM takes one more run of the programs for every layer.
 
-``--compiled`` races compiled steps; the time that it takes to make them is told apart.
+``--compiled`` races compiled steps; what it takes to make them, by the clock, is not among the seconds of training.
 
     python benchmarks/sbn.py [--long | --compiled | --smoke] [--seeds N] [--output DIRECTORY]
 """
@@ -24,7 +24,7 @@ from common import (
     report,
     run_race,
 )
-from vae import LATENTS, METHODS, begin
+from vae import METHODS, begin
 
 from pyro_bpq.estimators import CrossedLeaveOneOut
 
@@ -48,19 +48,14 @@ def main() -> None:
     size, digits = begin(options, QUICK, SMOKE, LONG)
     if digits is None:
         return
-    methods, part = STRONG if options.full else METHODS, ""
+    methods = STRONG if options.full else METHODS
     if options.compiled:
         size, methods = replace(COMPILED, seeds=options.seeds or COMPILED.seeds), COMPILE
-        part = " Compiled steps; what it takes to make them, by the clock, is not among the seconds of training."
-    about = (
-        f"Sigmoid belief networks with {LATENTS} Bernoulli latents a layer, affine nets between layers, a fair prior, "
-        f"on MNIST binarised afresh at every visit; held-out images binarised once (500 test images).{part}"
-    )
     name, races = "sbn_long" if options.full else "sbn_compiled" if options.compiled else "sbn", []
     for depth in (4, 2) if options.full or options.compiled or options.smoke else (4,):
         races.append(run_race(replace(digits, name=f"{depth} layers", depth=depth), methods, size))
         # After each race, since all of them take long.
-        report(options.output, name, "Sigmoid belief networks on MNIST", about, races)
+        report(options.output, name, "Sigmoid belief networks on MNIST", __doc__, races)
 
 
 if __name__ == "__main__":

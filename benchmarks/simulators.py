@@ -24,7 +24,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, flat, parser_of, read_csv, table, write_csv, write_markdown
+from common import Row, about, flat, parser_of, read_csv, table, write_csv, write_markdown
 from pyro import poutine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -197,7 +197,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     names = [name for name in PROGRAMS if name.startswith(options.only)]
-    parts = [__doc__.split("\n\n    python")[0]]
+    parts = about(__doc__)
     for stem, measure in {"simulators": variances, "simulators_race": race}.items():
         kept = [row for row in read_csv(options.output / f"{stem}.csv") if options.only and row["program"] not in names]
         rows = kept + [row for name in names for row in measure(name, options.full)]

@@ -2,7 +2,7 @@ r"""A 784-200-784 VAE of Bernoulli latents: who reaches which held-out bound in 
 
 ``linear``: one affine layer either way; ``nonlinear``: with two hidden layers of 200 LeakyReLU(0.3) units. Fair prior,
 MNIST binarised afresh at every visit, batches of 100; test and validation images are binarised once. 50,000 images
-train, 10,000 choose the learning rate, 10,000 test.
+train; of 10,000 others 500 choose the learning rate, of as many again 500 test, of which the first give the curve.
 
 The images are those of ``mnist.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
 
@@ -186,11 +186,7 @@ def main() -> None:
     kinds = ("linear",) if not (options.smoke or options.full) else ("linear", "nonlinear")
     methods = STRONG if options.full else METHODS
     races = [run_race(replace(digits, name=f"{kind} VAE", kind=kind), methods, size) for kind in kinds]
-    about = (
-        f"784-{LATENTS}-784 VAE of Bernoulli latents with a fair prior on MNIST, binarised afresh at every visit; "
-        "held-out images binarised once (500 test images, those of the curve are the first of them)."
-    )
-    report(options.output, "vae_long" if options.full else "vae", "Discrete VAE on MNIST", about, races)
+    report(options.output, "vae_long" if options.full else "vae", "Discrete VAE on MNIST", __doc__, races)
 
 
 if __name__ == "__main__":

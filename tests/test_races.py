@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
 import sys
@@ -179,19 +178,19 @@ def test_bounds_of_chorales_get_close_to_the_exact_likelihood(
     pyro.clear_param_store()
 
 
-@pytest.mark.parametrize("name", ["vae", "sbn", "chorales"])
+@pytest.mark.parametrize("name", ["vae", "sbn", "chorales", "variances"])
 @pytest.mark.slow
 def test_scripts_run(
     scripts: dict[str, ModuleType], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(tmp_path / "results")])
     scripts[name].main()
-    with (tmp_path / "results" / f"{name}.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["method"] for row in rows} == {method.name for method in scripts[name].METHODS}
+    rows = scripts["common"].read_csv(tmp_path / "results" / f"{name}.csv")
     page = (tmp_path / "results" / f"{name}.md").read_text()
     assert page.startswith("# ") and "Machine: " in page
-    assert (tmp_path / "results" / f"{name}.png").stat().st_size > 1000
+    if name != "variances":
+        assert {row["method"] for row in rows} == {method.name for method in scripts[name].METHODS}
+        assert (tmp_path / "results" / f"{name}.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", ["vae", "sbn", "chorales", "race"])
