@@ -212,20 +212,22 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
 
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
     """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
-    labels, dims = read(table), [i for i, part in enumerate(index) if part is not None]
+    dims = [i for i, part in enumerate(index) if part is not None]
+    known = {i: found.cpu() for i in dims if (found := read.known(index[i])) is not None}
+    if any(read.dtypes[index[i]] in MASKS for i in dims):
+        if len(known) < len(dims):
+            raise Unknown("a mask as an index")
+        kinds = {i: torch.bool if found.dtype in MASKS else torch.long for i, found in known.items()}
+        masks = (known[i].to(kinds[i]).numpy() if i in known else slice(None) for i in range(len(index)))
+        return read.whole(table)[tuple(masks)]
+    labels = over(read(table), tuple(i for i in dims if i not in known))
+    places: list[Any] = [slice(None)] * len(index)
+    for i in dims:
+        is_moved = i in known and labels.shape[i] > 1
+        places[i] = known[i].long().numpy() if is_moved else np.zeros(read(index[i]).shape, int)
+    at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     chosen = combined(*(read(index[i]) for i in dims))
-    known = {i: found for i in dims if (found := read.known(index[i])) is not None}
-    has_mask = any(read.dtypes[index[i]] in MASKS for i in dims)
-    is_known = (chosen == NONE).all() and len(known) == len(dims)
-    if is_known and (has_mask or any(labels.shape[i] > 1 for i in dims)):
-        given = {i: found.to(torch.bool if found.dtype in MASKS else torch.long).cpu() for i, found in known.items()}
-        return read.whole(table)[tuple(given[i].numpy() if i in given else slice(None) for i in range(len(index)))]
-    if has_mask:
-        raise Unknown("a mask as an index")
-    labels, at = over(labels, tuple(dims)), dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    rest = np.squeeze(labels, tuple(dims))
-    own = rest.reshape(*rest.shape[:at], *(1,) * chosen.ndim, *rest.shape[at:])
-    return combined(own, chosen.reshape(*chosen.shape, *(1,) * (rest.ndim - at)))
+    return combined(labels[tuple(places)], chosen.reshape(*chosen.shape, *(1,) * (labels.ndim - len(dims) - at)))
 
 
 def _selected(read: Reader, table: Any, index: Any) -> Labels:

@@ -49,6 +49,8 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda z: torch.stack([z, 1.0 - z], -1).log_softmax(-1),
     "embedding": lambda z: torch.nn.functional.embedding(z.long(), torch.arange(8.0).reshape(4, 2)),
     "gather": lambda z: z[:, torch.tensor([2, 0, 1])],
+    "known_rows_of_a_table": lambda z: z[:, :1].expand(2, 3)[torch.arange(2), z[:, 0].long()],
+    "known_rows_on_both_sides": lambda z: z[:, :1, None].expand(2, 3, 4)[torch.arange(2), :, z[:, 0].long()],
     "mask_of_two_dimensions": lambda z: z[torch.tensor([[True, False, True], [False, True, False]])],
     "mask_of_nothing": lambda z: z + z[:, torch.tensor([False, False, False])].sum(-1, True),
     "mask_elsewhere": lambda z: z[:, :, None].expand(2, 3, 2)[..., torch.tensor([True, False])],
