@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # NumPyro's steps, which need another environment, are measured by ``compiled.py --numpyro PYTHON``.
-NAMES = "variances chains race vae sbn chorales blackbox simulators bias paper gallery compiled counts summary"
+NAMES = "variances chains race vae sbn chorales blackbox simulators bias paper gallery compiled counts air summary"
 SCRIPTS = tuple(f"{name}.py" for name in NAMES.split())
 
 

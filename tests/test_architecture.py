@@ -269,8 +269,8 @@ BUDGETS = {
     "targets/": 162,
     "testing/": 853,
     "tests": 23327,
-    "benchmarks": 3199,
-    "words of docs": 15969,
+    "benchmarks": 3345,
+    "words of docs": 15986,
 }
 
 
