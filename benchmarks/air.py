@@ -26,10 +26,12 @@ from common import (
     Race,
     Row,
     Size,
+    about,
     arguments,
     curves,
     data_file,
     run_race,
+    sized,
     table,
     write_csv,
     write_markdown,
@@ -225,16 +227,15 @@ def main() -> None:
     path = data_file("mnist.npz")
     if path is None:
         return
-    size = SMOKE if options.smoke else LONG if options.full else QUICK
-    size = replace(size, seeds=options.seeds or size.seeds)
+    size = sized(options, QUICK, SMOKE, LONG)
     number = {"train": 20_000, "valid": 1_000, "curve": 500, "test": 2_000}
     number = {split: 10 if options.smoke else count for split, count in number.items()}
     with np.load(path) as data:
         race = run_race(Canvases(data["x_train"][:40_000], number), METHODS, size)
     rows = rows_of(race)
     print(table(rows))
-    about = f"{__doc__.split('    python')[0].strip()}\n\n{size.seconds:g} s of CPU time a run, {size.seeds} seed(s)."
-    write_markdown(options.output / "air.md", "Attend, infer, repeat", [about, table(rows)])
+    how = f"{size.seconds:g} s of CPU time a run, {size.seeds} seed(s)."
+    write_markdown(options.output / "air.md", "Attend, infer, repeat", [*about(__doc__), how, table(rows)])
     write_csv(options.output / "air.csv", curves(race))
 
 

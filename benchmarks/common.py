@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -523,6 +523,12 @@ class Race:
     def is_compiled(self) -> bool:
         """Whether steps were compiled."""
         return any(run.making > 0.0 for run in self.tried)
+
+
+def sized(options: argparse.Namespace, quick: Size, smoke: Size, full: Size) -> Size:
+    """The size of a race that the command line asks for."""
+    size = smoke if options.smoke else full if options.full else quick
+    return replace(size, seeds=options.seeds or size.seeds)
 
 
 def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:

@@ -34,6 +34,7 @@ from common import (
     plain_leave_one_out,
     report,
     run_race,
+    sized,
 )
 from pyro.infer import TraceGraph_ELBO
 from torch import Tensor, nn
@@ -172,9 +173,7 @@ STRONG = (DEFAULT, AVERAGE, NET, plain_leave_one_out(4), plain_leave_one_out(8))
 def begin(options: Namespace, quick: Size, smoke: Size, long: Size) -> tuple[Size, Digits | None]:
     """The size of a race that the command line asks for, and its images if there are any."""
     torch.set_num_threads(1)
-    size = smoke if options.smoke else long if options.full else quick
-    digits = load_digits({"curve": 100, "valid": 500, "test": 500})
-    return replace(size, seeds=options.seeds or size.seeds), digits
+    return sized(options, quick, smoke, long), load_digits({"curve": 100, "valid": 500, "test": 500})
 
 
 def main() -> None:

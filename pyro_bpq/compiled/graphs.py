@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 from pyro_bpq.record import key
-from pyro_bpq.record.operators import effects_of, written_arguments
+from pyro_bpq.record.operators import PASSING, effects_of, written_arguments
 
 _ATEN = torch.ops.aten
 _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default})
@@ -23,9 +23,7 @@ _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.defaul
 _REDUCTIONS: Mapping[Any, Any] = MappingProxyType(
     {_ATEN.sum.default: _ATEN.sum.dim_IntList, _ATEN.mean.default: _ATEN.mean.dim}
 )
-# Operators that give one number everywhere, and those that keep the number, or turn it into another one.
-_FILLS = MappingProxyType({"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0})
-_KEEP = frozenset("expand view _unsafe_view reshape unsqueeze squeeze clone detach _to_copy".split())
+_ONES = frozenset(("ones", "new_ones", "ones_like"))
 # Fewer terms than these are not worth a stack of them.
 _FEWEST_TERMS = 5
 
@@ -213,12 +211,10 @@ def _number_of(node: fx.Node, filled: Mapping[fx.Node, float]) -> float | None:
     name, value = effects_of(node.target).name, value_of(node)
     if value is None or not value.is_floating_point():
         return None
-    if name in _FILLS:
-        return _FILLS[name]
-    first = filled.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-    if first is None or len(node.all_input_nodes) > 1:
-        return None
-    return first if name in _KEEP else -first if name == "neg" else None
+    if name in _ONES:
+        return 1.0
+    first = filled.get(node.all_input_nodes[0]) if name in PASSING or name == "neg" else None
+    return -first if first is not None and name == "neg" else first
 
 
 def _name_dimensions(node: fx.Node) -> None:

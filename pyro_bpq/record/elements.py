@@ -213,18 +213,17 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
     """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
     dims = [i for i, part in enumerate(index) if part is not None]
-    known = {i: found.cpu() for i in dims if (found := read.known(index[i])) is not None}
-    if any(read.dtypes[index[i]] in MASKS for i in dims):
+    kinds = {i: torch.bool if read.dtypes[index[i]] in MASKS else torch.long for i in dims}
+    known = {i: found.to(kinds[i]).cpu().numpy() for i in dims if (found := read.known(index[i])) is not None}
+    if torch.bool in kinds.values():
         if len(known) < len(dims):
             raise Unknown("a mask as an index")
-        kinds = {i: torch.bool if found.dtype in MASKS else torch.long for i, found in known.items()}
-        masks = (known[i].to(kinds[i]).numpy() if i in known else slice(None) for i in range(len(index)))
-        return read.whole(table)[tuple(masks)]
+        return read.whole(table)[tuple(known.get(i, slice(None)) for i in range(len(index)))]
     labels = over(read(table), tuple(i for i in dims if i not in known))
     places: list[Any] = [slice(None)] * len(index)
     for i in dims:
         is_moved = i in known and labels.shape[i] > 1
-        places[i] = known[i].long().numpy() if is_moved else np.zeros(read(index[i]).shape, int)
+        places[i] = known[i] if is_moved else np.zeros(read(index[i]).shape, int)
     at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     chosen = combined(*(read(index[i]) for i in dims))
     return combined(labels[tuple(places)], chosen.reshape(*chosen.shape, *(1,) * (labels.ndim - len(dims) - at)))

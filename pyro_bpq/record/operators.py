@@ -21,6 +21,8 @@ _METADATA = re.compile(
     r"(sym_|_is_|is_(?!nonzero)|_use_|_dim|_nested_get|_debug_|_has_|\w*attention)\w*|_fused_sdp_choice|size|dim"
     r"|numel|stride|(dense|sparse)_dim|result_type|_version|cudnn_is_acceptable|_batch_norm_impl_index"
 )
+# Operators that pass entries on, one by one and in their order.
+PASSING = frozenset("view _unsafe_view reshape unsqueeze squeeze expand clone alias detach _to_copy".split())
 # Elementwise operators that fail at some whole numbers.
 _PARTIAL = frozenset(("div", "floor_divide", "fmod", "pow", "remainder"))
 

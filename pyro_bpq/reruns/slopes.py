@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.record.components import Drawn
 from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
-from pyro_bpq.record.operators import effects_of
+from pyro_bpq.record.operators import PASSING, effects_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.values import Value
 
@@ -62,8 +62,7 @@ class LinearRead(NamedTuple):
 
 # Positions of weight and argument of linear maps, and of what they add.
 _MAPS: Mapping[str, tuple[int, int]] = MappingProxyType({"mm": (1, 0), "addmm": (2, 1), "mv": (0, 1)})
-# Operators that pass entries on, one by one: in their order; shifted or scaled; in another order.
-_SAME = frozenset("view _unsafe_view reshape unsqueeze squeeze expand clone alias detach _to_copy".split())
+# Operators that pass entries on, one by one, shifted or scaled, or in another order.
 _SHIFTED = frozenset("add sub rsub neg".split())
 _SCALED = frozenset("mul div".split())
 _MOVED = frozenset("cat stack permute transpose t select slice split split_with_sizes unbind as_strided".split())
@@ -86,7 +85,7 @@ def linear_reads(function: Function, sites: Set[Value]) -> list[LinearRead]:
                 size = math.prod(function.shapes[source])
                 is_whole = len(own) == 1 and math.prod(function.shapes[next(iter(own))]) == size
                 found.append(LinearRead(source, weight, results[0], name == "mv", own, scale if is_whole else None))
-        elif name in _SAME | _SHIFTED | _SCALED | _MOVED and all(value in held for value in read):
+        elif name in PASSING | _SHIFTED | _SCALED | _MOVED and all(value in held for value in read):
             if name in _SCALED and len(read) > 1:
                 continue
             own = frozenset[Value]().union(*(held[value][0] for value in read))
