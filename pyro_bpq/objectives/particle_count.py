@@ -261,7 +261,7 @@ class ParticleCount:
         if not (is_asked and now.may_sum) or now.sums is not None:
             return
         run = found.runs[0]
-        rows = runner.rows_for(run, way.number) if mode.may_order and not way.is_hidden else 0
+        rows = runner.rows_for(run, way.in_call) if mode.may_order else 0
         now.may_sum = rows > 0
         if rows:
             nesting = way.nesting if way.has_plate else 1 + self._nesting(run)
@@ -288,7 +288,7 @@ class ParticleCount:
         now.sums = replace(way, is_compact=False) if way.is_compact else None
         now.may_sum = way.is_compact
         found = self.observe(runner, program, mode)
-        if not now.may_sum:
+        if not way.is_compact:
             self._say(self.said, f"The loss is not summed over all values: {reason}.")
         return found
 

@@ -17,6 +17,7 @@ from pyro_bpq.record.substitute import AllValues
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.reruns.tables import exact_sum
+from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.sums import in_single
 
@@ -45,7 +46,19 @@ def summed(runner: StepRunner, program: Program, particles: Particles, mode: Mod
         draws.again()
         if not torch.allclose(loss, _sum(runner, run(False), particles, mode), rtol=1e-4):
             _refuse(runner, "values of size one in plates cost something else")
+    if record and not _is_alike(runner, program, particles, traced):
+        _refuse(runner, "a row of values costs something else alone")
     return Observation((traced,), summed=loss)
+
+
+def _is_alike(runner: StepRunner, program: Program, particles: Particles, traced: TracedRun) -> bool:
+    """Whether the first and the last row cost what they cost alone: a program may read a shape."""
+    recordings, nesting = runner.recordings, int(particles.nesting)
+    recorded = recordings.recorded(traced, particles.number)
+    if recorded is None:
+        return False
+    values = Values((recorded,), runner.alone(program, particles, traced), (traced,), recordings.call, nesting)
+    return all(is_alike(values, row) for row in (0, particles.number - 1))
 
 
 def _refuse(runner: StepRunner, reason: str) -> NoReturn:

@@ -84,12 +84,14 @@ def gradients_agree(traced: TracedRun, bound: Bound) -> bool:
     if wanted is None or not loss.requires_grad:
         return wanted is not None
     function = bound.recorded.recording.cut([wanted])
-    (again,) = function(*(bound.tensors[value] for value in function.given))
+    # Reparameterised values lead on to the parameters of their laws.
+    values = {site.value: traced.run.sites[name].value for name, site in bound.recorded.drawn.items()}
+    (again,) = function(*(values.get(value, bound.tensors[value]) for value in function.given))
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
     native = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     if not again.requires_grad:
         return all(gradient is None for gradient in native)
-    other = torch.autograd.grad(again, leaves, allow_unused=True)
+    other = torch.autograd.grad(again, leaves, allow_unused=True, retain_graph=True)
     return all(_agree(*pair) for pair in zip(native, other, strict=True))
 
 

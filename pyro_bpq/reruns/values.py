@@ -60,7 +60,9 @@ class Values:
         values = {}
         for name, record in run.run.sites.items():
             own = self.particle_of(record.value, index, len(record.fn.event_shape))
-            values[name] = own.reshape(alone.recording.shapes[alone.drawn[name].value])
+            # A value may stand for a whole plate.
+            shape = record.fn.shape()[len(record.fn.batch_shape) == self.nesting :]
+            values[name] = own.expand(shape).reshape(alone.recording.shapes[alone.drawn[name].value])
         weights = {name: tuple(self.particle_of(part, index) for part in pair) for name, pair in run.weights.items()}
         return alone.bound(values, run.subsamples, self.call, weights)
 

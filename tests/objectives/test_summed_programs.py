@@ -132,12 +132,13 @@ def with_critic() -> Chain:
         Chain(read=lambda z, _: z.mean(-1, keepdim=True) + 0.0 * z),
         Chain(read=lambda z, _: z - z.mean(0) if z.dim() > 1 else z),
         Chain(read=lambda z, _: z.expand(ROWS)),
+        Chain(read=lambda z, _: z * z.numel()),
         Chain(read=lambda z, _: z + 0.1 * torch.rand(())),
         Chain(after=lambda z: z if bool((z >= 0.0).all()) else -z),
         dear(Chain()),
         with_critic(),
     ],
-    ids=["two sites", "rows", "mixes", "does not broadcast", "noise", "steered", "cost", "critic"],
+    ids=["two sites", "rows", "mixes", "does not broadcast", "counts entries", "noise", "steered", "cost", "critic"],
 )
 def test_programs_that_draw(programs: Chain) -> None:
     elbo = trained(programs)

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat
+from steps import repeat, stepped
 from torch import Tensor, nn
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
@@ -129,10 +129,36 @@ def test_particles_of_programs_that_mix_are_exact(name: str) -> None:
         y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
         pyro.sample("x", dist.Normal(mean(z) * (1.0 + y), 1.0), obs=torch.tensor(0.7))
 
-    elbo = hidden(TraceBackpropQ_ELBO(num_particles=2))
-    repeat(3, elbo.loss_and_grads, model, guide)
+    elbo = stepped(3, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
     assert elbo.particles.now.is_hidden == is_hidden
     assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_reparameterised_values_lead_on_to_their_laws() -> None:
+    """Of ``x = w + b``: ``dL/dm = E[w + b - 0.7] + E[w]`` where the guide draws ``w`` about ``m``."""
+
+    def guide() -> None:
+        pyro.sample("b", dist.Bernoulli(0.3))
+        pyro.sample("w", dist.Normal(pyro.param("m", torch.tensor(1.0)), 0.5))
+
+    def model() -> None:
+        both = torch.cat([pyro.sample("b", dist.Bernoulli(0.6)).reshape(1), torch.zeros(1)])
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(w + both[0], 1.0), obs=torch.tensor(0.7))
+
+    elbo = hidden(TraceBackpropQ_ELBO(num_particles=NUMBER, estimator=ScoreFunction()))
+
+    def slope() -> Tensor:
+        elbo.loss_and_grads(model, guide)
+        found = pyro.param("m").grad.clone()
+        pyro.param("m").grad.zero_()
+        return found
+
+    found = torch.stack(repeat(DRAWS, slope))
+    assert elbo.particles.now.is_hidden
+    assert abs(float(found.mean()) - 1.6) <= 5.0 * float(found.std()) / DRAWS**0.5
+    # Particles differ in what they draw.
+    assert float(found.var()) == pytest.approx((4.0 * 0.25 + 0.21) / NUMBER, rel=0.3)
 
 
 def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +169,7 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
         pyro.factor("x", kept * (z[0] - z.sum() * y))
 
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0")
-    elbo = hidden(TraceBackpropQ_ELBO(num_particles=2))
-    repeat(3, elbo.loss_and_grads, model, guide)
+    elbo = stepped(3, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
     assert elbo.particles.now.is_hidden
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0.5")
     repeat(3, elbo.loss_and_grads, model, guide)
