@@ -157,34 +157,29 @@ class CriticTrainer:
 
     def mark(self, deep: bool) -> Any:
         """A mark to which :meth:`go_back` takes what a step builds, and with ``deep`` also what critics learn."""
-        bank, tensors, optimizers = self.critics.snapshot(), [], None
+        tensors, tables = list[Tensor](), list[dict[Any, Any]]()
         # A sweep changes critics while the step is still going on.
         if deep or self.options.sweep is not None:
             own = self.optimizer.optimizers
             states = [state for each in own.values() for state in each.state.values()]
-            held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-            tensors = [(t, t.detach().clone()) for t in (*named_tensors(self.critics).values(), *held)]
-            optimizers = {key: (each, _parts_of(each)) for key, each in own.items()}
-        return bank, tensors, optimizers
+            tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            tensors += named_tensors(self.critics).values()
+            tables = [own, *states]
+            for each in own.values():
+                tables += [each.state, *each.param_groups]
+        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        return self.critics.snapshot(), kept, [(table, {**table}) for table in tables]
 
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and learned after a mark."""
-        bank, tensors, optimizers = mark
+        bank, tensors, tables = mark
         self.optimizer.forget(self.critics.restore(bank))
         with torch.no_grad():
             for tensor, value in tensors:
                 tensor.copy_(value)
-        if optimizers is not None:
-            own = self.optimizer.optimizers
-            self.optimizer.forget(own.keys() - optimizers.keys())
-            for key, (optimizer, (groups, states)) in optimizers.items():
-                own[key] = optimizer
-                for p in optimizer.state.keys() - states.keys():
-                    del optimizer.state[p]
-                now = (*optimizer.param_groups, *map(optimizer.state.__getitem__, states))
-                for part, before in zip(now, (*groups, *states.values()), strict=True):
-                    part.clear()
-                    part.update(before)
+        for table, before in tables:
+            table.clear()
+            table.update(before)
 
     # State.
 
@@ -207,11 +202,6 @@ class CriticTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.replayer is not None and state["replay"] is not None:
             self.replayer.load_state_dict(state["replay"])
-
-
-def _parts_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """The groups of an optimiser, and its states by parameter, without copies of tensors."""
-    return [{**group} for group in optimizer.param_groups], {p: {**state} for p, state in optimizer.state.items()}
 
 
 def register_critics(critics: nn.Module) -> None:

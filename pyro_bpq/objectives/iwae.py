@@ -17,7 +17,6 @@ from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedSiteError, is_whole
 from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.plan import unread_options
@@ -120,17 +119,17 @@ class TraceBackpropQ_IWAE(Objective):
 
     def _bound(self, runs: Sequence[TracedRun]) -> tuple[Tensor, Tensor]:
         """The loss, the mean over bounds, and a surrogate with its gradient, the sum over bounds."""
-        rows, *_ = [self.runner.rows(run) for run in runs]
+        frames = [None if self.plate is None else _frame(run, self.plate) for run in runs]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
             raise PlateError(
                 f"Each of the samples of plate {self.plate!r} drew a subsample of its own, so that no row has more "
                 "than one. Write vectorize_particles=True, or hand minibatches to the model."
             )
-        scale = 1.0 if rows is None else _row_scale(runs[0], rows.name)
-        shape, dim = (self.num_outer, self.num_inner, -1), None if rows is None else rows.dim
+        scale, dim = (1.0, None) if frames[0] is None else (_row_scale(frames[0]), frames[0].dim)
         parts = [self._rows(run, dim, scale) for run in runs]
-        log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
+        shape = self.num_outer, self.num_inner, -1
+        log_w, score = (torch.cat(part).reshape(shape) for part in zip(*parts, strict=True))
         loss, surrogate = multi_sample_bound(log_w, score, leave_one_out_signal(log_w, self.baseline))
         return scale * loss / self.num_outer, scale * surrogate
 
@@ -163,8 +162,6 @@ class BoundRunner(Runner):
         self.plate = plate
         self.recordings.crosses = True  # rows that meet are told of in words of its own
         self.estimators: dict[str, Estimator] = {}
-        # The plate of the rows by structure.
-        self._rows: dict[Any, Plate | None] = {}
 
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
         """Runs a program once, with further options of its trace."""
@@ -174,17 +171,21 @@ class BoundRunner(Runner):
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
         _, runs = self._recorded_runs(program, particles, mode)
-        if runs[0].recorded is not None:
-            self.recordings.graph(runs[0], particles.in_call, mode.learning)
+        first = runs[0]
+        if not self.estimators and (unread := unread_options(first, {}, _NO_CRITICS)):
+            warnings.warn(unread, BPQWarning, stacklevel=2)
+        self.estimators = {name: _choose(info, first.options[name]) for name, info in first.infos.items()}
+        if first.recorded is not None:
+            self.recordings.graph(first, particles.in_call, mode.learning)
             # Rows and particles that meet are told once.
             self.recordings.now.next = math.inf
-            if self.plate is not None and runs[0].entries:
-                self._warn_of_rows(self.plate, runs[0])
+            if self.plate is not None and first.entries:
+                self._warn_of_rows(self.plate, first)
         return Observation(tuple(runs))
 
     def _warn_of_rows(self, plate: str, run: TracedRun) -> None:
         """Warns if a row of the plate reads values of other rows."""
-        _row_plate(run, plate)  # an error where a site is not in it
+        _frame(run, plate)  # an error where a site is not in it
         met = [cost for cost, (where, _) in run.met.items() if where == plate]
         if met:
             warnings.warn(
@@ -194,18 +195,6 @@ class BoundRunner(Runner):
                 BPQWarning,
                 stacklevel=2,
             )
-
-    def rows(self, traced: TracedRun) -> Plate | None:
-        """The plate of the rows of a run."""
-        if traced.key not in self._rows:
-            if len(self._rows) >= 64:
-                self._rows.clear()
-            unread = unread_options(traced, {}, _NO_CRITICS)
-            if unread and not self._rows:
-                warnings.warn(unread, BPQWarning, stacklevel=2)
-            self._rows[traced.key] = None if self.plate is None else _row_plate(traced, self.plate)
-            self.estimators = {name: _choose(traced.infos[name], traced.options[name]) for name in traced.run.sites}
-        return self._rows[traced.key]
 
 
 def _choose(site: SiteInfo, options: SiteOptions) -> Estimator:
@@ -221,26 +210,23 @@ def _choose(site: SiteInfo, options: SiteOptions) -> Estimator:
     return chosen
 
 
-def _row_plate(traced: TracedRun, plate: str) -> Plate:
-    """The plate of the rows, in which all sites have to be."""
-    rows = None
+def _frame(traced: TracedRun, plate: str) -> Any:
+    """Pyro's frame of the plate of the rows, in which all sites have to be."""
     for name, plates, *_ in traced.entries:
-        rows = next((p for p in plates if p.name == plate), None)
-        if rows is None:
+        own = [p.name for p in plates]
+        if plate not in own:
             raise PlateError(
-                f"Site {name!r} is not in the plate {plate!r} (its plates: {[p.name for p in plates]}), so its rows "
-                "have no weights of their own; write plate=None."
+                f"Site {name!r} is not in the plate {plate!r} (its plates: {own}), so its rows have no weights of "
+                "their own; write plate=None."
             )
-    assert rows is not None
-    return rows
-
-
-def _row_scale(traced: TracedRun, plate: str) -> float:
-    """The scale by which the plate's subsample stands for all."""
     nodes = (*traced.guide_trace.nodes.values(), *traced.model_trace.nodes.values())
-    frames = [f for node in nodes for f in node.get("cond_indep_stack", ()) if f.name == plate]
-    full = frames[0].full_size
-    return 1.0 if full is None or full < 0 else full / frames[0].size
+    return next(frame for node in nodes for frame in node.get("cond_indep_stack", ()) if frame.name == plate)
+
+
+def _row_scale(frame: Any) -> float:
+    """The scale by which the plate's subsample stands for all."""
+    full = frame.full_size
+    return 1.0 if full is None or full < 0 else full / frame.size
 
 
 def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
