@@ -126,10 +126,12 @@ class Runner(ABC):
 
     def refuses_recording(self) -> str:
         """Why the programs are not compiled, as the end of a sentence; empty if they are."""
-        return ""
-
-    def forget_last(self) -> None:  # noqa: B027 # some keep nothing
-        """Forgets the last step: the next one is planned anew."""
+        recordings = self.recordings
+        if not recordings.always:
+            return ""
+        if recordings.mode == "dynamic":
+            return 'structure="dynamic" records every step'
+        return f"sampled values of {', '.join(recordings.escaping) or 'a site'} steer Python, or leave torch"
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss is not summed over them."""

@@ -234,11 +234,6 @@ class PlannedObjective(Objective):
             return f"guide and model once, in {plan.summed.rows} rows that tell all values."
         return " ".join(filter(None, ["guide and model.", self.runner.recordings.when(), said, *plan.notes]))
 
-    @property
-    def settled(self) -> tuple[str, ...]:
-        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
-        return tuple(filter(None, (self.particles.said, *self.runner.said)))
-
     # State.
 
     def get_extra_state(self) -> dict[str, Any]:

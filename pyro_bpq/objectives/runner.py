@@ -69,29 +69,9 @@ class StepRunner(Runner):
         return *super().parts, self.plans
 
     @property
-    def said(self) -> tuple[str, ...]:
-        """What was settled last of recording; empty where nothing was."""
-        jumps = ", ".join(sorted(self.recordings.jumps))
-        scored = f"Costs jump with the values of {jumps}: they get the score function." if jumps else ""
-        return tuple(filter(None, (self.recordings.said, scored)))
-
-    @property
     def is_settled(self) -> bool:  # type: ignore[override]
         """Whether the next run does what the last one did, as far as is known."""
         return self.plans.last is not None and not self.recordings.always
-
-    def refuses_recording(self) -> str:
-        """Steps of programs that values steer are not compiled."""
-        recordings = self.recordings
-        if not recordings.always:
-            return ""
-        if recordings.mode == "dynamic":
-            return 'structure="dynamic" records every step'
-        return f"sampled values of {', '.join(recordings.escaping) or 'a site'} steer Python, or leave torch"
-
-    def forget_last(self) -> None:
-        """Forgets the last step: the next one is planned anew."""
-        self.plans.last = None
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> tuple[int, str]:
         """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
@@ -113,28 +93,17 @@ class StepRunner(Runner):
             return None
         return self.plans.last.plan
 
-    def trace(
-        self, program: Program, particles: Particles, put: Callable[[Any], Any] = lambda part: part, **options: Any
-    ) -> TracedRun:
-        """Runs a program once.
-
-        Args:
-            program: Model, guide and their arguments, wrapped for vectorised particles.
-            particles: How the particles of the step run.
-            put: Puts values in: it wraps model and guide, within enumeration.
-            **options: Further options of the trace.
-        """
+    def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
+        """Runs a program once, with further options of its trace."""
         model, guide, args, kwargs = program
         given = self._options(particles, call=self.recordings.call, only_costs=self.only_costs, **options)
         if not self.enumerates:
-            traced = trace_run(put(model), put(guide), args, kwargs, given)
+            traced = trace_run(*program, given)
             check_gradients(traced)
             return traced
         nesting = int(particles.nesting)
-        summed, sampled = enumerated_programs(model, guide, nesting)
-        # Values that are put in stand outside of enumeration, which follows the sites that it passes.
-        finish = functools.partial(eliminate, nesting=nesting)
-        traced = trace_run(put(summed), put(sampled), args, kwargs, given, finish)
+        programs = enumerated_programs(model, guide, nesting)
+        traced = trace_run(*programs, args, kwargs, given, functools.partial(eliminate, nesting=nesting))
         # Batches whose labels are known have nothing to sum out.
         self.has_enumerated |= bool(traced.enumerated)
         if self.warns and is_validation_enabled() and not self.has_enumerated:

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 def summed(runner: StepRunner, program: Program, particles: Particles, mode: Mode) -> Observation:
     """The run that fills the tables, a particle for each value, and their sum; refuses programs without such a sum."""
-    recordings, draws, rows = runner.recordings, Draws(), particles.number
+    recordings, draws, rows, nesting = runner.recordings, Draws(), particles.number, int(particles.nesting)
     (together,) = programs_of(program, particles)
 
     def run(record: bool) -> TracedRun:
         # Dependencies are followed row by row, in log-probabilities too.
-        put = AllValues(rows, int(particles.nesting), particles.is_compact, record)
-        return runner.trace(together, particles, put, step=mode.num_steps, track=record, warns=False)
+        put = AllValues(rows, nesting, particles.is_compact, record)
+        filled = together._replace(model=put(together.model), guide=put(together.guide))
+        return runner.trace(filled, particles, step=mode.num_steps, track=record, warns=False)
 
     record = not mode.is_recorded and recordings.wants(particles)
     traced = run(record)
@@ -46,19 +47,13 @@ def summed(runner: StepRunner, program: Program, particles: Particles, mode: Mod
         draws.again()
         if not torch.allclose(loss, _sum(runner, run(False), particles, mode), rtol=1e-4):
             _refuse(runner, "values of size one in plates cost something else")
-    if record and not _is_alike(runner, program, particles, traced):
-        _refuse(runner, "a row of values costs something else alone")
+    if record:
+        assert traced.recorded is not None
+        alone = runner.alone(program, particles, traced)
+        values = Values((traced.recorded,), alone, (traced,), recordings.call, nesting)
+        if not all(is_alike(values, row) for row in (0, rows - 1)):
+            _refuse(runner, "a row of values costs something else alone")
     return Observation((traced,), summed=loss)
-
-
-def _is_alike(runner: StepRunner, program: Program, particles: Particles, traced: TracedRun) -> bool:
-    """Whether the first and the last row cost what they cost alone: a program may read a shape."""
-    recordings, nesting = runner.recordings, int(particles.nesting)
-    recorded = recordings.recorded(traced, particles.number)
-    if recorded is None:
-        return False
-    values = Values((recorded,), runner.alone(program, particles, traced), (traced,), recordings.call, nesting)
-    return all(is_alike(values, row) for row in (0, particles.number - 1))
 
 
 def _refuse(runner: StepRunner, reason: str) -> NoReturn:
