@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from pyro import poutine
@@ -27,9 +26,6 @@ from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import changed_options, listed
 
 _ABOUT_CRITICS = ("critic", "reduction", "lam", "gamma", "learner", "window", "immediate", "form")
-_CHOICES = MappingProxyType(
-    {"immediate": ("exact", "learned"), "form": get_args(Form), "enumeration": ("sample", "exact")}
-)
 
 
 class TraceBackpropQ_ELBO(PlannedObjective):
@@ -148,11 +144,9 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         immediate: Literal["exact", "learned"] = "exact",
         form: Form = "ancestor",
     ) -> None:
-        given, is_discounted = locals(), callable(gamma) or gamma != 1.0
+        given = locals()
         changed = changed_options(TraceBackpropQ_ELBO, given)
-        _check_options(num_particles, window, estimator, critic, reduction, lam, gamma, learner)
-        for name, choices in _CHOICES.items():
-            check_choice(name, given[name], choices)
+        _check_options(given)
         options = {name: given[name] for name in inspect.signature(ELBO).parameters}
         super().__init__(learner, seed, lam, gamma, compile, **options | {"num_particles": num_particles or 1})
         self.made_by = f"{type(self).__name__}({', '.join(changed.values())})"
@@ -165,7 +159,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             window=window,
             immediate=immediate,
             form=form,
-            discounted=is_discounted,
+            discounted=callable(gamma) or gamma != 1.0,
             is_elbo=not (self._only_costs or enumerates),
         )
         warns = strict_enumeration_warning
@@ -288,25 +282,33 @@ def paper_settings(
     return {**given, "learner": CriticLearner(sweep=BackwardSweep(rate)), "immediate": "learned", "form": "ancestor"}
 
 
-def _check_options(
-    num_particles: Any, window: Any, estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any
-) -> None:
+def _check_options(given: Mapping[str, Any]) -> None:
     """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
-    if num_particles is not None and not is_whole(num_particles, 1):
-        hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
-        raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}")
-    if not is_whole(window, 1):
-        raise OptionError(f"window={window!r}: write a positive integer.")
-    check_estimator(estimator)
-    check_critic(critic, None)
-    check_choice("reduction", reduction, get_args(Reduction))
-    if not callable(lam) and not (is_real(lam) and 0.0 <= lam <= 1.0):
-        raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
-    if not callable(gamma) and not (is_real(gamma) and 0.0 < gamma <= 1.0):
-        raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
-    check_discounted(reduction, callable(gamma) or gamma != 1.0)
-    if learner is not None and not isinstance(learner, CriticLearner):
-        raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
+    number, lam, gamma = given["num_particles"], given["lam"], given["gamma"]
+    hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(number) else ""
+    lam_holds = callable(lam) or (is_real(lam) and 0.0 <= lam <= 1.0)
+    gamma_holds = callable(gamma) or (is_real(gamma) and 0.0 < gamma <= 1.0)
+    for name, holds, advice in (
+        (
+            "num_particles",
+            number is None or is_whole(number, 1),
+            f"a positive integer, or None to leave it open.{hint}",
+        ),
+        ("window", is_whole(given["window"], 1), "a positive integer."),
+        ("seed", is_whole(given["seed"]), "a whole number."),
+        ("lam", lam_holds, "a number in [0, 1] or a function of the step."),
+        ("gamma", gamma_holds, "a number in (0, 1] or a function of the step."),
+        ("learner", isinstance(given["learner"], CriticLearner | None), "CriticLearner(lr=...) or None."),
+    ):
+        if not holds:
+            raise OptionError(f"{name}={given[name]!r}: write {advice}")
+    check_choice("immediate", given["immediate"], ("exact", "learned"))
+    check_choice("form", given["form"], get_args(Form))
+    check_choice("enumeration", given["enumeration"], ("sample", "exact"))
+    check_choice("reduction", given["reduction"], get_args(Reduction))
+    check_estimator(given["estimator"])
+    check_critic(given["critic"], None)
+    check_discounted(given["reduction"], callable(gamma) or gamma != 1.0)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -38,7 +38,15 @@ class Turn:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        _check_not_traced()
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            # A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so
+            # that no cached structure fits.
+            raise UnsupportedProgramError(
+                "torch.jit.trace would turn what Python sees, the structure of the program, and all that is learned "
+                "(critics, scales, baselines) into constants. "
+                "Call the loss untraced; vectorize_particles=True, pyro.plate instead of Python loops and "
+                "pyro.enable_validation(False) make a step cheaper. Networks of the model may be traced on their own."
+            )
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "A step or elbo.replay(...) of this objective is under way in another thread. Both run programs, whose "
@@ -51,21 +59,6 @@ class Turn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, ()
-
-
-def _check_not_traced() -> None:
-    """Raises :class:`UnsupportedProgramError` inside ``torch.jit.trace``.
-
-    A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so that
-    no cached structure fits.
-    """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise UnsupportedProgramError(
-            "torch.jit.trace would turn what Python sees, the structure of the program, and all that is learned "
-            "(critics, scales, baselines) into constants. "
-            "Call the loss untraced; vectorize_particles=True, pyro.plate instead of Python loops and "
-            "pyro.enable_validation(False) make a step cheaper. Networks of the model may be traced on their own."
-        )
 
 
 class CountedELBO(ELBO):
@@ -156,9 +149,7 @@ class LossModule(ELBOModule):
     ``parameters()`` would leave them as they are without a word.
     """
 
-    def __init__(self, model: Any, guide: Any, elbo: Any) -> None:
-        super().__init__(model, guide, elbo)
-        self._was_called = False
+    _was_called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The differentiable loss, a scalar in nats."""
@@ -184,15 +175,12 @@ class LossModule(ELBOModule):
 @contextlib.contextmanager
 def kept_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Leaves the gradients of some leaves as they were, if what is done within fails."""
-    before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    before = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
     try:
         yield
     except BaseException:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            if leaf.grad is None or gradient is None:
-                leaf.grad = gradient
-            else:
-                leaf.grad.copy_(gradient)
+        for leaf, gradient in before:
+            leaf.grad = gradient
         raise
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.compiled.subject import gradients_of
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
@@ -61,11 +62,9 @@ class LocalObjective:
         for staged in items:
             assert staged.result is not None
             tensors = {c: staged.signals.batches[c].log_q for c in staged.signals.active}
-            total, found = staged.result.surrogate, tuple[Tensor | None, ...]()
-            log_q = {c: tensor for c, tensor in tensors.items() if tensor.requires_grad and total.requires_grad}
-            if log_q:
-                found = torch.autograd.grad(total, [*log_q.values()], retain_graph=True, allow_unused=True)
-            self.signals.append({c: signal for c, signal in zip(log_q, found, strict=True) if signal is not None})
+            scored = [tensor for tensor in tensors.values() if tensor.requires_grad]
+            slopes = gradients_of(staged.result.surrogate, scored, retain_graph=True)
+            self.signals.append({c: slopes[tensor] for c, tensor in tensors.items() if tensor in slopes})
             self.old.append({c: _kept(tensor) for c, tensor in tensors.items()})
         # Distributions may hold the parameters themselves, which an optimiser changes in place.
         self.frozen = [

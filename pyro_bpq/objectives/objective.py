@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.errors import BPQError, OptionError, is_whole
+from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import CountedELBO, LossModule, Turn, kept_gradients, together, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
@@ -55,8 +55,6 @@ class Objective(CountedELBO, nn.Module):
     def __init__(
         self, learner: CriticLearner | None, seed: int, lam: Schedule, gamma: Schedule, compile: Any, **options: Any
     ) -> None:
-        if not is_whole(seed):
-            raise OptionError(f"seed={seed!r}: write a whole number.")
         nn.Module.__init__(self)
         CountedELBO.__init__(self, **options)
         self.lam, self.gamma = lam, gamma
@@ -270,7 +268,7 @@ class Objective(CountedELBO, nn.Module):
 
         found = self.compiled.take(Recordable(self), self._prepared(program), self.num_steps, updates)
         if found is not None:
-            self._note(info=found.info, _traces=Transient())
+            self.info, self._traces = found.info, Transient()
             if math.isfinite(found.loss):
                 # The step has taught critics and statistics already.
                 self.trainer.num_steps += 1
@@ -281,7 +279,7 @@ class Objective(CountedELBO, nn.Module):
     def _eager_step(self, program: Program) -> tuple[Tensor, Tensor]:
         """The loss, detached, and a scalar that has its gradient."""
         if self._is_learning:
-            self._note(_traces=Transient())
+            self._traces = Transient()
         result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
@@ -297,15 +295,9 @@ class Objective(CountedELBO, nn.Module):
     def mode(self, learning: bool) -> Mode:
         """What a step is for."""
         keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
-        return Mode(
-            learning=learning,
-            settles=self.training,
-            num_steps=self.num_steps,
-            by_value=keeps,
-            has_ranks=has_ranks,
-            # Nothing may learn later from a step in program order, and nothing but its costs may matter.
-            may_order=not (keeps or self.analytic_kl or has_ranks),
-        )
+        # Nothing may learn later from a step in program order, and nothing but its costs may matter.
+        may_order = not (keeps or self.analytic_kl or has_ranks)
+        return Mode(learning, self.training, self.num_steps, keeps, has_ranks, may_order=may_order)
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""
@@ -313,19 +305,15 @@ class Objective(CountedELBO, nn.Module):
         seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
         result = self._evaluate(seen, mode)
-        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
+        self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if mode.learning:
-            self._note(_traces=Transient(seen.traces))
+            self._traces = Transient(seen.traces)
         surrogate, draws = result.paths + result.surrogate, self._num_draws
         surrogate = surrogate / draws if draws > 1 else surrogate
         if result.learns:
-            self._note(info=result.info)
+            self.info = result.info
             surrogate = self.trainer.prepare(surrogate, result)
         return result, surrogate
-
-    def _note(self, **found: Any) -> None:
-        """Sets attributes that hold no modules: a module's own way looks for some, at every step."""
-        vars(self).update(found)
 
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss to ``.grad``, then lets the critics learn; where that fails nothing is added."""

@@ -58,7 +58,7 @@ class PlannedObjective(Objective):
 
     def _evaluate(self, seen: Observation, mode: Mode) -> Step:
         if mode.learning and not self._has_told and self.plan and self.plan.unread:
-            self._note(_has_told=True)
+            self._has_told = True
             warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
         result = self._result(seen, mode)
         if self.analytic_kl:

@@ -32,7 +32,6 @@ from pyro_bpq.reruns.redraw import (
     swapped,
     trainable,
 )
-from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
 
 if TYPE_CHECKING:
@@ -231,13 +230,9 @@ def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:
 def _weight(staged: Staged, names: Sequence[str]) -> Tensor:
     """Probability of the co-parents' values, ``(M, plates)``."""
 
-    def log_q(run: Any, name: str) -> Tensor:
-        site = run.sites[name]
-        split = finite_components(site.fn)
-        assert split is not None
-        table = split.log_probs(split.parameters(site.fn).detach())
-        return table.gather(-1, split.index(site.value, site.fn).unsqueeze(-1)).squeeze(-1).sum(-1)
+    def log_q(run: Any, name: str) -> Any:
+        return run.sites[name].score
 
     plates = staged.traced[0].plates
     terms = [staged.signals.rollout.stack(log_q, (name,), plates[name])[0] for name in names]
-    return sum(terms[1:], terms[0]).exp()
+    return sum(terms[1:], terms[0]).detach().exp()

@@ -38,8 +38,6 @@ class ActorCriticSVI(SVI):
         warm_up: Number of first rollouts during which the guide does not move.
         entropy: Weight ``α`` of the sites' negative entropies in the rounds.
         unbiased_step: Whether the guide also takes the plain step of the rollout.
-        arguments: Function that returns the arguments of the guide's step in a round, as a tuple; ``None`` for the
-            arguments of a stored rollout.
 
     Raises:
         OptionError: If an option is out of range.
@@ -61,7 +59,6 @@ class ActorCriticSVI(SVI):
         warm_up: int = 10,
         entropy: float = 0.0,
         unbiased_step: bool = True,
-        arguments: Callable[[], tuple[Any, ...]] | None = None,
     ) -> None:
         if not isinstance(loss, TraceBackpropQ_ELBO) or loss.replay_buffer is None:
             raise OptionError(
@@ -72,7 +69,7 @@ class ActorCriticSVI(SVI):
         super().__init__(model, guide, optim, loss)  # type: ignore[no-untyped-call]
         self.elbo = loss
         self.rounds, self.critic_updates, self.warm_up, self.entropy = rounds, critic_updates, warm_up, entropy
-        self.unbiased_step, self.arguments = unbiased_step, arguments
+        self.unbiased_step = unbiased_step
         for name in ("rounds", "critic_updates", "warm_up"):
             check_whole(self, name, 0)
         check_option(self, "entropy", is_real(entropy) and entropy >= 0.0, "a number of at least 0")
@@ -97,21 +94,13 @@ class ActorCriticSVI(SVI):
         for _ in range(self.rounds):
             self.elbo.replay(updates=self.critic_updates)
             if self.elbo.num_steps > self.warm_up:
-                self._follow_critics(kwargs)
+                self._follow_critics()
         return loss
 
-    def _follow_critics(self, kwargs: dict[str, Any]) -> None:
-        if self.arguments is not None:
-            args = self.arguments()
-            if not isinstance(args, tuple):
-                raise OptionError(
-                    f"ActorCriticSVI(arguments=...) returned a {type(args).__name__}: write a function that returns "
-                    "the arguments as a tuple, as lambda: (data,)."
-                )
-        else:
-            assert self.elbo.replay_buffer is not None
-            if not (drawn := self.elbo.replay_buffer.draw(1, self.elbo.runner.noise())):
-                return
-            *_, args, kwargs = drawn[0].programs[0]
-        loss = functools.partial(self.elbo.bootstrapped_loss, self.model, self.guide, entropy=self.entropy)
-        descend(self.optim, *captured(lambda: loss(*args, **kwargs)))
+    def _follow_critics(self) -> None:
+        assert self.elbo.replay_buffer is not None
+        for stored in self.elbo.replay_buffer.draw(1, self.elbo.runner.noise()):
+            *_, args, kwargs = stored.programs[0]
+            loss = self.elbo.bootstrapped_loss
+            call = functools.partial(loss, self.model, self.guide, *args, entropy=self.entropy, **kwargs)
+            descend(self.optim, *captured(call))

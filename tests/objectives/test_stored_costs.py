@@ -298,22 +298,11 @@ def actor(**options: Any) -> ActorCriticSVI:
 
 def test_guide_waits_for_the_warm_up() -> None:
     svi = actor(warm_up=3)
+    assert "warm_up=3" in repr(svi)
     repeat(3, svi.step)
     assert all(torch.equal(pyro.param(name), value) for name, value in OLD.items())
     svi.step()
     assert not torch.equal(pyro.param("q1"), OLD["q1"])
-
-
-def test_arguments_of_rounds_may_be_given() -> None:
-    asked = []
-
-    def arguments() -> tuple[()]:
-        asked.append(1)
-        return ()
-
-    svi = actor(warm_up=0, rounds=3, arguments=arguments)
-    svi.step()
-    assert len(asked) == 3 and "rounds=3" in repr(svi)
 
 
 @pytest.mark.parametrize("options", [{"rounds": -1}, {"critic_updates": 0.5}, {"warm_up": -1}, {"entropy": -0.1}])
