@@ -86,11 +86,9 @@ class CriticTrainer:
             self.num_steps += 1
             if seen is not None:
                 self.recent.add(*seen)
-            # Short steps of steered programs teach no critic.
-            if writes or gradients or self.replayer is not None or self.staged.items:
-                self._commit(writes, gradients)
-                if self.keeps_staged and self.learner is not None:
-                    self._learn_again(owner)
+            self._commit(writes, gradients)
+            if self.keeps_staged and self.learner is not None:
+                self._learn_again(owner)
         self.optimizer.forget(self.critics.tidy(), is_final=True)
 
     def _commit(self, writes: Sequence[Write], gradients: Mapping[str, Tensor]) -> None:

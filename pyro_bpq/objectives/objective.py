@@ -378,11 +378,14 @@ class Objective(CountedELBO, nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**self.trainer.state_dict(), "nesting": self.particles.nesting}
+        known = {"num_noises": self.runner.noise.number, "structure": self.runner.recordings.state_dict()}
+        return {**self.trainer.state_dict(), **known, "nesting": self.particles.nesting}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.trainer.load_state_dict(state)
+        self.runner.noise.number = state["num_noises"]
+        self.runner.recordings.load_state_dict(state["structure"])
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles

@@ -233,16 +233,3 @@ class PlannedObjective(Objective):
         if plan.sums and plan.summed is not None:
             return f"guide and model once, in {plan.summed.rows} rows that tell all values."
         return " ".join(filter(None, ["guide and model.", self.runner.recordings.when(), said, *plan.notes]))
-
-    # State.
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        known = {"num_noises": self.num_noises, "structure": self.runner.recordings.state_dict()}
-        return {**super().get_extra_state(), **known}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`get_extra_state`."""
-        super().set_extra_state(state)
-        self.num_noises = state["num_noises"]
-        self.runner.recordings.load_state_dict(state["structure"])

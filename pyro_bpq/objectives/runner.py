@@ -61,7 +61,6 @@ class StepRunner(Runner):
         super().__init__(structure, critics.seed)
         self.plans, self.critics, self.num_zeros = PlanCache(planner), critics, 0
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
-        self.has_enumerated = False
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -104,9 +103,7 @@ class StepRunner(Runner):
         nesting = int(particles.nesting)
         programs = enumerated_programs(model, guide, nesting)
         traced = trace_run(*programs, args, kwargs, given, functools.partial(eliminate, nesting=nesting))
-        # Batches whose labels are known have nothing to sum out.
-        self.has_enumerated |= bool(traced.enumerated)
-        if self.warns and is_validation_enabled() and not self.has_enumerated:
+        if self.warns and options["step"] == 0 and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
         return traced
 
@@ -140,12 +137,8 @@ class StepRunner(Runner):
         sites = frozenset(recordings.escaping).union(*(traced.escaped_sites for traced in runs))
         if sites and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        if (
-            mode.learning
-            and mode.may_order
-            and planner.orders
-            and not any(is_undecided(run, recordings.now.looks) for run in runs)
-        ):
+        may_settle = mode.learning and mode.may_order and planner.orders
+        if may_settle and not any(is_undecided(run, recordings.now.looks) for run in runs):
             recordings.settle_order(all(planner.fits_order(traced) for traced in runs))
         groups = stacked(runs, is_dynamic)
         if len(groups) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
@@ -276,17 +269,14 @@ class StepRunner(Runner):
         recorded = recordings.recorded(first, particles.in_call)
         known = None if is_dynamic else recordings.known.get(first.key)
         reader = known or recorded
+        may_order = mode.may_order and self.plans.planner.orders and recordings.mode == "auto"
         return StructureFacts(
             is_dynamic=is_dynamic,
             cuts_plates=all(recordings.cuts_plates(traced) for traced in runs),
             patterns=known.patterns if known else frozenset(),
             self_read=reader.self_read if reader else frozenset(),
             num_particles=particles.number,
-            is_ordered=is_dynamic
-            and recordings.mode == "auto"
-            and mode.may_order
-            and self.plans.planner.orders
-            and not recordings.needs_graphs,
+            is_ordered=is_dynamic and may_order and not recordings.needs_graphs,
             recorded=recorded,
             cuts=() if recorded is None or is_dynamic else recorded.cuts,
         )

@@ -148,15 +148,13 @@ class ProximalSVI(_ControlledSVI):
         start = sum(float(signal.sum()) for signals in objective.signals for signal in signals.values())
         self.optim(set(parameters))
         zero_grads(parameters)
-        done = 1
-        while True:
+        for done in range(1, self.epochs + 1):
             nearby, leaves = captured(objective.nearby)
             value = objective.value(nearby, self.clip, self.penalty).mean()
             stopped = self.target_kl is not None and float(nearby.total_kl.detach()) > self.target_kl
             if stopped or done == self.epochs or not value.requires_grad:
                 break
             descend(self.optim, value, leaves)
-            done += 1
         end = objective.value(nearby, None, self.penalty).detach().mean()
         improvement = start / self.elbo.num_particles - float(end)
         self.last = ControlledStep(loss, _numbers(nearby.kl), done, improvement, stopped and done < self.epochs)
