@@ -1,12 +1,10 @@
-r"""How an objective is entered: with Pyro's options, by one thread at a time, not in a trace of torch, as a module."""
+r"""How an objective is entered: by one thread at a time, not in a trace of torch, as a module, overridden or not."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from inspect import isfunction
 from typing import Any
@@ -17,13 +15,8 @@ from pyro.infer import ELBO, Trace_ELBO, TraceGraph_ELBO
 from pyro.infer.elbo import ELBOModule
 from torch import Tensor
 
-from pyro_bpq.errors import BPQWarning, BusyError, OptionError, UnsupportedProgramError, is_real
-from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.record.cost_statement import SkipCosts
-from pyro_bpq.record.program_errors import EXPLAINED
-from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
 from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import listed
 
 
@@ -59,66 +52,6 @@ class Turn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, ()
-
-
-class CountedELBO(ELBO):
-    """An ELBO of Pyro whose options about particles are held, and may be settled, by a count.
-
-    Attributes:
-        particles: How many particles run, and in which way.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        # Pyro's constructor sets the number of particles.
-        self.particles = ParticleCount()
-        super().__init__(**options)  # type: ignore[no-untyped-call]
-
-    @property
-    def num_particles(self) -> int:
-        """Number of particles; 1 where the loss is summed over all values."""
-        return self.particles.now.draws
-
-    @num_particles.setter
-    def num_particles(self, number: int) -> None:
-        self.particles.change(number=number)
-
-    @property
-    def vectorize_particles(self) -> bool:
-        """Whether particles run in one call, in a plate of their own."""
-        return self.particles.drawn.is_vectorized
-
-    @vectorize_particles.setter
-    def vectorize_particles(self, is_vectorized: bool) -> None:
-        self.particles.change(is_vectorized=is_vectorized)
-
-    @property
-    def max_plate_nesting(self) -> float:
-        """Bound on the number of nested plates, that of vectorised particles included."""
-        return self.particles.now.nesting
-
-    @max_plate_nesting.setter
-    def max_plate_nesting(self, nesting: float) -> None:
-        if not (is_real(nesting) and nesting >= 0 and (math.isinf(nesting) or nesting == int(nesting))):
-            raise OptionError(
-                f"max_plate_nesting={nesting!r}: write a whole number, or leave it out: then it is found."
-            )
-        self.particles.change(nesting=nesting)
-
-    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        programs = SkipCosts()(model), SkipCosts()(guide)
-        try:
-            super()._guess_max_plate_nesting(*programs, args, kwargs)  # type: ignore[no-untyped-call]
-        except EXPLAINED:
-            # A run of our own says more of the same error.
-            self.run_program(Program(*programs, args, kwargs))
-            raise
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return self.run_program(Program(model, guide, args, kwargs))
-
-    @abstractmethod
-    def run_program(self, program: Program, particles: Particles | None = None) -> TracedRun:
-        """Runs guide and model as a step does, or for other particles."""
 
 
 def warn_of_hooks(objective: ELBO) -> None:

@@ -17,8 +17,9 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import CountedELBO, LossModule, Turn, kept_gradients, together, warn_of_hooks
+from pyro_bpq.objectives.entry import LossModule, Turn, kept_gradients, together, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
+from pyro_bpq.objectives.particle_count import CountedELBO
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Particles, Program

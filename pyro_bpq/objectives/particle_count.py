@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +23,22 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer import ELBO
 from pyro.poutine.messenger import Messenger
 
-from pyro_bpq.errors import BPQWarning, ParticlesDifferError, StructureChangedError, TooManyOutcomesError
+from pyro_bpq.errors import (
+    BPQWarning,
+    OptionError,
+    ParticlesDifferError,
+    StructureChangedError,
+    TooManyOutcomesError,
+    is_real,
+)
 from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
+from pyro_bpq.record.cost_statement import SkipCosts
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.program_errors import EXPLAINED
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
@@ -101,6 +112,66 @@ class ParticleCount:
         """The runs of a step, and the signals of their sites."""
         runner.meet(program, mode)
         return _Step(self, runner, program, mode).taken()
+
+
+class CountedELBO(ELBO):
+    """An ELBO of Pyro whose options about particles are held, and may be settled, by a count.
+
+    Attributes:
+        particles: How many particles run, and in which way.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        # Pyro's constructor sets the number of particles.
+        self.particles = ParticleCount()
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_particles(self) -> int:
+        """Number of particles; 1 where the loss is summed over all values."""
+        return self.particles.now.draws
+
+    @num_particles.setter
+    def num_particles(self, number: int) -> None:
+        self.particles.change(number=number)
+
+    @property
+    def vectorize_particles(self) -> bool:
+        """Whether particles run in one call, in a plate of their own."""
+        return self.particles.drawn.is_vectorized
+
+    @vectorize_particles.setter
+    def vectorize_particles(self, is_vectorized: bool) -> None:
+        self.particles.change(is_vectorized=is_vectorized)
+
+    @property
+    def max_plate_nesting(self) -> float:
+        """Bound on the number of nested plates, that of vectorised particles included."""
+        return self.particles.now.nesting
+
+    @max_plate_nesting.setter
+    def max_plate_nesting(self, nesting: float) -> None:
+        if not (is_real(nesting) and nesting >= 0 and (math.isinf(nesting) or nesting == int(nesting))):
+            raise OptionError(
+                f"max_plate_nesting={nesting!r}: write a whole number, or leave it out: then it is found."
+            )
+        self.particles.change(nesting=nesting)
+
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        programs = SkipCosts()(model), SkipCosts()(guide)
+        try:
+            super()._guess_max_plate_nesting(*programs, args, kwargs)  # type: ignore[no-untyped-call]
+        except EXPLAINED:
+            # A run of our own says more of the same error.
+            self.run_program(Program(*programs, args, kwargs))
+            raise
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        return self.run_program(Program(model, guide, args, kwargs))
+
+    @abstractmethod
+    def run_program(self, program: Program, particles: Particles | None = None) -> TracedRun:
+        """Runs guide and model as a step does, or for other particles."""
 
 
 @dataclass(frozen=True)
@@ -195,19 +266,17 @@ class _Step:
         draws, call, count.now = runner.recordings.mark(), runner.recordings.call, count.one
         found = runner.observe(self.program, count.one, replace(self.mode, looks=True))
         self._plan_sums(found)
-        if self._sums():
-            _undo(found.runs)
-            draws.again()
-            return self._summed()
         number, why = (1, STEERED) if found.ordered else runner.good_for(found.runs[0])
         if self.mode.has_ranks:
             number, why = 1, "several processes learn"
-        if number == 1:
+        if number == 1 and not self._sums():
             count.use(runner, count.one)
             count.say(f"One particle runs, because {why}.")
             return runner.staged(found)
         _undo(found.runs)
         draws.again()
+        if self._sums():
+            return self._summed()
         one, refused = found.runs[0], list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
         hidden = Particles(number, False, True, count.nesting)

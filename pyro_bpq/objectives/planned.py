@@ -12,12 +12,11 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import BPQWarning, OptionError
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.analytic import analytic_paths
-from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Staged, programs_of
@@ -29,8 +28,10 @@ from pyro_bpq.record.sandbox import isolated
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
-from pyro_bpq.step.critic_step import described
+from pyro_bpq.step.critic_step import NEEDS_LEAF, described
 from pyro_bpq.step.program_order import lone_step, order_step
+from pyro_bpq.step.signal_table import moved_value, q_slope, q_value
+from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step
 
@@ -98,7 +99,7 @@ class PlannedObjective(Objective):
 
             S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
 
-        A continuous site adds other terms, see :func:`~pyro_bpq.objectives.imagined.bootstrapped_surrogate`. The
+        A continuous site adds other terms, see :func:`~pyro_bpq.objectives.planned.bootstrapped_surrogate`. The
         gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as far as that
         comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
 
@@ -233,3 +234,52 @@ class PlannedObjective(Objective):
         if plan.sums and plan.summed is not None:
             return f"guide and model once, in {plan.summed.rows} rows that tell all values."
         return " ".join(filter(None, ["guide and model.", self.runner.recordings.when(), said, *plan.notes]))
+
+
+def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gamma: float = 1.0) -> Tensor:
+    r"""The sum of what critics expect at every site, as a function of the site's own distribution.
+
+        S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x))   with finite components
+        S = Σ_X ∂Q_X(x)/∂x x(ε; θ) - α H[q_X]                 without, for estimators that take the slope of the critic
+        S = Σ_X (Q_X(x) - V_X) log q_X(x) - α H[q_X]          for others
+
+    ``I``, ``Q`` and its slope are detached.
+    """
+    terms = []
+    for one in signals:
+        for c in one.active:
+            spec, names = one.layout.classes[c].spec, ", ".join(map(repr, one.layout.classes[c].names))
+            if spec.critic is None and not spec.tabled:
+                raise UnsupportedSiteError(
+                    f"Sites {names} cannot learn from critics alone, since they have none. Write "
+                    'infer={"bpq": {"critic": MLPCritic()}} at sites of finite values, {"estimator": QPathwise()} at '
+                    "continuous ones, or use pyro.infer.SVI."
+                )
+            if spec.components is None:
+                if c in one.learned:
+                    terms.append(_continuous(one, c))
+                    terms += [-entropy * _entropy(one, c, names)] if entropy else []
+                continue
+            exact, learned = one.exact(c), one.learned.get(c)
+            tables = [] if exact is None else [gamma * exact]
+            tables += [] if learned is None or learned.table is None else [learned.table]
+            if tables:
+                table, log_q = sum(tables[1:], tables[0]), one.batches[c].log_probs
+                terms.append((log_q.exp() * (table + entropy * log_q if entropy else table)).sum())
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def _continuous(signals: Signals, c: int) -> Tensor:
+    """The term of sites without finite components."""
+    if NEEDS_LEAF in signals.layout.classes[c].spec.estimator.needs:
+        return (q_slope(signals, c) * moved_value(signals, c)).sum()
+    advantage = q_value(signals, c) - signals.learned[c].level
+    return (advantage * signals.batches[c].score).sum()
+
+
+def _entropy(signals: Signals, c: int, names: str) -> Tensor:
+    """Sum of the sites' entropies in nats."""
+    try:
+        return signals.batches[c].stack(lambda site: site.fn.entropy(), 0).sum()
+    except NotImplementedError as error:
+        raise UnsupportedSiteError(f"Sites {names} have no entropy in closed form; write entropy=0.0.") from error

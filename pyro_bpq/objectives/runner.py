@@ -7,35 +7,41 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pyro.infer.util import is_validation_enabled
+from torch import Tensor
 
+from pyro_bpq.compiled.subject import gradients_of
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged
-from pyro_bpq.objectives.summing import summed
+from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
+from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.plan.work import work_of_run
 from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.jumps import is_undecided
 from pyro_bpq.record.plate_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.substitute import AllValues
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, trace_run
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.flips import flipped_costs
-from pyro_bpq.reruns.values import Values
+from pyro_bpq.reruns.gradients import inputs_of
+from pyro_bpq.reruns.tables import exact_sum
+from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
+from pyro_bpq.rollout.sums import in_single
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.step.signals import Signals
 
@@ -117,9 +123,7 @@ class StepRunner(Runner):
         """Runs model and guide, given as for one particle, for all particles of a step."""
         recordings, planner = self.recordings, self.plans.planner
         if particles.sums:
-            found = summed(self, program, particles, mode)
-            recordings.now.steps += mode.counts(found.runs[0])
-            return found
+            return self._summed(program, particles, mode)
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
         if is_ordered:
             in_order = self._ordered_step(program, particles, mode)
@@ -280,6 +284,76 @@ class StepRunner(Runner):
             recorded=recorded,
             cuts=() if recorded is None or is_dynamic else recorded.cuts,
         )
+
+    # Sums over all values.
+
+    def _summed(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """The run that fills the tables, a particle for each value, and their sum; refuses programs that have none."""
+        recordings, draws, rows, nesting = self.recordings, Draws(), particles.number, int(particles.nesting)
+        (together,) = programs_of(program, particles)
+
+        def run(record: bool) -> TracedRun:
+            # Dependencies are followed row by row, in log-probabilities too.
+            put = AllValues(rows, nesting, particles.is_compact, record)
+            filled = together._replace(model=put(together.model), guide=put(together.guide))
+            return self.trace(filled, particles, step=mode.num_steps, track=record, warns=False)
+
+        record = not mode.is_recorded and recordings.wants(particles)
+        traced = run(record)
+        if not (record or mode.is_recorded or recordings.knows(traced, rows)):
+            draws.again()
+            traced, record = run(True), True
+        loss = self._sum(traced, particles, mode)
+        if record and particles.is_compact:
+            # A program may read a shape.
+            draws.again()
+            if not torch.allclose(loss, self._sum(run(False), particles, mode), rtol=1e-4):
+                self._refuse("values of size one in plates cost something else")
+        if record:
+            assert traced.recorded is not None
+            alone = self.alone(program, particles, traced)
+            values = Values((traced.recorded,), alone, (traced,), recordings.call, nesting)
+            if not all(is_alike(values, row) for row in (0, rows - 1)):
+                self._refuse("a row of values costs something else alone")
+        recordings.now.steps += mode.counts(traced)
+        return Observation((traced,), summed=loss)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Refuses to sum. The next run is recorded: what was known of the structure may no longer be so."""
+        self.recordings.look_again()
+        raise UnsupportedProgramError(reason)
+
+    def _sum(self, traced: TracedRun, particles: Particles, mode: Mode) -> Tensor:
+        """The sum over the tables of a run."""
+        plan, is_open = self._sum_plan(traced, particles, mode), not mode.is_recorded
+        loss, zeros = exact_sum(traced, plan, int(particles.nesting), is_open)
+        if is_open:
+            # One read on the host.
+            known, (number, num_zeros) = self.num_zeros, torch.stack([in_single(loss.detach()), zeros]).tolist()
+            if not math.isfinite(number):
+                raise UnsupportedProgramError("the loss is not finite at some values")
+            if num_zeros > known or (num_zeros and traced.recorded is not None):
+                # Where the probability is zero, an infinite slope of the cost makes the gradient NaN.
+                slopes = gradients_of(loss, inputs_of(loss), retain_graph=True)
+                if not all(bool(torch.isfinite(slope).all()) for slope in slopes.values()):
+                    raise UnsupportedProgramError("the gradient is not finite at impossible values")
+                self.num_zeros = max(known, int(num_zeros))
+        return loss
+
+    def _sum_plan(self, traced: TracedRun, particles: Particles, mode: Mode) -> SumPlan:
+        """The plan of the sum over the tables of a run."""
+        recordings = self.recordings
+        if traced.escaped_sites or recordings.is_dynamic(traced):
+            # Where one value runs at a time, values may well stay in torch.
+            self._refuse("sampled values steer it")
+        if traced.mixes is not None:
+            self._refuse(f"{traced.mixes[0]} reads several rows of values")
+        graph = recordings.graph(traced, particles.number, mode.learning)
+        facts = replace(self.facts([traced], False, particles, mode), sums=True)
+        plan = self.plans.of(traced, graph, facts).summed
+        if plan is None or plan.rows > particles.number:
+            self._refuse("a law or a cost reads several sites")
+        return plan
 
 
 def _in_order(planner: Planner, runs: Sequence[PlainRun | TracedRun]) -> tuple[RunInOrder, ...] | None:
