@@ -126,7 +126,11 @@ class TraceBackpropQ_IWAE(Objective):
                 f"Each of the samples of plate {self.plate!r} drew a subsample of its own, so that no row has more "
                 "than one. Write vectorize_particles=True, or hand minibatches to the model."
             )
-        scale, dim = (1.0, None) if frames[0] is None else (_row_scale(frames[0]), frames[0].dim)
+        scale, dim = 1.0, None
+        if (frame := frames[0]) is not None:
+            # The plate's subsample stands for all.
+            dim, is_full = frame.dim, frame.full_size is None or frame.full_size < 0
+            scale = 1.0 if is_full else frame.full_size / frame.size
         parts = [self._rows(run, dim, scale) for run in runs]
         shape = self.num_outer, self.num_inner, -1
         log_w, score = (torch.cat(part).reshape(shape) for part in zip(*parts, strict=True))
@@ -179,22 +183,16 @@ class BoundRunner(Runner):
             self.recordings.graph(first, particles.in_call, mode.learning)
             # Rows and particles that meet are told once.
             self.recordings.now.next = math.inf
-            if self.plate is not None and first.entries:
-                self._warn_of_rows(self.plate, first)
+            met = [cost for cost, (plate, _) in first.met.items() if plate == self.plate]
+            if met:
+                warnings.warn(
+                    f"Rows of the plate {self.plate!r} meet in {met[0]}: a row of it reads values of other rows. With "
+                    f"plate={self.plate!r} each row has weights of its own, so that the gradient is biased. Write "
+                    "plate=None, or keep the rows apart.",
+                    BPQWarning,
+                    stacklevel=2,
+                )
         return Observation(tuple(runs))
-
-    def _warn_of_rows(self, plate: str, run: TracedRun) -> None:
-        """Warns if a row of the plate reads values of other rows."""
-        _frame(run, plate)  # an error where a site is not in it
-        met = [cost for cost, (where, _) in run.met.items() if where == plate]
-        if met:
-            warnings.warn(
-                f"Rows of the plate {plate!r} meet in {met[0]}: a row of it reads values of other rows. With "
-                f"plate={plate!r} each row has weights of its own, so that the gradient is biased. Write plate=None, "
-                "or keep the rows apart.",
-                BPQWarning,
-                stacklevel=2,
-            )
 
 
 def _choose(site: SiteInfo, options: SiteOptions) -> Estimator:
@@ -221,12 +219,6 @@ def _frame(traced: TracedRun, plate: str) -> Any:
             )
     nodes = (*traced.guide_trace.nodes.values(), *traced.model_trace.nodes.values())
     return next(frame for node in nodes for frame in node.get("cond_indep_stack", ()) if frame.name == plate)
-
-
-def _row_scale(frame: Any) -> float:
-    """The scale by which the plate's subsample stands for all."""
-    full = frame.full_size
-    return 1.0 if full is None or full < 0 else full / frame.size
 
 
 def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:

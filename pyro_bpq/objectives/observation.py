@@ -215,10 +215,8 @@ class Runner(ABC):
 
 def programs_of(program: Program, particles: Particles) -> list[Program]:
     """The programs of each run of a step: one for each particle, or one in a plate of all particles."""
-    if not particles.is_vectorized:
+    if not particles.has_plate:
         return [program] * particles.number
-    if particles.number == 1:
-        return [program]
-    plates = (pyro.plate(PARTICLES, particles.number, dim=-int(particles.nesting)) for _ in range(2))
-    model, guide = (plate(part) for plate, part in zip(plates, program[:2], strict=True))
+    number, dim = particles.number, -int(particles.nesting)
+    model, guide = (pyro.plate(PARTICLES, number, dim=dim)(part) for part in program[:2])
     return [program._replace(model=model, guide=guide)]

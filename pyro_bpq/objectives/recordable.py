@@ -81,22 +81,15 @@ class Recordable:
 
     def places(self) -> list[Place]:
         """Critics, statistics and the state of the critics' optimiser."""
-        bank, own = self.objective.critics, self.objective.trainer.optimizer
-        found = [
-            Place(tensors, name, tensor)
-            for block in bank.blocks.values()
-            for module in block.modules()
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
-        for key, optimizer in own.optimizers.items():
+        optimizers = self.objective.trainer.optimizer.optimizers
+        modules = self.objective.critics.modules()
+        tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
+        for optimizer in optimizers.values():
             assert isinstance(optimizer, AveragedAdam)
             optimizer.count_in_tensors()
-            found.append(Place(own.optimizers, key, optimizer))
-            for state in optimizer.state.values():
-                found += [Place(state, name, tensor) for name, tensor in state.items()]
-        return found
+            tables += optimizer.state.values()
+        found = [Place(table, name, held) for table in tables for name, held in table.items() if held is not None]
+        return [*found, *(Place(optimizers, key, optimizer) for key, optimizer in optimizers.items())]
 
     def recorded_step(self, program: Program, number: RecordedStep) -> tuple[Step, Tensor]:
         """Takes a step, and gives a scalar that has its gradient; what the step teaches is noted, not applied."""

@@ -152,12 +152,12 @@ class Replayer:
         names = coparents(network, site) if plan is None and form == "expected" else ()
         if names:
             joint = [assignments(traced, names, site, self.replay.max_assignments) for traced in staged.traced]
-            merged = [
-                [{**stay, **more} for stay, more in zip(values, each, strict=True)] for each in zip(*joint, strict=True)
-            ]
-            # The same seed: what the co-parents read is drawn alike for all their values.
-            found = [self._rerun(owner, stored, each, seed) for each in merged]
-            weighted = [(each.signals, _weight(each, names)) for each in found]
+            weighted = []
+            for each in zip(*joint, strict=True):
+                merged = [{**stay, **more} for stay, more in zip(values, each, strict=True)]
+                # The same seed: what the co-parents read is drawn alike for all their values.
+                found = self._rerun(owner, stored, merged, seed)
+                weighted.append((found.signals, _weight(found, names)))
             loss = expected_critic_loss(weighted, owner.critics, learning, own)
         else:
             chosen = own

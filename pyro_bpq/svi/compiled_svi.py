@@ -104,8 +104,7 @@ class CompiledSVI(SVI):
         losses: list[Tensor] = []
         shown = time.perf_counter()
         batches: Iterable[Any] = itertools.repeat((), steps) if isinstance(steps, int) else steps
-        total = steps if isinstance(steps, int) else operator.length_hint(steps) or None
-        with tqdm(batches, total=total, disable=not progress, desc="loss") as bar:
+        with tqdm(batches, total=operator.length_hint(batches) or None, disable=not progress, desc="loss") as bar:
             for batch in bar:
                 first = batch if isinstance(batch, (tuple, list)) else (batch,)
                 losses.append(torch.as_tensor(self._step((*first, *args), kwargs)))
