@@ -252,16 +252,15 @@ class TrustRegionSVI(_ControlledSVI):
             slopes = gradients_of(nearby.total_kl, leaves, create_graph=True)
             self.last = ControlledStep(loss)
             if slopes:
-                self._move(loss, objective, nearby, [*slopes], _flat(slopes, slopes))
+                self._move(loss, objective, nearby, slopes)
             self.optim(set(parameters) - slopes.keys())
         finally:
             # A gradient that stayed would be added to that of the next step.
             zero_grads(parameters)
         return loss
 
-    def _move(
-        self, loss: float, objective: LocalObjective, nearby: Nearby, own: Sequence[Tensor], slope: Tensor
-    ) -> None:
+    def _move(self, loss: float, objective: LocalObjective, nearby: Nearby, slopes: Mapping[Tensor, Tensor]) -> None:
+        own, slope = [*slopes], _flat(slopes, slopes)
         gradient = _flat({leaf: leaf.grad for leaf in own if leaf.grad is not None}, own)
         each = objective.value(nearby)
         rest = gradient - _gradient(each.mean(), own)

@@ -96,7 +96,7 @@ def hiding() -> tuple[Any, Any]:
 def test_particles_that_mix_cost_what_they_cost_alone() -> None:
     with pytest.warns(UserWarning):
         elbo = after(6, *hiding(), num_particles=2, vectorize_particles=True)
-    assert elbo.num_particles == 2 and not elbo.particles.now.has_plate, str(elbo)
+    assert elbo.num_particles == 2 and not elbo.particles.now.has_plate, elbo.settled
     assert_unbiased(elbo.eval(), *hiding())
 
 
@@ -110,5 +110,5 @@ def test_costs_that_change_by_themselves_are_not_compared() -> None:
         pyro.factor("count", 0.0 * a - 1000.0 * calls[0])
 
     elbo = after(40, model, guide_of(True))
-    assert elbo.particles.now.is_hidden and elbo.num_particles > 1, str(elbo)
+    assert elbo.particles.now.is_hidden and elbo.num_particles > 1, elbo.settled
     assert elbo.loss_and_grads(model, guide_of(True)) == pytest.approx(1000.0 * calls[0], abs=100.0)

@@ -171,7 +171,7 @@ ALL = (chain, kinds, reversed_guide, subsampled, impossible)
 def summing(model: Any, guide: Any, steps: int = 3) -> TraceBackpropQ_ELBO:
     """An objective after some steps, which sums."""
     elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=steps)
-    assert elbo.particles.now.sums, str(elbo)
+    assert elbo.particles.now.sums, elbo.settled
     return elbo
 
 
