@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Write, named_tensors
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
-from pyro_bpq.objectives.observation import Staged, Transient
+from pyro_bpq.objectives.observation import Transient
 from pyro_bpq.objectives.replayer import Replayer, gradients_of
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.step.critic_loss import critic_loss
@@ -64,10 +63,6 @@ class CriticTrainer:
         """The processes that learn together; ``None`` where there are no others."""
         ranks = self.options.ranks
         return None if ranks is None or ranks.size == 1 else ranks
-
-    def keep(self, items: Sequence[Staged], result: Step) -> None:
-        """Keeps what a step worked on."""
-        self.staged = Transient([replace(item, result=result) for item in items])
 
     def prepare(self, surrogate: Tensor, result: Step) -> Tensor:
         """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""

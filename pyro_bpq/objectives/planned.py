@@ -19,7 +19,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.analytic import analytic_paths
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, Observation, Staged, programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Staged, Transient, programs_of
 from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
@@ -65,7 +65,7 @@ class PlannedObjective(Objective):
         if self.analytic_kl:
             result = replace(result, paths=analytic_paths(seen))
         if self.trainer.keeps_staged:
-            self.trainer.keep(seen.items, result)
+            self.trainer.staged = Transient(replace(item, result=result) for item in seen.items)
         return result
 
     def _result(self, seen: Observation, mode: Mode) -> Step:

@@ -141,7 +141,8 @@ class Replayer:
         plan, form = stored.plan, self._form(stored.is_steered)
         is_whole = plan is not None and not self._redraws(stored, site)
         held = held_sites(stored.network, site, form if plan is None else "redrawn")
-        values = stored.values if is_whole else [_kept(each, stored, held) for each in stored.values]
+        redrawn = frozenset() if is_whole else stored.network.graph.index.keys() - held
+        values = [{name: value for name, value in each.items() if name not in redrawn} for each in stored.values]
         staged = self._rerun(owner, stored, values, seed)
         network = staged.signals.layout.network
         if network is None or not (network == stored.network if is_whole else _reaches(staged, site, held)):
@@ -211,11 +212,6 @@ def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:
     }
     plan = off_policy_plan(layout.network, expected, layout.tabled, names)
     return {"values": tuple(values), "costs": tuple(costs), "plan": plan}
-
-
-def _kept(values: Mapping[str, Tensor], stored: StoredRollout, held: Collection[str]) -> dict[str, Tensor]:
-    """The stored values that are held, and all subsample indices."""
-    return {name: value for name, value in values.items() if name in held or name not in stored.network.graph.index}
 
 
 def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:
