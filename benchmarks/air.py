@@ -28,6 +28,7 @@ from common import (
     Size,
     about,
     arguments,
+    baseline_options,
     curves,
     data_file,
     run_race,
@@ -79,20 +80,11 @@ class Air(nn.Module):
         self.look = nn.Sequential(nn.Flatten(), nn.Linear(CANVAS**2, HIDDEN), nn.ReLU())
         self.cell, self.head = nn.LSTMCell(HIDDEN + WHAT + 4, HIDDEN), mlp(HIDDEN, 100, 7)
         self.program = program
-        if program == "net":
-            self.baseline = nn.Sequential(mlp(HIDDEN, 100, 1), nn.Flatten(-2))
+        self.baseline = nn.Sequential(mlp(HIDDEN, 100, 1), nn.Flatten(-2)) if program == "net" else None
         with torch.no_grad():
             self.decoder[-1].bias.sub_(2.0)  # windows are dark at first
             self.head[-1].weight.mul_(0.1)
             self.head[-1].bias.copy_(torch.tensor([2.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0]))
-
-    def options(self, state: Tensor) -> dict[str, object]:
-        """Options for ``TraceGraph_ELBO``'s baselines."""
-        if self.program == "average":
-            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
-        if self.program == "net":
-            return {"baseline": {"nn_baseline": self.baseline, "nn_baseline_input": state.detach()}}
-        return {}
 
     def digit(self, is_there: Tensor, where: Tensor, what: Tensor) -> Tensor:
         """What a step adds to a canvas."""
@@ -121,8 +113,8 @@ class Air(nn.Module):
                 state = self.cell(torch.cat([self.look(x), drawn, is_there.unsqueeze(-1)], -1), state)
                 odds, loc, scale = self.head(state[0]).split([1, 3, 3], -1)
                 chance = (MOST * torch.tanh(odds.squeeze(-1) / MOST)).sigmoid()
-                law = dist.Bernoulli(chance * is_there)
-                is_there = pyro.sample(f"is_there_{t}", law, infer=self.options(state[0]))
+                baseline = baseline_options(self.program, self.baseline, state[0].detach())
+                is_there = pyro.sample(f"is_there_{t}", dist.Bernoulli(chance * is_there), infer=baseline)
                 with poutine.mask(mask=is_there.bool()):
                     where = pyro.sample(f"where_{t}", dist.Normal(loc, softplus(scale)).to_event(1))
                     seen = self.encoder(sampled(x, place(where), WINDOW, False).flatten(1))

@@ -33,6 +33,7 @@ from common import (
     Row,
     Size,
     arguments,
+    baseline_options,
     bounds,
     data_file,
     leave_one_out,
@@ -82,11 +83,7 @@ class MarkovModel(nn.Module):
         """A state, one-hot."""
         if self.program == "onehot":
             return pyro.sample(f"z_{t}", dist.OneHotCategorical(logits=logits))
-        infer: dict[str, object] = {}
-        if self.program == "enumerate":
-            infer = {"enumerate": "parallel"}
-        elif self.program == "average":
-            infer = {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
+        infer = {"enumerate": "parallel"} if self.program == "enumerate" else baseline_options(self.program)
         return one_hot(pyro.sample(f"z_{t}", dist.Categorical(logits=logits), infer=infer), self.states).float()
 
     def model(self, rolls: Tensor, lengths: Tensor) -> None:

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -30,8 +31,9 @@ from typing import Any, Protocol
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import ELBO, TraceGraph_ELBO
+from pyro.infer import ELBO, SVI, TraceGraph_ELBO
 from pyro.infer.enum import get_importance_trace
+from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -163,18 +165,12 @@ def interleaved(
     return {name: median(taken) for name, taken in seconds.items()}
 
 
-def timed_step(step: Callable[[], object], elbo: object, longest: float) -> tuple[float, float]:
-    """CPU seconds of a training step, and apart from them, by the clock, what it takes to make a compiled one.
-
-    Args:
-        step: Takes the step.
-        elbo: Its loss, ours or another.
-        longest: A step of a compiled loss that takes more seconds records and compiles.
-    """
+def timed_step(step: Callable[[], object], elbo: object) -> tuple[float, float]:
+    """CPU seconds of a training step of a loss, and apart from them, by the clock, what making a compiled one takes."""
     start, begun = time.process_time(), time.perf_counter()
     step()
     taken = time.process_time() - start
-    is_making = taken > longest and getattr(elbo, "compiled", None) is not None
+    is_making = taken > MAKING and getattr(elbo, "compiled", None) is not None
     return (0.0, time.perf_counter() - begun) if is_making else (taken, 0.0)
 
 
@@ -303,7 +299,7 @@ def write_markdown(path: Path, title: str, parts: Sequence[str]) -> None:
 
 Data = tuple[Tensor, ...]
 CHUNK = 5000  # rows times samples that are evaluated at once
-MAKING = 2.0  # a call of a compiled loss that takes longer records and compiles
+MAKING = 0.3  # a step of a compiled loss that takes more seconds records and compiles
 
 
 @dataclass(frozen=True)
@@ -418,51 +414,48 @@ class PlainLeaveOneOut(ELBO):
         return float(cost.sum()) / self.num_particles
 
 
+def baseline_options(kind: str, net: nn.Module | None = None, seen: Tensor | None = None) -> dict[str, Any]:
+    """Options of a site for ``TraceGraph_ELBO``'s baselines: ``"average"``, ``"net"`` of what it sees, else none."""
+    kinds = {"average": {"use_decaying_avg_baseline": True}, "net": {"nn_baseline": net, "nn_baseline_input": seen}}
+    return {"baseline": kinds[kind]} if kind in kinds else {}
+
+
 def with_averages(guide: Callable[..., Any]) -> Callable[..., Any]:
     """A guide with the decaying-average baseline of ``TraceGraph_ELBO`` at every site."""
-    baseline = {"use_decaying_avg_baseline": True}
-    return poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": baseline})
+    return poutine.infer_config(guide, lambda site: {**site["infer"], **baseline_options("average")})
 
 
 class Runner:
-    """A training run.
+    """A training run, which takes turns with others; parameters and random numbers are its own.
 
     Args:
         task: What is trained.
         method: By whom.
         rate: Learning rate of Adam; a baseline net of the guide, ``baseline``, has ten times as much.
-        seed: Seed of weights and batches.
+        seed: Seed of weights, batches and draws.
     """
 
     def __init__(self, task: Task, method: Method, rate: float, seed: int) -> None:
         self.task, self.method, self.rate, self.seed = task, method, rate, seed
-        self.seconds, self.making, self.steps, self.state = 0.0, 0.0, 0, None
+        self.seconds, self.making, self.steps, self.elbo = 0.0, 0.0, 0, method.elbo()
         self.curve: list[Row] = []
         self.generator = torch.Generator().manual_seed(seed)
-        pyro.set_rng_seed(seed)
-        self.programs, self.elbo = task.programs(method.program), method.elbo()
-        named = list(self.programs.named_parameters())
-        nets = [[p for name, p in named if name.startswith("baseline") == is_baseline] for is_baseline in (False, True)]
-        groups = [{"params": p, "lr": rate * factor} for p, factor in zip(nets, (1.0, 10.0), strict=True) if p]
-        self.optimizer = torch.optim.Adam(groups)
-
-    def step(self) -> None:
-        """One step; only the part after the batch is timed."""
-        batch = self.task.batch(self.generator)
-
-        def update() -> None:
-            self.optimizer.zero_grad()
-            self.elbo.loss_and_grads(self.programs.model, self.programs.guide, *batch)
-            self.optimizer.step()
-
-        seconds, making = timed_step(update, self.elbo, MAKING)
-        self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
+        adam = Adam(lambda name: {"lr": rate * (10.0 if "baseline" in name else 1.0)})
+        with pyro.get_param_store().scope() as self.state:
+            pyro.set_rng_seed(seed)
+            self.programs = task.programs(method.program)
+            self.svi = SVI(self.programs.model, self.programs.guide, adam, None, self.elbo.loss_and_grads)
+            self.draws = torch.get_rng_state()
 
     def train(self, until: float) -> None:
-        """Trains until so many seconds are spent in all; parameters and baselines have a store of their own."""
+        """Trains until so many seconds are spent in all; only the part of a step after the batch is timed."""
         with pyro.get_param_store().scope(self.state) as self.state:
+            torch.set_rng_state(self.draws)
             while self.seconds < until:
-                self.step()
+                step = partial(self.svi.step, *self.task.batch(self.generator))
+                seconds, making = timed_step(step, self.elbo)
+                self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
+            self.draws = torch.get_rng_state()
 
     def measure(self, samples: int) -> None:
         """Adds a point to the curve."""

@@ -16,14 +16,24 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from common import about, arguments, median, progress, read_csv, table, write_csv, write_markdown
-from pyro.infer import Trace_ELBO, TraceGraph_ELBO
-from race import Run
+from common import (
+    Method,
+    Runner,
+    about,
+    arguments,
+    median,
+    progress,
+    read_csv,
+    table,
+    write_csv,
+    write_markdown,
+)
+from race import PYRO, Whole, loss_of
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
 GALLERY = Path(__file__).parent.parent / "gallery"
-METHODS = {kind.__name__: kind for kind in (TraceBackpropQ_ELBO, TraceGraph_ELBO, Trace_ELBO)}
+METHODS = (Method("TraceBackpropQ_ELBO", TraceBackpropQ_ELBO), *reversed(PYRO))
 SLICE = 0.5
 
 
@@ -42,17 +52,17 @@ def programs() -> list[ModuleType]:
 
 def measure(program: ModuleType, seconds: float, seeds: int, particles: int) -> dict[str, Any]:
     """Medians over seeds of the bound, and numbers of steps."""
-    bounds: dict[str, list[float]] = {method: [] for method in METHODS}
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
-    args = program.data()
+    bounds: dict[str, list[float]] = {method.name: [] for method in METHODS}
+    times: dict[str, list[float]] = {method.name: [] for method in METHODS}
+    task = Whole(lambda: program, program.data())
     for seed in range(seeds):
-        runs = [Run(lambda: (program.model, program.guide), M(), program.LR, seed, m) for m, M in METHODS.items()]
+        runs = [Runner(task, method, program.LR, seed) for method in METHODS]
         for turn in range(1, max(1, round(seconds / SLICE)) + 1):
             for run in runs:
-                run.train(turn * SLICE, lambda generator: args)
+                run.train(turn * SLICE)
         for run in runs:
-            bounds[run.method].append(-run.loss(args, particles))
-            times[run.method].append(1e3 * run.used / run.steps)
+            bounds[run.method.name].append(-loss_of(run, particles))
+            times[run.method.name].append(1e3 * run.seconds / run.steps)
     row: dict[str, Any] = {"program": program.title}
     row |= {method: round(median(values), 2) for method, values in bounds.items()}
     row |= {f"spread of {method}": round(max(values) - min(values), 2) for method, values in bounds.items()}
@@ -77,7 +87,7 @@ def main() -> None:
     shown = [{name: v for name, v in row.items() if not name.startswith(("spread", "ms"))} for row in rows]
     # Two decimals, where a table has three digits.
     shown = [{name: v if name == "program" else f"{v:.2f}" for name, v in row.items()} for row in shown]
-    more = [{name: v for name, v in row.items() if name not in METHODS} for row in rows]
+    more = [{name: v for name, v in row.items() if name not in {m.name for m in METHODS}} for row in rows]
     write_markdown(options.output / "gallery.md", "Gallery", [*about(__doc__), table(shown), table(more)])
 
 

@@ -27,6 +27,7 @@ from common import (
     Method,
     Size,
     arguments,
+    baseline_options,
     bounds,
     data_file,
     leave_one_out,
@@ -75,29 +76,19 @@ class BeliefNet(nn.Module):
         self.register_buffer("mean", mean)
         with torch.no_grad():
             self.down[0][-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
-        self.program = program
-        if program == "net":
-            nets = (
-                nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2)) for _ in self.up
-            )
-            self.baseline = nn.ModuleList(nets)
-
-    def options(self, layer: int, x: Tensor) -> dict[str, object]:
-        """Options for ``TraceGraph_ELBO``'s baselines."""
-        if self.program == "average":
-            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
-        if self.program == "net":
-            return {"baseline": {"nn_baseline": self.baseline[layer], "nn_baseline_input": x - self.mean}}
-        return {}
+        self.program, number = program, depth if program == "net" else 0
+        self.baseline = nn.ModuleList(
+            nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2)) for _ in range(number)
+        )
 
     def guide(self, x: Tensor) -> None:
         """Latents from the images up."""
         pyro.module("nets", self)
         with pyro.plate("rows", len(x), dim=-1):
             value = x - self.mean
-            for i, net in enumerate(self.up):
-                units = dist.Bernoulli(logits=net(value)).to_event(1)
-                value = 2.0 * pyro.sample(f"z_{i}", units, infer=self.options(i, x)) - 1.0
+            for i, (net, own) in enumerate(zip(self.up, self.baseline or [None] * len(self.up), strict=True)):
+                units, options = dist.Bernoulli(logits=net(value)), baseline_options(self.program, own, x - self.mean)
+                value = 2.0 * pyro.sample(f"z_{i}", units.to_event(1), infer=options) - 1.0
 
     def model(self, x: Tensor) -> None:
         """Fair latents at the top, down to the images."""
