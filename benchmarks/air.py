@@ -26,6 +26,7 @@ from common import (
     Race,
     Row,
     Size,
+    Task,
     about,
     arguments,
     baseline_options,
@@ -156,20 +157,20 @@ def canvases(digits: Tensor, number: int, seed: int) -> tuple[Tensor, Tensor]:
     return found, torch.from_numpy(counts)
 
 
-class Canvases:
-    """The task: canvases of MNIST digits."""
+def splits_of(images: np.ndarray, sizes: dict[str, int]) -> dict[str, Data]:
+    """Canvases of MNIST digits, and their counts, by split."""
+    middle = torch.from_numpy(images).float().reshape(-1, 1, 28, 28)[..., 4:24, 4:24]
+    digits = interpolate(middle, size=(WINDOW, WINDOW), mode="area").squeeze(1)
+    digits = digits / digits.amax((1, 2), keepdim=True)
+    parts = digits.chunk(len(sizes))  # no digit is in two splits
+    named = zip(sizes, sizes.values(), parts, strict=True)
+    return {name: canvases(part, size, seed) for seed, (name, size, part) in enumerate(named)}
 
-    name, unit = "AIR", "canvas"
 
-    def __init__(self, images: np.ndarray, sizes: dict[str, int]) -> None:
-        middle = torch.from_numpy(images).float().reshape(-1, 1, 28, 28)[..., 4:24, 4:24]
-        digits = interpolate(middle, size=(WINDOW, WINDOW), mode="area").squeeze(1)
-        digits = digits / digits.amax((1, 2), keepdim=True)
-        parts = digits.chunk(len(sizes))  # no digit is in two splits
-        self.splits = {
-            name: canvases(part, size, seed)
-            for seed, ((name, size), part) in enumerate(zip(sizes.items(), parts, strict=True))
-        }
+class Canvases(Task):
+    """The task."""
+
+    unit = "canvas"
 
     def programs(self, program: str) -> Air:
         """Nets with the weights that the global seed gives."""
@@ -179,10 +180,6 @@ class Canvases:
         """Canvases."""
         images, _ = self.splits["train"]
         return (images[torch.randint(len(images), (BATCH,), generator=generator)],)
-
-    def held_out(self, split: str) -> Data:
-        """Canvases and their counts."""
-        return self.splits[split]
 
     @torch.no_grad()
     def measure(self, programs: Air, data: Data, samples: int) -> tuple[float, float]:
@@ -223,7 +220,7 @@ def main() -> None:
     number = {"train": 20_000, "valid": 1_000, "curve": 500, "test": 2_000}
     number = {split: 10 if options.smoke else count for split, count in number.items()}
     with np.load(path) as data:
-        race = run_race(Canvases(data["x_train"][:40_000], number), METHODS, size)
+        race = run_race(Canvases("AIR", splits_of(data["x_train"][:40_000], number)), METHODS, size)
     rows = rows_of(race)
     print(table(rows))
     how = f"{size.seconds:g} s of CPU time a run, {size.seeds} seed(s)."

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from common import (
     about,
     arguments,
     baseline_options,
+    cases,
     flat,
     grouped,
     interleaved,
@@ -63,14 +63,6 @@ from pyro_bpq import CompiledSVI, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELB
 
 PARTICLES, LEARNING_RATE, HIDDEN = 1000, 3e-2, 32
 VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 0}
-
-
-class DoubleNet(nn.Sequential):
-    """A net in float64 that takes inputs of any precision."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The net's output."""
-        return super().forward(inputs.double())
 
 
 class Chain(nn.Module):
@@ -98,8 +90,10 @@ class Chain(nn.Module):
 
     def options(self, inputs: Tensor) -> dict[str, object]:
         """Options for ``TraceGraph_ELBO``'s baselines."""
-        # The first site reads nothing that particles differ in.
-        return baseline_options(self.pyro_baseline, self.baseline, inputs.expand(PARTICLES, inputs.shape[-1]))
+        if self.pyro_baseline == "net":
+            # The first site reads nothing that particles differ in.
+            inputs = inputs.expand(PARTICLES, inputs.shape[-1])
+        return baseline_options(self.pyro_baseline, self.baseline, inputs)
 
     def gradient(self) -> Tensor:
         """The exact gradient, in float64."""
@@ -110,11 +104,11 @@ class Chain(nn.Module):
         """The error of the gradient that a call leaves in the net."""
         return Error.of(exact, self.net.parameters(), call, repeats)
 
-    def double_net(self) -> DoubleNet:
-        """A copy of the net in float64, for inputs of any precision."""
-        return DoubleNet(copy.deepcopy(self.net).double())
+    def double_net(self) -> nn.Module:
+        """A copy of the net in float64."""
+        return copy.deepcopy(self.net).double()
 
-    def law(self, net: nn.Module, state: Tensor, t: int) -> Tensor:
+    def law(self, net: Any, state: Tensor, t: int) -> Tensor:
         """``log q`` of every value of a site, ``(..., values)``; the first site's state is 0."""
         raise NotImplementedError
 
@@ -126,7 +120,7 @@ class Chain(nn.Module):
         """The cost of the last state."""
         raise NotImplementedError
 
-    def tables(self, net: DoubleNet) -> list[tuple[Tensor, Tensor]]:
+    def tables(self, net: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """``log q`` of every value in every state, and the states that follow, by step; both ``(states, values)``."""
         states, found = torch.zeros(1, dtype=torch.long), []
         for t in range(self.steps):
@@ -135,7 +129,7 @@ class Chain(nn.Module):
             states = torch.arange(int(found[-1][1].max()) + 1)
         return found
 
-    def exact_loss(self, net: DoubleNet) -> Tensor:
+    def exact_loss(self, net: nn.Module) -> Tensor:
         """Minus the ELBO as a differentiable function of the net, in float64: forward over the law of the state."""
         now, loss = torch.ones(1, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for log_q, after in self.tables(net):
@@ -194,8 +188,8 @@ class Markov(Chain):
             law = dist.Categorical(logits=self.net(inputs))
             state = 1 + pyro.sample(f"x_{t}", law, infer=self.options(inputs))
 
-    def law(self, net: nn.Module, state: Tensor, t: int) -> Tensor:
-        return net(self.inputs(state, t)).log_softmax(-1)
+    def law(self, net: Any, state: Tensor, t: int) -> Tensor:
+        return net(self.inputs(state, t).to(net[0].weight)).log_softmax(-1)
 
     def after(self, state: Tensor, value: Tensor) -> Tensor:
         return value + 1
@@ -231,8 +225,8 @@ class Count(Chain):
             coin = dist.Bernoulli(logits=self.net(inputs).squeeze(-1))
             count = count + pyro.sample(f"x_{t}", coin, infer=self.options(inputs))
 
-    def law(self, net: nn.Module, state: Tensor, t: int) -> Tensor:
-        logits = net(self.inputs(state, t))
+    def law(self, net: Any, state: Tensor, t: int) -> Tensor:
+        logits = net(self.inputs(state, t).to(net[0].weight))
         return -softplus(torch.cat((logits, -logits), -1))
 
     def after(self, state: Tensor, value: Tensor) -> Tensor:
@@ -303,11 +297,11 @@ def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], obje
         Number of particles, seconds of our step and of the rival's.
     """
     few, many = PARTICLES // 2, 2 * PARTICLES
-    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5, time.process_time)
+    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5)
     slope = max((seconds["many"] - seconds["few"]) / (many - few), 1e-8)
     number = int(few + (seconds["ours"] - seconds["few"]) / slope)
     number = min(max(number, 2), 40 * PARTICLES)
-    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7, time.process_time)
+    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7)
     return number, seconds["ours"], seconds["rival"]
 
 
@@ -358,7 +352,7 @@ def equal_time(
     chain: Chain, exact: Tensor, rival: Callable[[], object], ours: Callable[[], object], size: Size
 ) -> float:
     """Squared error of a rival whose steps are averaged until our step's time is spent."""
-    seconds = interleaved({"ours": ours, "rival": rival}, 3, time.process_time)
+    seconds = interleaved({"ours": ours, "rival": rival}, 3)
     return chain.error(exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
 
 
@@ -443,13 +437,8 @@ OWN_NUMBERS = (1, 8, 32, 100, 1000)
 
 def milliseconds(step: Callable[[], object], rounds: int = 15) -> float:
     """CPU time of a step: the median over rounds of ten."""
-    times = []
-    for _ in range(rounds):
-        start = time.process_time()
-        for _ in range(10):
-            step()
-        times.append((time.process_time() - start) / 10)
-    return 1000 * median(times)
+    ten = {"steps": lambda: [step() for _ in range(10)]}
+    return 100.0 * interleaved(ten, rounds)["steps"]
 
 
 def compiled(chain: Chain, elbo: TraceBackpropQ_ELBO, lr: float, steps: int) -> CompiledSVI:
@@ -508,14 +497,9 @@ def compiled_rows(chain: str, particles: int, seed: int) -> Iterator[Row]:
 def compiled_main(options: Any) -> None:
     """Measures compiled steps, writes ``chains_compiled.csv`` and ``chains_compiled.md``."""
     torch.set_num_threads(1)
-    cases = [
-        {"chain": chain, "particles": particles, "seed": seed}
-        for chain in KINDS
-        if chain.startswith(options.only)
-        for particles in OWN_NUMBERS
-        for seed in range(options.seeds or 1)
-    ]
-    rows = measured(options.output / "chains_compiled.csv", cases, compiled_rows, options.resume)
+    chains = [chain for chain in KINDS if chain.startswith(options.only)]
+    wanted = cases(chain=chains, particles=OWN_NUMBERS, seed=range(options.seeds or 1))
+    rows = measured(options.output / "chains_compiled.csv", wanted, compiled_rows, options.resume)
     page = table(rows)
     write_markdown(options.output / "chains_compiled.md", "Chains, compiled", [page])
     print(page)
@@ -529,14 +513,9 @@ def main() -> None:
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")
     pyro.enable_validation(False)
-    cases = [
-        {"chain": chain, "T": steps, "seed": seed}
-        for seed in range(options.seeds or size.seeds)
-        for steps in size.lengths
-        for chain in KINDS
-        if chain.startswith(options.only)
-    ]
-    rows = measured(options.output / "chains.csv", cases, partial(train, size), options.resume)
+    chains = [chain for chain in KINDS if chain.startswith(options.only)]
+    wanted = cases(chain=chains, T=size.lengths, seed=range(options.seeds or size.seeds))
+    rows = measured(options.output / "chains.csv", wanted, partial(train, size), options.resume)
     rows.sort(key=lambda row: (row["T"], row["chain"] != "markov", row["seed"]))
     write_csv(options.output / "chains.csv", rows)
     page = table(summary(rows))

@@ -11,13 +11,12 @@ import argparse
 import contextlib
 import csv
 import gc
-import json
+import itertools
 import math
 import os
 import platform
 import random
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import pyro
 import torch
@@ -75,22 +74,6 @@ def about(doc: str | None) -> list[str]:
     """The paragraphs of a script's docstring, for its page: all but the title and the command."""
     parts = [" ".join(part.split()) for part in (doc or "").split("\n\n")[1:]]
     return [part for part in parts if not part.startswith("python ")]
-
-
-def apart(script: str, *call: Any, **environment: str) -> Any:
-    """The result of a function of a script, called with plain values in a new process."""
-    command = [sys.executable, "-W", "ignore", script, "--call", json.dumps(call)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def called(functions: Mapping[str, Callable[..., Any]]) -> bool:
-    """Whether the script runs for :func:`apart`; its function was called then."""
-    if "--call" not in sys.argv:
-        return False
-    name, *args = json.loads(sys.argv[-1])
-    print(json.dumps(functions[name](*args)))
-    return True
 
 
 def data_file(name: str) -> Path | None:
@@ -143,25 +126,14 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def interleaved(
-    functions: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
-    """Median seconds of functions that take turns, so that all see the same machine.
-
-    Args:
-        functions: What to time, by name.
-        rounds: Number of calls of each.
-        clock: Tells the time; the wall clock, or ``time.process_time`` where others use the machine as well.
-
-    Returns:
-        Seconds by name.
-    """
+def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of functions that take turns, so that all see the same machine, by name."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            start = clock()
+            start = time.process_time()
             function()
-            seconds[name].append(clock() - start)
+            seconds[name].append(time.process_time() - start)
     return {name: median(taken) for name, taken in seconds.items()}
 
 
@@ -187,6 +159,17 @@ def flat(gradients: Iterable[Tensor]) -> Tensor:
     return torch.cat([gradient.detach().double().reshape(-1) for gradient in gradients])
 
 
+def gradients(parameters: Iterable[Tensor], call: Callable[[], object], repeats: int) -> Tensor:
+    """What a call leaves in ``.grad`` of some parameters, a row for each time."""
+    leaves, found = list(parameters), []
+    for _ in range(repeats):
+        for leaf in leaves:
+            leaf.grad = None
+        call()
+        found.append(flat(leaf.grad for leaf in leaves))
+    return torch.stack(found)
+
+
 @dataclass(frozen=True)
 class Error:
     """Error of one step's gradient at fixed parameters.
@@ -204,15 +187,9 @@ class Error:
     @classmethod
     def of(cls, exact: Tensor, parameters: Iterable[Tensor], call: Callable[[], object], repeats: int) -> Error:
         """Measures a call that leaves gradients in some parameters."""
-        leaves, found = list(parameters), []
-        for _ in range(repeats):
-            for leaf in leaves:
-                leaf.grad = None
-            call()
-            found.append(flat(leaf.grad for leaf in leaves))
-        gradients = torch.stack(found)
-        variance = float(gradients.var(0).sum())
-        distance = float((gradients.mean(0) - exact).square().sum())
+        found = gradients(parameters, call, repeats)
+        variance = float(found.var(0).sum())
+        distance = float((found.mean(0) - exact).square().sum())
         return cls(variance, distance - variance / repeats, distance * repeats / max(variance, 1e-300))
 
     @property
@@ -251,6 +228,11 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Ro
     return found
 
 
+def cases(**values: Iterable[Any]) -> list[Row]:
+    """All combinations of values, by name."""
+    return [dict(zip(values, case, strict=True)) for case in itertools.product(*values.values())]
+
+
 def measured(path: Path, cases: Iterable[Row], measure: Callable[..., Iterable[Row]], resumes: bool) -> list[Row]:
     """The rows of all cases, written after each one; with ``resumes`` the file keeps the cases that it has."""
     rows = read_csv(path) if resumes else []
@@ -261,11 +243,16 @@ def measured(path: Path, cases: Iterable[Row], measure: Callable[..., Iterable[R
     return rows
 
 
+def columns(rows: Sequence[Row]) -> list[str]:
+    """Names of all columns."""
+    return [*dict.fromkeys(name for row in rows for name in row)]
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Writes rows with the columns of the first."""
+    """Writes rows; cells of columns that a row lacks stay empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, columns(rows))
         writer.writeheader()
         writer.writerows(rows)
 
@@ -280,12 +267,12 @@ def read_tables(path: Path) -> list[list[dict[str, str]]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with the columns of the first row."""
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [
-        [f"{v:.3g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in rows[0])]
-        for row in rows
-    ]
+    """A Markdown table."""
+    names = columns(rows)
+    lines = [names, ["---"] * len(names)]
+    for row in rows:
+        cells = [row.get(name, "") for name in names]
+        lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -320,28 +307,30 @@ class Method:
     group: str = "unbiased"
 
 
-class Task(Protocol):
+@dataclass(frozen=True)
+class Task:
     """What is trained.
 
-    Attributes:
+    Args:
         name: Name in tables.
-        unit: What held-out figures are per.
+        splits: Arguments of model and guide, rows first, by split: ``"curve"``, ``"valid"``, ``"test"``.
     """
 
     name: str
-    unit: str
+    splits: dict[str, Data]
+    unit: ClassVar[str] = "row"  # what held-out figures are per
 
-    def programs(self, program: str) -> nn.Module:
+    def programs(self, program: str) -> Any:
         """A module with the methods ``model`` and ``guide``; ``pyro.module`` registers its parameters in the guide."""
+        raise NotImplementedError
 
     def batch(self, generator: torch.Generator) -> Data:
         """Arguments of model and guide for a step."""
+        raise NotImplementedError
 
-    def held_out(self, split: str) -> Data:
-        """Arguments for ``"curve"``, ``"valid"`` or ``"test"``, rows first."""
-
-    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
+    def measure(self, programs: Any, data: Data, samples: int) -> tuple[float, float]:
         """ELBO with one sample and importance bound with many, in nats per unit."""
+        return bounds(programs, data, samples)
 
 
 @dataclass(frozen=True)
@@ -465,7 +454,7 @@ class Runner:
     def figures(self, split: str, samples: int) -> tuple[float, float]:
         """Held-out figures; minus infinity where training broke down."""
         with pyro.get_param_store().scope():
-            found = self.task.measure(self.programs, self.task.held_out(split), samples)
+            found = self.task.measure(self.programs, self.task.splits[split], samples)
         return tuple(value if math.isfinite(value) else -math.inf for value in found)
 
     def smooth(self, column: str = "bound") -> list[float]:
@@ -512,16 +501,17 @@ class Race:
     runs: dict[str, list[Runner]] = field(default_factory=dict)
     tried: list[Runner] = field(default_factory=list)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether steps were compiled."""
-        return any(run.making > 0.0 for run in self.tried)
 
-
-def sized(options: argparse.Namespace, quick: Size, smoke: Size, full: Size) -> Size:
-    """The size of a race that the command line asks for."""
-    size = smoke if options.smoke else full if options.full else quick
+def sized(options: argparse.Namespace, quick: Any, smoke: Any, full: Any, compiled: Any = None) -> Any:
+    """How much the command line asks for: of its seeds, if it names any."""
+    is_compiled = compiled is not None and options.compiled
+    size = smoke if options.smoke else compiled if is_compiled else full if options.full else quick
     return replace(size, seeds=options.seeds or size.seeds)
+
+
+def stem(name: str, options: argparse.Namespace) -> str:
+    """Name of the result files of a script: long and compiled runs have their own."""
+    return f"{name}_compiled" if getattr(options, "compiled", False) else f"{name}_long" if options.full else name
 
 
 def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
@@ -614,7 +604,7 @@ def ratios(race: Race, chaser: str, leader: str) -> str:
 
 def summary(race: Race) -> list[Row]:
     """A row per method, best bound first."""
-    ours, rows = our_name(race), []
+    ours, rows, is_compiled = our_name(race), [], any(run.making > 0.0 for run in race.tried)
     for name, runs in race.runs.items():
         test = [run.figures("test", race.size.samples) for run in runs]
         rows.append(
@@ -623,7 +613,7 @@ def summary(race: Race) -> list[Row]:
                 "rate": f"{runs[0].rate:g}",
                 "steps": int(median(run.steps for run in runs)),
                 "ms a step": median(1e3 * run.seconds / max(run.steps, 1) for run in runs),
-                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if race.is_compiled else {}),
+                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if is_compiled else {}),
                 "one-sample ELBO": f"{median(elbo for elbo, _ in test):.2f}",
                 "bound": f"{median(bound for _, bound in test):.2f}",
                 "lowest": f"{min(bound for _, bound in test):.2f}",

@@ -9,7 +9,8 @@ steer: the grammar and the black box.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -39,15 +40,13 @@ SLICE = 0.5
 
 def programs() -> list[ModuleType]:
     """The modules of the gallery."""
-    found = []
-    for path in sorted(GALLERY.glob("*.py")):
-        spec = importlib.util.spec_from_file_location(f"gallery_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.title = path.stem.replace("_", " ")
-        found.append(module)
-    return found
+    sys.path.append(str(GALLERY))
+    return [importlib.import_module(path.stem) for path in sorted(GALLERY.glob("*.py"))]
+
+
+def title(program: ModuleType) -> str:
+    """The name of a program in tables."""
+    return program.__name__.replace("_", " ")
 
 
 def measure(program: ModuleType, seconds: float, seeds: int, particles: int) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def measure(program: ModuleType, seconds: float, seeds: int, particles: int) -> 
         for run in runs:
             bounds[run.method.name].append(-loss_of(run, particles))
             times[run.method.name].append(1e3 * run.seconds / run.steps)
-    row: dict[str, Any] = {"program": program.title}
+    row: dict[str, Any] = {"program": title(program)}
     row |= {method: round(median(values), 2) for method, values in bounds.items()}
     row |= {f"spread of {method}": round(max(values) - min(values), 2) for method, values in bounds.items()}
     return row | {f"ms of {method}": round(median(values), 2) for method, values in times.items()}
@@ -80,8 +79,8 @@ def main() -> None:
     seeds = options.seeds or seeds
     measure(programs()[0], 0.01, 1, 2)  # imports, and what torch does once
     old = {row["program"]: row for row in read_csv(options.output / "gallery.csv")} if options.only else {}
-    for program in progress([one for one in programs() if one.title.startswith(options.only)], "programs"):
-        old[program.title] = measure(program, seconds, seeds, particles)
+    for program in progress([one for one in programs() if title(one).startswith(options.only)], "programs"):
+        old[title(program)] = measure(program, seconds, seeds, particles)
         rows = [row for _, row in sorted(old.items())]
         write_csv(options.output / "gallery.csv", rows)
     shown = [{name: v for name, v in row.items() if not name.startswith(("spread", "ms"))} for row in rows]

@@ -245,12 +245,6 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def write(output: Path, stem: str, rows: list[Row]) -> None:
-    """Writes CSV and Markdown."""
-    write_csv(output / f"{stem}.csv", rows)
-    write_markdown(output / f"{stem}.md", "The race on 39 programs", [*about(__doc__), table(compared(rows))])
-
-
 def main() -> None:
     """Races, prints, writes ``race.csv`` and ``race.md``, or ``race_compiled``."""
     parser = parser_of(__doc__, "smoke compiled seeds")
@@ -276,7 +270,9 @@ def main() -> None:
     known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
     for program in chosen:
         rows += race(program, options, data, known)
-        write(options.output, stem, rows)
+        page = [*about(__doc__), table(compared(rows))]
+        write_csv(options.output / f"{stem}.csv", rows)
+        write_markdown(options.output / f"{stem}.md", "The race on 39 programs", page)
 
 
 if __name__ == "__main__":
