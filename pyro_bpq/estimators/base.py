@@ -16,8 +16,6 @@ from pyro_bpq.rollout.features import Components, Standardised
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
 Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
-
-
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
 
@@ -257,7 +255,6 @@ class Estimator:
             cls.by_component = False
 
     def __post_init__(self) -> None:
-        """Checks the options."""
         check_options(self)
 
     def __repr__(self) -> str:

@@ -149,7 +149,8 @@ class Scaled(Estimator):
     unsupported = needs_finite
 
     def __post_init__(self) -> None:
-        is_valid = is_real(self.scale) or isinstance(self.scale, OptimalScale)
+        is_number = is_real(self.scale) and not isinstance(self.scale, bool)
+        is_valid = is_number or isinstance(self.scale, OptimalScale)
         check_option(self, "scale", is_valid, "a number or OptimalScale()")
         super().__post_init__()
 
