@@ -257,11 +257,8 @@ class SecondRun(Estimator):
         # With zero variance, or before any step, the second run is as good as any other baseline: the scale is 1.
         scale = unit_scale(covariance, variance).masked_fill(variance <= 0.0, 1.0)
         first, other = (tensor - context.per_site(old["mean"]) for tensor in (cost, second))
-        new = {
-            "mean": 0.5 * (cost + second),
-            "square": 0.5 * (cost.square() + second.square()),
-            "product": cost * second,
-        }
+        new = {"mean": 0.5 * (cost + second), "product": cost * second}
+        new["square"] = 0.5 * (cost.square() + second.square())
         return SiteTerm(
             (first - context.per_site(scale) * other) * context.score,
             {name: context.running_mean(name, site_mean(tensor), self.decay) for name, tensor in new.items()},

@@ -129,10 +129,8 @@ class DebiasedStraightThrough(Estimator):
             table = predicted + chosen * (error / drawn)[..., None, None]
             rest = chosen * error[..., None, None]
             new = {"drawn": chosen, "errors": rest + chosen * mean, "squares": rest.square()}
-            statistics = {
-                name: self.decay * context.statistics[name] + tensor.flatten(1, -3).sum(1).flatten(1)
-                for name, tensor in new.items()
-            }
+            sums = {name: tensor.flatten(1, -3).sum(1).flatten(1) for name, tensor in new.items()}
+            statistics = {name: self.decay * context.statistics[name] + own for name, own in sums.items()}
         return SiteTerm(q * (table * allowed) * log_q, statistics)
 
     def _errors(self, statistics: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,10 +109,8 @@ def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor,
     noise = (square - product).clamp(min=0.0) / (particles - 1.0)
     weight = product.clamp(min=0.0) / (product.clamp(min=0.0) + noise).clamp(min=torch.finfo(noise.dtype).tiny)
     weight = context.per_site(torch.where(context.count > 0, weight, torch.ones_like(weight)))
-    first, second = (
-        (1.0 - weight) * (part - mean) + weight * leave_one_out(part)
-        for part, mean in zip((cost, variate), means, strict=True)
-    )
+    pairs = zip((cost, variate), means, strict=True)
+    first, second = ((1.0 - weight) * (part - mean) + weight * leave_one_out(part) for part, mean in pairs)
     return first, second
 
 
