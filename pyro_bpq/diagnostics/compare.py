@@ -2,6 +2,7 @@ r"""Comparison of estimators on a program: variance, bias and time side by side.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -161,6 +162,8 @@ def written(maker: partial[Any]) -> str:
 
 def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, partial[Any]]:
     """What makes copies of the given ELBOs, and ELBOs for given estimators."""
+    if not estimators:
+        raise OptionError("estimators={}: name at least one, or leave it out.")
     found = dict[str, partial[Any]]()
     for name, given in estimators.items():
         if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):
@@ -169,8 +172,6 @@ def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, parti
             found[name] = partial(TraceBackpropQ_ELBO, num_particles, estimator=given)
         else:
             raise OptionError(f"estimators[{name!r}]={given!r}: write an ELBO or an estimator such as AllAction().")
-    if not found:
-        raise OptionError("estimators={}: name at least one, or leave it out.")
     return found
 
 
@@ -224,14 +225,12 @@ class Truth(NamedTuple):
 
 def _probe(program: Program) -> tuple[bool, bool]:
     """Makes the parameters. Whether particles run in one plate, and whether sampled values leave torch."""
-    elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _warm_up(elbo, program, 1)
-    except _DOES_NOT_RUN:
-        return False, _escapes(elbo)
-    return elbo.particles.now.has_plate, _escapes(elbo)
+    elbo, has_plate = TraceBackpropQ_ELBO(2, vectorize_particles=True), False
+    with warnings.catch_warnings(), contextlib.suppress(*_DOES_NOT_RUN):
+        warnings.simplefilter("ignore")
+        _warm_up(elbo, program, 1)
+        has_plate = elbo.particles.now.has_plate
+    return has_plate, _escapes(elbo)
 
 
 def _escapes(elbo: Any) -> bool:
