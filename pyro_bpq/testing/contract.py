@@ -177,10 +177,10 @@ class Problem:
         known = SiteContext(names, score, cost, self.particles, log_probs, index, 0.5 * table, 0.5 * sampled)
         # Far from right, as the critics are, but no function of the value.
         learned, level = nonsense(self.size, self.cardinality), nonsense()
-        later = {"correction": nonsense(), "exact_correction": nonsense()}
+        known = replace(known, correction=nonsense(), exact_correction=nonsense())
         signals = {"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
         signals |= {name: nonsense().abs() for name in new_signals()}
-        return replace(known, learned=learned, level=level, signals=signals, **later), leaf
+        return replace(known, learned=learned, level=level, signals=signals), leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
         """All joint values of a number of particles.
