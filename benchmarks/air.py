@@ -26,8 +26,10 @@ from common import (
     Race,
     Row,
     Size,
+    Task,
     about,
     arguments,
+    baseline_options,
     curves,
     data_file,
     run_race,
@@ -79,20 +81,11 @@ class Air(nn.Module):
         self.look = nn.Sequential(nn.Flatten(), nn.Linear(CANVAS**2, HIDDEN), nn.ReLU())
         self.cell, self.head = nn.LSTMCell(HIDDEN + WHAT + 4, HIDDEN), mlp(HIDDEN, 100, 7)
         self.program = program
-        if program == "net":
-            self.baseline = nn.Sequential(mlp(HIDDEN, 100, 1), nn.Flatten(-2))
+        self.baseline = nn.Sequential(mlp(HIDDEN, 100, 1), nn.Flatten(-2)) if program == "net" else None
         with torch.no_grad():
             self.decoder[-1].bias.sub_(2.0)  # windows are dark at first
             self.head[-1].weight.mul_(0.1)
             self.head[-1].bias.copy_(torch.tensor([2.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0]))
-
-    def options(self, state: Tensor) -> dict[str, object]:
-        """Options for ``TraceGraph_ELBO``'s baselines."""
-        if self.program == "average":
-            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
-        if self.program == "net":
-            return {"baseline": {"nn_baseline": self.baseline, "nn_baseline_input": state.detach()}}
-        return {}
 
     def digit(self, is_there: Tensor, where: Tensor, what: Tensor) -> Tensor:
         """What a step adds to a canvas."""
@@ -121,8 +114,8 @@ class Air(nn.Module):
                 state = self.cell(torch.cat([self.look(x), drawn, is_there.unsqueeze(-1)], -1), state)
                 odds, loc, scale = self.head(state[0]).split([1, 3, 3], -1)
                 chance = (MOST * torch.tanh(odds.squeeze(-1) / MOST)).sigmoid()
-                law = dist.Bernoulli(chance * is_there)
-                is_there = pyro.sample(f"is_there_{t}", law, infer=self.options(state[0]))
+                baseline = baseline_options(self.program, self.baseline, state[0].detach())
+                is_there = pyro.sample(f"is_there_{t}", dist.Bernoulli(chance * is_there), infer=baseline)
                 with poutine.mask(mask=is_there.bool()):
                     where = pyro.sample(f"where_{t}", dist.Normal(loc, softplus(scale)).to_event(1))
                     seen = self.encoder(sampled(x, place(where), WINDOW, False).flatten(1))
@@ -164,20 +157,20 @@ def canvases(digits: Tensor, number: int, seed: int) -> tuple[Tensor, Tensor]:
     return found, torch.from_numpy(counts)
 
 
-class Canvases:
-    """The task: canvases of MNIST digits."""
+def splits_of(images: np.ndarray, sizes: dict[str, int]) -> dict[str, Data]:
+    """Canvases of MNIST digits, and their counts, by split."""
+    middle = torch.from_numpy(images).float().reshape(-1, 1, 28, 28)[..., 4:24, 4:24]
+    digits = interpolate(middle, size=(WINDOW, WINDOW), mode="area").squeeze(1)
+    digits = digits / digits.amax((1, 2), keepdim=True)
+    parts = digits.chunk(len(sizes))  # no digit is in two splits
+    named = zip(sizes, sizes.values(), parts, strict=True)
+    return {name: canvases(part, size, seed) for seed, (name, size, part) in enumerate(named)}
 
-    name, unit = "AIR", "canvas"
 
-    def __init__(self, images: np.ndarray, sizes: dict[str, int]) -> None:
-        middle = torch.from_numpy(images).float().reshape(-1, 1, 28, 28)[..., 4:24, 4:24]
-        digits = interpolate(middle, size=(WINDOW, WINDOW), mode="area").squeeze(1)
-        digits = digits / digits.amax((1, 2), keepdim=True)
-        parts = digits.chunk(len(sizes))  # no digit is in two splits
-        self.splits = {
-            name: canvases(part, size, seed)
-            for seed, ((name, size), part) in enumerate(zip(sizes.items(), parts, strict=True))
-        }
+class Canvases(Task):
+    """The task."""
+
+    unit = "canvas"
 
     def programs(self, program: str) -> Air:
         """Nets with the weights that the global seed gives."""
@@ -187,10 +180,6 @@ class Canvases:
         """Canvases."""
         images, _ = self.splits["train"]
         return (images[torch.randint(len(images), (BATCH,), generator=generator)],)
-
-    def held_out(self, split: str) -> Data:
-        """Canvases and their counts."""
-        return self.splits[split]
 
     @torch.no_grad()
     def measure(self, programs: Air, data: Data, samples: int) -> tuple[float, float]:
@@ -231,7 +220,7 @@ def main() -> None:
     number = {"train": 20_000, "valid": 1_000, "curve": 500, "test": 2_000}
     number = {split: 10 if options.smoke else count for split, count in number.items()}
     with np.load(path) as data:
-        race = run_race(Canvases(data["x_train"][:40_000], number), METHODS, size)
+        race = run_race(Canvases("AIR", splits_of(data["x_train"][:40_000], number)), METHODS, size)
     rows = rows_of(race)
     print(table(rows))
     how = f"{size.seconds:g} s of CPU time a run, {size.seeds} seed(s)."

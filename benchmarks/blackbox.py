@@ -30,7 +30,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, about, arguments, grouped, measured, median, progress, table, write_markdown
+from common import Row, about, arguments, cases, grouped, measured, median, progress, table, write_markdown
 from pyro import poutine
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
@@ -248,12 +248,12 @@ def step(cell: nn.GRUCell, inputs: Tensor, state: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tensors of one rollout: ``(sites, samples, rows)``, contexts by site, cost ``(samples, rows)``."""
+    """The tensors of one rollout: ``(sites, samples, rows)``, contexts ``(..., width)``, cost ``(samples, rows)``."""
 
     trace: Any
     score: Tensor
     entropy: Tensor
-    contexts: list[Tensor]
+    contexts: Tensor
     cost: Tensor
 
 
@@ -267,7 +267,7 @@ def sample(policy: Policy, batch: tuple[Tensor, ...], samples: int, replay: Any 
     shape = (samples, len(batch[0]))
     score = torch.stack([s["fn"].log_prob(s["value"].detach()).expand(shape) for s in sites])
     entropy = torch.stack([s["fn"].entropy().expand(shape) for s in sites])
-    contexts = [s["infer"]["bpq"]["context"].detach().expand(*shape, -1) for s in sites]
+    contexts = torch.stack([s["infer"]["bpq"]["context"].detach().expand(*shape, -1) for s in sites])
     (paid,) = (s["fn"].value for s in trace.nodes.values() if s["type"] == "sample" and "bpq_cost" in s["infer"])
     return Sampled(trace, score, entropy, contexts, paid.detach().expand(shape))
 
@@ -301,16 +301,10 @@ class Ours(Method):
 
     def __init__(self, policy: Policy, lr: float) -> None:
         super().__init__(policy, lr, 1)
-        self.loss, self.generator = self.objective(policy), torch.Generator().manual_seed(1)
-
-    def objective(self, policy: Policy) -> ExpectedCost:
-        """The loss with its critics."""
-        learner = CriticLearner(
-            lr=policy.critic_lr,
-            optimizer=torch.optim.Adam,
-            replay=Replay(capacity=policy.capacity, batch_size=policy.replayed, updates_per_step=0, costs="stored"),
-        )
-        return ExpectedCost(critic=MLPCritic((64,), context=policy.advantage), learner=learner)
+        replay = Replay(capacity=policy.capacity, batch_size=policy.replayed, updates_per_step=0, costs="stored")
+        learner = CriticLearner(lr=policy.critic_lr, optimizer=torch.optim.Adam, replay=replay)
+        self.loss = ExpectedCost(critic=MLPCritic((64,), context=policy.advantage), learner=learner)
+        self.generator = torch.Generator().manual_seed(1)
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         self.loss.loss_and_grads(None, self.policy, *batch)
@@ -341,25 +335,6 @@ class LeaveOneOut(Method):
         self.optimizer.step()
 
 
-class Values(nn.Module):
-    """A value net per kind of site, of the context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nets = nn.ModuleDict()
-
-    def forward(self, run: Sampled) -> Tensor:
-        """Values ``(sites, samples, rows)``."""
-        found = []
-        for context in run.contexts:
-            size = context.shape[-1]
-            if str(size) not in self.nets:
-                hidden = (nn.Linear(size, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-                self.nets[str(size)] = nn.Sequential(*hidden, nn.Linear(HIDDEN, 1))
-            found.append(self.nets[str(size)](context).squeeze(-1))
-        return torch.stack(found)
-
-
 class PPO(Method):
     """Clipped ratios per site, normalised advantages over a value net, several epochs per rollout."""
 
@@ -367,7 +342,13 @@ class PPO(Method):
 
     def __init__(self, policy: Policy, lr: float, epochs: int, entropy: float) -> None:
         super().__init__(policy, lr, 1)
-        self.epochs, self.entropy, self.values, self.fit = epochs, entropy, Values(), None
+        self.epochs, self.entropy, self.fit = epochs, entropy, None
+        hidden = (nn.LazyLinear(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+        self.net = nn.Sequential(*hidden, nn.Linear(HIDDEN, 1))
+
+    def values(self, run: Sampled) -> Tensor:
+        """Values of the contexts, ``(sites, samples, rows)``."""
+        return self.net(run.contexts).squeeze(-1)
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         old = sample(self.policy, batch, self.samples)
@@ -376,7 +357,7 @@ class PPO(Method):
             advantage = old.cost - self.values(old)
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
             before = old.score.detach()
-        self.fit = self.fit or torch.optim.Adam(self.values.parameters(), lr=3e-3)
+        self.fit = self.fit or torch.optim.Adam(self.net.parameters(), lr=3e-3)
         for _ in range(self.epochs):
             now = sample(self.policy, batch, self.samples, old.trace)
             ratio = (now.score - before).exp()
@@ -485,15 +466,10 @@ def main() -> None:
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")
     pyro.enable_validation(False)
-    cases = [
-        {"task": task, "seed": seed, "method": method, "options": text}
-        for seed in range(options.seeds or size.seeds)
-        for task in TASKS
-        if task.startswith(options.only)
-        for method, choices in methods(size).items()
-        for text in choices
-    ]
-    curves = measured(options.output / "blackbox.csv", cases, partial(train, size), options.resume)
+    tasks = [task for task in TASKS if task.startswith(options.only)]
+    tried = [{"method": method, "options": text} for method, found in methods(size).items() for text in found]
+    runs = [case | own for case in cases(task=tasks, seed=range(options.seeds or size.seeds)) for own in tried]
+    curves = measured(options.output / "blackbox.csv", runs, partial(train, size), options.resume)
     results = []
     for (task, seed), rows in grouped(curves, "task", "seed").items():
         results += compare(task, seed, chosen(rows), CALL_SECONDS if task == "simulator" else 0.0)
@@ -536,18 +512,13 @@ def report(output: Any, results: list[Row]) -> None:
     """Gains per task, median over seeds."""
     gains = []
     for (task,), own in grouped(results, "task").items():
-        entry: Row = {"task": task}
-        for name in ("calls", "seconds"):
-            ratios: list[float] = []
-            for rows in grouped(own, "seed").values():
-                mine = {row["method"]: row[f"{name} to goal"] for row in rows}
-                rivals = [value for method, value in mine.items() if method != "ours"]
-                if rivals and "ours" in mine:  # an interrupted run may lack either
-                    ratios.append(min(rivals) / mine["ours"])
-            entry["seeds"] = len(ratios)
-            entry[f"{name}: best rival over ours"] = median(ratios)
-        if entry["seeds"]:
-            gains.append(entry)
+        # Ours comes first.
+        seeds = list(grouped(own, "seed").values())
+        entry: Row = {"task": task, "seeds": len(seeds)}
+        for name in ("calls to goal", "seconds to goal"):
+            ratios = [min(row[name] for row in rivals) / ours[name] for ours, *rivals in seeds]
+            entry[f"{name.split()[0]}: best rival over ours"] = median(ratios)
+        gains.append(entry)
     print(table(gains))
     write_markdown(output / "blackbox.md", "Black-box costs", [*about(__doc__), table(gains), table(results)])
 

@@ -25,7 +25,7 @@ time over ours. *ceiling*: the same with the exact Q in place of our critics, in
 from __future__ import annotations
 
 import copy
-import time
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ from common import (
     Row,
     about,
     arguments,
+    baseline_options,
+    cases,
     flat,
     grouped,
     interleaved,
@@ -61,14 +63,6 @@ from pyro_bpq import CompiledSVI, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELB
 
 PARTICLES, LEARNING_RATE, HIDDEN = 1000, 3e-2, 32
 VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 0}
-
-
-class DoubleNet(nn.Sequential):
-    """A net in float64 that takes inputs of any precision."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The net's output."""
-        return super().forward(inputs.double())
 
 
 class Chain(nn.Module):
@@ -96,13 +90,10 @@ class Chain(nn.Module):
 
     def options(self, inputs: Tensor) -> dict[str, object]:
         """Options for ``TraceGraph_ELBO``'s baselines."""
-        if self.pyro_baseline == "average":
-            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
         if self.pyro_baseline == "net":
             # The first site reads nothing that particles differ in.
-            every = inputs.expand(PARTICLES, inputs.shape[-1])
-            return {"baseline": {"nn_baseline": self.baseline, "nn_baseline_input": every}}
-        return {}
+            inputs = inputs.expand(PARTICLES, inputs.shape[-1])
+        return baseline_options(self.pyro_baseline, self.baseline, inputs)
 
     def gradient(self) -> Tensor:
         """The exact gradient, in float64."""
@@ -113,13 +104,58 @@ class Chain(nn.Module):
         """The error of the gradient that a call leaves in the net."""
         return Error.of(exact, self.net.parameters(), call, repeats)
 
-    def double_net(self) -> DoubleNet:
-        """A copy of the net in float64, for inputs of any precision."""
-        return DoubleNet(copy.deepcopy(self.net).double())
+    def double_net(self) -> nn.Module:
+        """A copy of the net in float64."""
+        return copy.deepcopy(self.net).double()
 
-    def exact_loss(self, net: DoubleNet) -> Tensor:
-        """Minus the ELBO as a differentiable function of the net, in float64."""
+    def law(self, net: Any, state: Tensor, t: int) -> Tensor:
+        """``log q`` of every value of a site, ``(..., values)``; the first site's state is 0."""
         raise NotImplementedError
+
+    def after(self, state: Tensor, value: Tensor) -> Tensor:
+        """The state that follows."""
+        raise NotImplementedError
+
+    def end_cost(self, state: Tensor) -> Tensor:
+        """The cost of the last state."""
+        raise NotImplementedError
+
+    def tables(self, net: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """``log q`` of every value in every state, and the states that follow, by step; both ``(states, values)``."""
+        states, found = torch.zeros(1, dtype=torch.long), []
+        for t in range(self.steps):
+            log_q = self.law(net, states, t)
+            found.append((log_q, self.after(states.unsqueeze(-1), torch.arange(log_q.shape[-1])).expand_as(log_q)))
+            states = torch.arange(int(found[-1][1].max()) + 1)
+        return found
+
+    def exact_loss(self, net: nn.Module) -> Tensor:
+        """Minus the ELBO as a differentiable function of the net, in float64: forward over the law of the state."""
+        now, loss = torch.ones(1, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for log_q, after in self.tables(net):
+            joint = now.unsqueeze(-1) * log_q.exp()
+            loss = loss + (joint * log_q).sum()
+            now = joint.new_zeros(int(after.max()) + 1).index_add(0, after.flatten(), joint.flatten())
+        prior = self.steps * math.log(log_q.shape[-1])
+        return loss + now @ self.end_cost(torch.arange(len(now)).double()).double() + prior
+
+    def exact_q(self) -> list[Tensor]:
+        """Expected cost after every value in every state, the site's own ``log q`` included, by step."""
+        tables, found = self.tables(self.double_net()), list[Tensor]()
+        value = self.end_cost(torch.arange(float(tables[-1][1].max()) + 1.0).double()).double()
+        for log_q, after in reversed(tables):
+            found.append(log_q + value[after])
+            value = (log_q.exp() * found[-1]).sum(-1)
+        return [q.detach().float() for q in reversed(found)]
+
+    def ideal(self, particles: int) -> Tensor:
+        """Loss whose gradient is the all-action gradient with the exact Q: what the best critic would give."""
+        total, state = torch.zeros(()), torch.zeros(particles, dtype=torch.long)
+        for t, q in enumerate(self.exact_q()):
+            log_q = self.law(self.net, state, t)
+            total = total + (log_q.exp() * q[state]).sum()
+            state = self.after(state, dist.Categorical(logits=log_q.detach()).sample())
+        return total / particles
 
 
 class Markov(Chain):
@@ -131,8 +167,8 @@ class Markov(Chain):
         self.cost = torch.randn(states, generator=self.generator)
 
     def inputs(self, state: Tensor, t: int) -> Tensor:
-        """One-hot state (zeros at the start, where it is -1) and time in [-1, 1]."""
-        hot = state.unsqueeze(-1) == torch.arange(self.states)
+        """One-hot state (zeros at the start, where it is 0) and time in [-1, 1]."""
+        hot = state.unsqueeze(-1) == torch.arange(1, self.states + 1)
         time = torch.full((*state.shape, 1), 2.0 * t / self.steps - 1.0)
         return torch.cat((hot.to(time.dtype), time), -1)
 
@@ -146,43 +182,20 @@ class Markov(Chain):
     def guide(self) -> None:
         """A chain of states."""
         pyro.module("net", self.net)
-        x = torch.tensor(-1)
+        state = torch.tensor(0)
         for t in range(self.steps):
-            name, inputs = f"x_{t}", self.inputs(x, t)
-            x = pyro.sample(name, dist.Categorical(logits=self.net(inputs)), infer=self.options(inputs))
+            inputs = self.inputs(state, t)
+            law = dist.Categorical(logits=self.net(inputs))
+            state = 1 + pyro.sample(f"x_{t}", law, infer=self.options(inputs))
 
-    def tables(self, net: DoubleNet) -> list[Tensor]:
-        """``log q`` of every value in every state (the first row is the start), by step."""
-        states = torch.arange(-1, self.states)
-        return [net(self.inputs(states, t)).log_softmax(-1) for t in range(self.steps)]
+    def law(self, net: Any, state: Tensor, t: int) -> Tensor:
+        return net(self.inputs(state, t).to(net[0].weight)).log_softmax(-1)
 
-    def exact_loss(self, net: DoubleNet) -> Tensor:
-        """Forward over the distribution of the state."""
-        now = torch.zeros(self.states + 1, dtype=torch.float64)
-        now[0] = 1.0
-        loss = torch.zeros((), dtype=torch.float64)
-        for log_q in self.tables(net):
-            joint = now.unsqueeze(-1) * log_q.exp()
-            loss = loss + (joint * log_q).sum()
-            now = torch.cat((torch.zeros(1, dtype=torch.float64), joint.sum(0)))
-        return loss + now[1:] @ self.cost.double() + self.steps * torch.tensor(float(self.states)).log()
+    def after(self, state: Tensor, value: Tensor) -> Tensor:
+        return value + 1
 
-    def exact_q(self) -> list[Tensor]:
-        """Expected cost after every value in every state, the site's own ``log q`` included, by step."""
-        value, found = self.cost.double(), []
-        for log_q in reversed(self.tables(self.double_net())):
-            found.append(log_q + value)
-            value = (log_q.exp() * found[-1]).sum(-1)[1:]
-        return [q.detach().float() for q in reversed(found)]
-
-    def ideal(self, particles: int) -> Tensor:
-        """Loss whose gradient is the all-action gradient with the exact Q: what the best critic would give."""
-        total, state = torch.zeros(()), torch.full((particles,), -1)
-        for t, q in enumerate(self.exact_q()):
-            log_q = self.net(self.inputs(state, t)).log_softmax(-1)
-            total = total + (log_q.exp() * q[state + 1]).sum()
-            state = dist.Categorical(logits=log_q.detach()).sample()
-        return total / particles
+    def end_cost(self, state: Tensor) -> Tensor:
+        return self.cost[state.long() - 1]
 
 
 class Count(Chain):
@@ -195,10 +208,6 @@ class Count(Chain):
         """Running mean and time in [-1, 1]."""
         mean = (2.0 * count / t - 1.0 if t else 0.0 * count).to(torch.get_default_dtype())
         return torch.stack((mean, torch.full_like(mean, 2.0 * t / self.steps - 1.0)), -1)
-
-    def end_cost(self, count: Tensor) -> Tensor:
-        """The cost of a final count."""
-        return self.steps * (count / self.steps - 0.499).square()
 
     def model(self) -> None:
         """Fair coins, and the cost of their sum."""
@@ -216,39 +225,15 @@ class Count(Chain):
             coin = dist.Bernoulli(logits=self.net(inputs).squeeze(-1))
             count = count + pyro.sample(f"x_{t}", coin, infer=self.options(inputs))
 
-    def tables(self, net: DoubleNet) -> list[Tensor]:
-        """``log q`` of both values after every count, by step."""
-        logits = [net(self.inputs(torch.arange(t + 1), t)) for t in range(self.steps)]
-        return [-softplus(torch.cat((log_odds, -log_odds), -1)) for log_odds in logits]
+    def law(self, net: Any, state: Tensor, t: int) -> Tensor:
+        logits = net(self.inputs(state, t).to(net[0].weight))
+        return -softplus(torch.cat((logits, -logits), -1))
 
-    def exact_loss(self, net: DoubleNet) -> Tensor:
-        """Forward over the distribution of the count."""
-        now, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        loss = torch.zeros((), dtype=torch.float64)
-        for log_q in self.tables(net):
-            joint = now.unsqueeze(-1) * log_q.exp()
-            loss = loss + (joint * log_q).sum()
-            now = torch.cat((joint[:, 0], zero)) + torch.cat((zero, joint[:, 1]))
-        ends = torch.arange(self.steps + 1, dtype=torch.float64)
-        return loss + now @ self.end_cost(ends) + self.steps * torch.tensor(2.0).log()
+    def after(self, state: Tensor, value: Tensor) -> Tensor:
+        return state + value
 
-    def exact_q(self) -> list[Tensor]:
-        """Expected cost after every value at every count, the site's own ``log q`` included, by step."""
-        value, found = self.end_cost(torch.arange(self.steps + 1, dtype=torch.float64)), []
-        for log_q in reversed(self.tables(self.double_net())):
-            found.append(log_q + torch.stack((value[:-1], value[1:]), -1))
-            value = (log_q.exp() * found[-1]).sum(-1)
-        return [q.detach().float() for q in reversed(found)]
-
-    def ideal(self, particles: int) -> Tensor:
-        """Loss whose gradient is the all-action gradient with the exact Q: what the best critic would give."""
-        total, count = torch.zeros(()), torch.zeros(particles)
-        for t, q in enumerate(self.exact_q()):
-            logits = self.net(self.inputs(count, t))
-            log_q = -softplus(torch.cat((logits, -logits), -1))
-            total = total + (log_q.exp() * q[count.long()]).sum()
-            count = count + torch.bernoulli(log_q[:, 1].detach().exp())
-        return total / particles
+    def end_cost(self, state: Tensor) -> Tensor:
+        return self.steps * (state / self.steps - 0.499).square()
 
 
 class LeaveOneOutELBO(PlainLeaveOneOut):
@@ -312,11 +297,11 @@ def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], obje
         Number of particles, seconds of our step and of the rival's.
     """
     few, many = PARTICLES // 2, 2 * PARTICLES
-    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5, time.process_time)
+    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5)
     slope = max((seconds["many"] - seconds["few"]) / (many - few), 1e-8)
     number = int(few + (seconds["ours"] - seconds["few"]) / slope)
     number = min(max(number, 2), 40 * PARTICLES)
-    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7, time.process_time)
+    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7)
     return number, seconds["ours"], seconds["rival"]
 
 
@@ -367,7 +352,7 @@ def equal_time(
     chain: Chain, exact: Tensor, rival: Callable[[], object], ours: Callable[[], object], size: Size
 ) -> float:
     """Squared error of a rival whose steps are averaged until our step's time is spent."""
-    seconds = interleaved({"ours": ours, "rival": rival}, 3, time.process_time)
+    seconds = interleaved({"ours": ours, "rival": rival}, 3)
     return chain.error(exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
 
 
@@ -452,13 +437,8 @@ OWN_NUMBERS = (1, 8, 32, 100, 1000)
 
 def milliseconds(step: Callable[[], object], rounds: int = 15) -> float:
     """CPU time of a step: the median over rounds of ten."""
-    times = []
-    for _ in range(rounds):
-        start = time.process_time()
-        for _ in range(10):
-            step()
-        times.append((time.process_time() - start) / 10)
-    return 1000 * median(times)
+    ten = {"steps": lambda: [step() for _ in range(10)]}
+    return 100.0 * interleaved(ten, rounds)["steps"]
 
 
 def compiled(chain: Chain, elbo: TraceBackpropQ_ELBO, lr: float, steps: int) -> CompiledSVI:
@@ -517,14 +497,9 @@ def compiled_rows(chain: str, particles: int, seed: int) -> Iterator[Row]:
 def compiled_main(options: Any) -> None:
     """Measures compiled steps, writes ``chains_compiled.csv`` and ``chains_compiled.md``."""
     torch.set_num_threads(1)
-    cases = [
-        {"chain": chain, "particles": particles, "seed": seed}
-        for chain in KINDS
-        if chain.startswith(options.only)
-        for particles in OWN_NUMBERS
-        for seed in range(options.seeds or 1)
-    ]
-    rows = measured(options.output / "chains_compiled.csv", cases, compiled_rows, options.resume)
+    chains = [chain for chain in KINDS if chain.startswith(options.only)]
+    wanted = cases(chain=chains, particles=OWN_NUMBERS, seed=range(options.seeds or 1))
+    rows = measured(options.output / "chains_compiled.csv", wanted, compiled_rows, options.resume)
     page = table(rows)
     write_markdown(options.output / "chains_compiled.md", "Chains, compiled", [page])
     print(page)
@@ -538,14 +513,9 @@ def main() -> None:
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")
     pyro.enable_validation(False)
-    cases = [
-        {"chain": chain, "T": steps, "seed": seed}
-        for seed in range(options.seeds or size.seeds)
-        for steps in size.lengths
-        for chain in KINDS
-        if chain.startswith(options.only)
-    ]
-    rows = measured(options.output / "chains.csv", cases, partial(train, size), options.resume)
+    chains = [chain for chain in KINDS if chain.startswith(options.only)]
+    wanted = cases(chain=chains, T=size.lengths, seed=range(options.seeds or size.seeds))
+    rows = measured(options.output / "chains.csv", wanted, partial(train, size), options.resume)
     rows.sort(key=lambda row: (row["T"], row["chain"] != "markov", row["seed"]))
     write_csv(options.output / "chains.csv", rows)
     page = table(summary(rows))

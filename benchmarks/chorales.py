@@ -16,7 +16,8 @@ told apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pyro
@@ -32,7 +33,9 @@ from common import (
     Race,
     Row,
     Size,
+    Task,
     arguments,
+    baseline_options,
     bounds,
     data_file,
     leave_one_out,
@@ -41,6 +44,8 @@ from common import (
     plain_leave_one_out,
     report,
     run_race,
+    sized,
+    stem,
     table,
 )
 from pyro import poutine
@@ -82,11 +87,7 @@ class MarkovModel(nn.Module):
         """A state, one-hot."""
         if self.program == "onehot":
             return pyro.sample(f"z_{t}", dist.OneHotCategorical(logits=logits))
-        infer: dict[str, object] = {}
-        if self.program == "enumerate":
-            infer = {"enumerate": "parallel"}
-        elif self.program == "average":
-            infer = {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
+        infer = {"enumerate": "parallel"} if self.program == "enumerate" else baseline_options(self.program)
         return one_hot(pyro.sample(f"z_{t}", dist.Categorical(logits=logits), infer=infer), self.states).float()
 
     def model(self, rolls: Tensor, lengths: Tensor) -> None:
@@ -127,19 +128,16 @@ class MarkovModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Chorales:
+class Chorales(Task):
     """The task.
 
     Args:
-        name: Name in tables.
+        name, splits: As in :class:`Task`; rolls ``(rows, frames, 88)`` and lengths.
         states: Number of states.
-        splits: Rolls ``(rows, frames, 88)`` and lengths by split.
     """
 
-    name: str
     states: int
-    splits: dict[str, Data]
-    unit: str = "frame"
+    unit: ClassVar[str] = "frame"
 
     def programs(self, program: str) -> MarkovModel:
         """Nets with the weights that the global seed gives."""
@@ -150,10 +148,6 @@ class Chorales:
         """Some chorales."""
         rows = torch.randperm(len(self.splits["train"][0]), generator=generator)[:BATCH]
         return tuple(part[rows] for part in self.splits["train"])
-
-    def held_out(self, split: str) -> Data:
-        """Chorales."""
-        return self.splits[split]
 
     def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
         """Both bounds per frame; where states are summed out, the exact log-likelihood twice."""
@@ -183,7 +177,7 @@ def load_chorales(frames: int, states: int) -> Chorales | None:
         for name in ("train", "valid", "test")
         if len(rows := np.flatnonzero(split == name))
     }
-    return Chorales(f"{frames} frames, {states} states", states, found | {"curve": found["test"]})
+    return Chorales(f"{frames} frames, {states} states", found | {"curve": found["test"]}, states)
 
 
 EXACT = Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact")
@@ -199,7 +193,7 @@ NEAR = 0.05  # nats of enumeration
 
 def gaps(race: Race) -> list[Row]:
     """Exact log-likelihood of the learned models, distances from enumeration, times to get near; medians over seeds."""
-    data, rows = race.task.held_out("test"), []
+    data, rows = race.task.splits["test"], []
     exact = median(exact_figure(run.programs, data) for run in race.runs["TraceEnum"])
     for name, runs in race.runs.items():
         likelihood = median(exact_figure(run.programs, data) for run in runs)
@@ -223,18 +217,14 @@ def main() -> None:
     """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``; long and compiled ones apart."""
     options = arguments(__doc__, "smoke compiled seeds")
     torch.set_num_threads(1)
-    kind, size, methods = "chorales", SMOKE if options.smoke else QUICK, METHODS
-    if options.full:
-        kind, size, methods = "chorales_long", LONG, STRONG
-    if options.compiled:
-        kind, size, methods = "chorales_compiled", COMPILED, COMPILE
-    size = replace(size, seeds=options.seeds or size.seeds)
+    size = sized(options, QUICK, SMOKE, LONG, COMPILED)
+    methods = COMPILE if options.compiled else STRONG if options.full else METHODS
     task = load_chorales(3 if options.smoke else 16, 16)
     if task is None:
         return
     race = run_race(task, methods, size)
     more = {task.name: table(gaps(race))}
-    report(options.output, kind, "Discrete deep Markov model on chorales", __doc__, [race], more)
+    report(options.output, stem("chorales", options), "Discrete deep Markov model on chorales", __doc__, [race], more)
 
 
 if __name__ == "__main__":

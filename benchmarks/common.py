@@ -11,27 +11,28 @@ import argparse
 import contextlib
 import csv
 import gc
-import json
+import itertools
 import math
 import os
 import platform
 import random
 import re
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import ELBO, TraceGraph_ELBO
+from pyro.infer import ELBO, SVI, TraceGraph_ELBO
 from pyro.infer.enum import get_importance_trace
+from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -73,22 +74,6 @@ def about(doc: str | None) -> list[str]:
     """The paragraphs of a script's docstring, for its page: all but the title and the command."""
     parts = [" ".join(part.split()) for part in (doc or "").split("\n\n")[1:]]
     return [part for part in parts if not part.startswith("python ")]
-
-
-def apart(script: str, *call: Any, **environment: str) -> Any:
-    """The result of a function of a script, called with plain values in a new process."""
-    command = [sys.executable, "-W", "ignore", script, "--call", json.dumps(call)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def called(functions: Mapping[str, Callable[..., Any]]) -> bool:
-    """Whether the script runs for :func:`apart`; its function was called then."""
-    if "--call" not in sys.argv:
-        return False
-    name, *args = json.loads(sys.argv[-1])
-    print(json.dumps(functions[name](*args)))
-    return True
 
 
 def data_file(name: str) -> Path | None:
@@ -141,40 +126,23 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def interleaved(
-    functions: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
-    """Median seconds of functions that take turns, so that all see the same machine.
-
-    Args:
-        functions: What to time, by name.
-        rounds: Number of calls of each.
-        clock: Tells the time; the wall clock, or ``time.process_time`` where others use the machine as well.
-
-    Returns:
-        Seconds by name.
-    """
+def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of functions that take turns, so that all see the same machine, by name."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            start = clock()
+            start = time.process_time()
             function()
-            seconds[name].append(clock() - start)
+            seconds[name].append(time.process_time() - start)
     return {name: median(taken) for name, taken in seconds.items()}
 
 
-def timed_step(step: Callable[[], object], elbo: object, longest: float) -> tuple[float, float]:
-    """CPU seconds of a training step, and apart from them, by the clock, what it takes to make a compiled one.
-
-    Args:
-        step: Takes the step.
-        elbo: Its loss, ours or another.
-        longest: A step of a compiled loss that takes more seconds records and compiles.
-    """
+def timed_step(step: Callable[[], object], elbo: object) -> tuple[float, float]:
+    """CPU seconds of a training step of a loss, and apart from them, by the clock, what making a compiled one takes."""
     start, begun = time.process_time(), time.perf_counter()
     step()
     taken = time.process_time() - start
-    is_making = taken > longest and getattr(elbo, "compiled", None) is not None
+    is_making = taken > MAKING and getattr(elbo, "compiled", None) is not None
     return (0.0, time.perf_counter() - begun) if is_making else (taken, 0.0)
 
 
@@ -189,6 +157,17 @@ def quartiles(values: Iterable[float]) -> str:
 def flat(gradients: Iterable[Tensor]) -> Tensor:
     """Gradients as one vector in float64."""
     return torch.cat([gradient.detach().double().reshape(-1) for gradient in gradients])
+
+
+def gradients(parameters: Iterable[Tensor], call: Callable[[], object], repeats: int) -> Tensor:
+    """What a call leaves in ``.grad`` of some parameters, a row for each time."""
+    leaves, found = list(parameters), []
+    for _ in range(repeats):
+        for leaf in leaves:
+            leaf.grad = None
+        call()
+        found.append(flat(leaf.grad for leaf in leaves))
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -208,15 +187,9 @@ class Error:
     @classmethod
     def of(cls, exact: Tensor, parameters: Iterable[Tensor], call: Callable[[], object], repeats: int) -> Error:
         """Measures a call that leaves gradients in some parameters."""
-        leaves, found = list(parameters), []
-        for _ in range(repeats):
-            for leaf in leaves:
-                leaf.grad = None
-            call()
-            found.append(flat(leaf.grad for leaf in leaves))
-        gradients = torch.stack(found)
-        variance = float(gradients.var(0).sum())
-        distance = float((gradients.mean(0) - exact).square().sum())
+        found = gradients(parameters, call, repeats)
+        variance = float(found.var(0).sum())
+        distance = float((found.mean(0) - exact).square().sum())
         return cls(variance, distance - variance / repeats, distance * repeats / max(variance, 1e-300))
 
     @property
@@ -255,6 +228,11 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Ro
     return found
 
 
+def cases(**values: Iterable[Any]) -> list[Row]:
+    """All combinations of values, by name."""
+    return [dict(zip(values, case, strict=True)) for case in itertools.product(*values.values())]
+
+
 def measured(path: Path, cases: Iterable[Row], measure: Callable[..., Iterable[Row]], resumes: bool) -> list[Row]:
     """The rows of all cases, written after each one; with ``resumes`` the file keeps the cases that it has."""
     rows = read_csv(path) if resumes else []
@@ -265,11 +243,16 @@ def measured(path: Path, cases: Iterable[Row], measure: Callable[..., Iterable[R
     return rows
 
 
+def columns(rows: Sequence[Row]) -> list[str]:
+    """Names of all columns."""
+    return [*dict.fromkeys(name for row in rows for name in row)]
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Writes rows with the columns of the first."""
+    """Writes rows; cells of columns that a row lacks stay empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, columns(rows))
         writer.writeheader()
         writer.writerows(rows)
 
@@ -284,12 +267,12 @@ def read_tables(path: Path) -> list[list[dict[str, str]]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with the columns of the first row."""
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [
-        [f"{v:.3g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in rows[0])]
-        for row in rows
-    ]
+    """A Markdown table."""
+    names = columns(rows)
+    lines = [names, ["---"] * len(names)]
+    for row in rows:
+        cells = [row.get(name, "") for name in names]
+        lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -303,7 +286,7 @@ def write_markdown(path: Path, title: str, parts: Sequence[str]) -> None:
 
 Data = tuple[Tensor, ...]
 CHUNK = 5000  # rows times samples that are evaluated at once
-MAKING = 2.0  # a call of a compiled loss that takes longer records and compiles
+MAKING = 0.3  # a step of a compiled loss that takes more seconds records and compiles
 
 
 @dataclass(frozen=True)
@@ -324,28 +307,30 @@ class Method:
     group: str = "unbiased"
 
 
-class Task(Protocol):
+@dataclass(frozen=True)
+class Task:
     """What is trained.
 
-    Attributes:
+    Args:
         name: Name in tables.
-        unit: What held-out figures are per.
+        splits: Arguments of model and guide, rows first, by split: ``"curve"``, ``"valid"``, ``"test"``.
     """
 
     name: str
-    unit: str
+    splits: dict[str, Data]
+    unit: ClassVar[str] = "row"  # what held-out figures are per
 
-    def programs(self, program: str) -> nn.Module:
+    def programs(self, program: str) -> Any:
         """A module with the methods ``model`` and ``guide``; ``pyro.module`` registers its parameters in the guide."""
+        raise NotImplementedError
 
     def batch(self, generator: torch.Generator) -> Data:
         """Arguments of model and guide for a step."""
+        raise NotImplementedError
 
-    def held_out(self, split: str) -> Data:
-        """Arguments for ``"curve"``, ``"valid"`` or ``"test"``, rows first."""
-
-    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
+    def measure(self, programs: Any, data: Data, samples: int) -> tuple[float, float]:
         """ELBO with one sample and importance bound with many, in nats per unit."""
+        return bounds(programs, data, samples)
 
 
 @dataclass(frozen=True)
@@ -418,51 +403,48 @@ class PlainLeaveOneOut(ELBO):
         return float(cost.sum()) / self.num_particles
 
 
+def baseline_options(kind: str, net: nn.Module | None = None, seen: Tensor | None = None) -> dict[str, Any]:
+    """Options of a site for ``TraceGraph_ELBO``'s baselines: ``"average"``, ``"net"`` of what it sees, else none."""
+    kinds = {"average": {"use_decaying_avg_baseline": True}, "net": {"nn_baseline": net, "nn_baseline_input": seen}}
+    return {"baseline": kinds[kind]} if kind in kinds else {}
+
+
 def with_averages(guide: Callable[..., Any]) -> Callable[..., Any]:
     """A guide with the decaying-average baseline of ``TraceGraph_ELBO`` at every site."""
-    baseline = {"use_decaying_avg_baseline": True}
-    return poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": baseline})
+    return poutine.infer_config(guide, lambda site: {**site["infer"], **baseline_options("average")})
 
 
 class Runner:
-    """A training run.
+    """A training run, which takes turns with others; parameters and random numbers are its own.
 
     Args:
         task: What is trained.
         method: By whom.
         rate: Learning rate of Adam; a baseline net of the guide, ``baseline``, has ten times as much.
-        seed: Seed of weights and batches.
+        seed: Seed of weights, batches and draws.
     """
 
     def __init__(self, task: Task, method: Method, rate: float, seed: int) -> None:
         self.task, self.method, self.rate, self.seed = task, method, rate, seed
-        self.seconds, self.making, self.steps, self.state = 0.0, 0.0, 0, None
+        self.seconds, self.making, self.steps, self.elbo = 0.0, 0.0, 0, method.elbo()
         self.curve: list[Row] = []
         self.generator = torch.Generator().manual_seed(seed)
-        pyro.set_rng_seed(seed)
-        self.programs, self.elbo = task.programs(method.program), method.elbo()
-        named = list(self.programs.named_parameters())
-        nets = [[p for name, p in named if name.startswith("baseline") == is_baseline] for is_baseline in (False, True)]
-        groups = [{"params": p, "lr": rate * factor} for p, factor in zip(nets, (1.0, 10.0), strict=True) if p]
-        self.optimizer = torch.optim.Adam(groups)
-
-    def step(self) -> None:
-        """One step; only the part after the batch is timed."""
-        batch = self.task.batch(self.generator)
-
-        def update() -> None:
-            self.optimizer.zero_grad()
-            self.elbo.loss_and_grads(self.programs.model, self.programs.guide, *batch)
-            self.optimizer.step()
-
-        seconds, making = timed_step(update, self.elbo, MAKING)
-        self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
+        adam = Adam(lambda name: {"lr": rate * (10.0 if "baseline" in name else 1.0)})
+        with pyro.get_param_store().scope() as self.state:
+            pyro.set_rng_seed(seed)
+            self.programs = task.programs(method.program)
+            self.svi = SVI(self.programs.model, self.programs.guide, adam, None, self.elbo.loss_and_grads)
+            self.draws = torch.get_rng_state()
 
     def train(self, until: float) -> None:
-        """Trains until so many seconds are spent in all; parameters and baselines have a store of their own."""
+        """Trains until so many seconds are spent in all; only the part of a step after the batch is timed."""
         with pyro.get_param_store().scope(self.state) as self.state:
+            torch.set_rng_state(self.draws)
             while self.seconds < until:
-                self.step()
+                step = partial(self.svi.step, *self.task.batch(self.generator))
+                seconds, making = timed_step(step, self.elbo)
+                self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
+            self.draws = torch.get_rng_state()
 
     def measure(self, samples: int) -> None:
         """Adds a point to the curve."""
@@ -472,7 +454,7 @@ class Runner:
     def figures(self, split: str, samples: int) -> tuple[float, float]:
         """Held-out figures; minus infinity where training broke down."""
         with pyro.get_param_store().scope():
-            found = self.task.measure(self.programs, self.task.held_out(split), samples)
+            found = self.task.measure(self.programs, self.task.splits[split], samples)
         return tuple(value if math.isfinite(value) else -math.inf for value in found)
 
     def smooth(self, column: str = "bound") -> list[float]:
@@ -519,16 +501,17 @@ class Race:
     runs: dict[str, list[Runner]] = field(default_factory=dict)
     tried: list[Runner] = field(default_factory=list)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether steps were compiled."""
-        return any(run.making > 0.0 for run in self.tried)
 
-
-def sized(options: argparse.Namespace, quick: Size, smoke: Size, full: Size) -> Size:
-    """The size of a race that the command line asks for."""
-    size = smoke if options.smoke else full if options.full else quick
+def sized(options: argparse.Namespace, quick: Any, smoke: Any, full: Any, compiled: Any = None) -> Any:
+    """How much the command line asks for: of its seeds, if it names any."""
+    is_compiled = compiled is not None and options.compiled
+    size = smoke if options.smoke else compiled if is_compiled else full if options.full else quick
     return replace(size, seeds=options.seeds or size.seeds)
+
+
+def stem(name: str, options: argparse.Namespace) -> str:
+    """Name of the result files of a script: long and compiled runs have their own."""
+    return f"{name}_compiled" if getattr(options, "compiled", False) else f"{name}_long" if options.full else name
 
 
 def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
@@ -621,7 +604,7 @@ def ratios(race: Race, chaser: str, leader: str) -> str:
 
 def summary(race: Race) -> list[Row]:
     """A row per method, best bound first."""
-    ours, rows = our_name(race), []
+    ours, rows, is_compiled = our_name(race), [], any(run.making > 0.0 for run in race.tried)
     for name, runs in race.runs.items():
         test = [run.figures("test", race.size.samples) for run in runs]
         rows.append(
@@ -630,7 +613,7 @@ def summary(race: Race) -> list[Row]:
                 "rate": f"{runs[0].rate:g}",
                 "steps": int(median(run.steps for run in runs)),
                 "ms a step": median(1e3 * run.seconds / max(run.steps, 1) for run in runs),
-                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if race.is_compiled else {}),
+                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if is_compiled else {}),
                 "one-sample ELBO": f"{median(elbo for elbo, _ in test):.2f}",
                 "bound": f"{median(bound for _, bound in test):.2f}",
                 "lowest": f"{min(bound for _, bound in test):.2f}",

@@ -28,21 +28,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import resource
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import pyro
 import pyro.distributions as dist
 import torch
 from common import (
     Row,
-    apart,
-    called,
     median,
     parser_of,
     picture,
@@ -180,7 +183,6 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
 }
 # Programs of the quick run.
 QUICK = 6
-COLUMNS = ("program", "way", "milliseconds", "seconds to make", "CPU seconds to make", "operators")
 RIVAL = "NumPyro"
 LONGEST = "chain, 500 sites"
 # What the long chains are measured with: nothing that takes minutes to make and is known from the short ones.
@@ -234,7 +236,7 @@ def measure(program: str, rounds: int) -> list[Row]:
             continue
         if is_long(program) and (way not in ON_LONG or (way == "JitTrace_ELBO" and program == LONGEST)):
             continue
-        row: Row = {**dict.fromkeys(COLUMNS, ""), "program": program, "way": way}
+        row: Row = {"program": program, "way": way, "milliseconds": 0.0}
         rows.append(row)
         pyro.set_rng_seed(0)
         elbo = make()
@@ -261,7 +263,7 @@ def measure(program: str, rounds: int) -> list[Row]:
         start, before, step = time.perf_counter(), all_cpu_seconds(), by_hand(int(program.split()[1]))
         step()
         made = {"seconds to make": time.perf_counter() - start, "CPU seconds to make": all_cpu_seconds() - before}
-        rows.append({**dict.fromkeys(COLUMNS, ""), "program": program, "way": BY_HAND, **made})
+        rows.append({"program": program, "way": BY_HAND, **made})
         steps[BY_HAND] = Turn(step, None)
     times: dict[str, list[float]] = {way: [] for way in steps}
     end, shuffle = time.monotonic() + 60.0, random.Random(0)
@@ -309,10 +311,11 @@ class Turn:
             return (time.process_time() - start) / 20
 
 
-def in_new_process(*case: object) -> list[Row]:
+def in_new_process(program: str, rounds: int) -> list[Row]:
     """The same; compiled code of one program does not slow another one down."""
-    with tempfile.TemporaryDirectory() as folder:
-        return apart(__file__, "measure", *case, TORCHINDUCTOR_CACHE_DIR=folder)
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+        with ProcessPoolExecutor(1, get_context("spawn"), warnings.simplefilter, ("ignore",)) as pool:
+            return pool.submit(measure, program, rounds).result()
 
 
 def by_numpyro(python: str) -> list[Row]:
@@ -321,10 +324,7 @@ def by_numpyro(python: str) -> list[Row]:
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     way = "NumPyro's TraceGraph_ELBO, jitted, particles:"
-    return [
-        {**dict.fromkeys(COLUMNS, ""), "program": OF_ONE_CHAIN, "way": f"{way} {row.pop('particles')}", **row}
-        for row in found
-    ]
+    return [{"program": OF_ONE_CHAIN, "way": f"{way} {row.pop('particles')}", **row} for row in found]
 
 
 def main() -> None:
@@ -334,10 +334,8 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in list(PROGRAMS)[: None if options.full else QUICK] if name.startswith(options.only)]
     known = read_csv(options.output / "compiled.csv") if options.only else []
-    kept = [
-        row for row in known if row["program"] not in names or (row["way"].startswith(RIVAL) and not options.numpyro)
-    ]
-    rows = [{**dict.fromkeys(COLUMNS, ""), **row} for row in kept]
+    kept = () if options.numpyro else RIVAL
+    rows = [row for row in known if row["program"] not in names or row["way"].startswith(kept)]
     for name in names:
         rows += in_new_process(name, 40 if options.full else 12)
         if options.numpyro and name == OF_ONE_CHAIN:
@@ -382,5 +380,5 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.legend(fontsize=8)
 
 
-if __name__ == "__main__" and not called(globals()):
+if __name__ == "__main__":
     main()

@@ -114,7 +114,7 @@ def main() -> None:
     options = arguments(__doc__, "smoke seeds")
     size, digits = begin(options, QUICK, SMOKE, LONG)
     if digits is not None:
-        images = Images("Poisson VAE", "nonlinear", 1, digits.train, digits.splits)
+        images = Images("Poisson VAE", digits.splits, "nonlinear", 1, digits.train)
         race = run_race(images, RACERS, size)
         report(options.output, "counts_race", "Poisson VAE on MNIST", __doc__, [race])
 

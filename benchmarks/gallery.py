@@ -9,51 +9,60 @@ steer: the grammar and the black box.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from common import about, arguments, median, progress, read_csv, table, write_csv, write_markdown
-from pyro.infer import Trace_ELBO, TraceGraph_ELBO
-from race import Run
+from common import (
+    Method,
+    Runner,
+    about,
+    arguments,
+    median,
+    progress,
+    read_csv,
+    table,
+    write_csv,
+    write_markdown,
+)
+from race import PYRO, Whole, loss_of
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
 GALLERY = Path(__file__).parent.parent / "gallery"
-METHODS = {kind.__name__: kind for kind in (TraceBackpropQ_ELBO, TraceGraph_ELBO, Trace_ELBO)}
+METHODS = (Method("TraceBackpropQ_ELBO", TraceBackpropQ_ELBO), *reversed(PYRO))
 SLICE = 0.5
 
 
 def programs() -> list[ModuleType]:
     """The modules of the gallery."""
-    found = []
-    for path in sorted(GALLERY.glob("*.py")):
-        spec = importlib.util.spec_from_file_location(f"gallery_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.title = path.stem.replace("_", " ")
-        found.append(module)
-    return found
+    sys.path.append(str(GALLERY))
+    return [importlib.import_module(path.stem) for path in sorted(GALLERY.glob("*.py"))]
+
+
+def title(program: ModuleType) -> str:
+    """The name of a program in tables."""
+    return program.__name__.replace("_", " ")
 
 
 def measure(program: ModuleType, seconds: float, seeds: int, particles: int) -> dict[str, Any]:
     """Medians over seeds of the bound, and numbers of steps."""
-    bounds: dict[str, list[float]] = {method: [] for method in METHODS}
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
-    args = program.data()
+    bounds: dict[str, list[float]] = {method.name: [] for method in METHODS}
+    times: dict[str, list[float]] = {method.name: [] for method in METHODS}
+    task = Whole(lambda: program, program.data())
     for seed in range(seeds):
-        runs = [Run(lambda: (program.model, program.guide), M(), program.LR, seed, m) for m, M in METHODS.items()]
+        runs = [Runner(task, method, program.LR, seed) for method in METHODS]
         for turn in range(1, max(1, round(seconds / SLICE)) + 1):
             for run in runs:
-                run.train(turn * SLICE, lambda generator: args)
+                run.train(turn * SLICE)
         for run in runs:
-            bounds[run.method].append(-run.loss(args, particles))
-            times[run.method].append(1e3 * run.used / run.steps)
-    row: dict[str, Any] = {"program": program.title}
+            bounds[run.method.name].append(-loss_of(run, particles))
+            times[run.method.name].append(1e3 * run.seconds / run.steps)
+    row: dict[str, Any] = {"program": title(program)}
     row |= {method: round(median(values), 2) for method, values in bounds.items()}
     row |= {f"spread of {method}": round(max(values) - min(values), 2) for method, values in bounds.items()}
     return row | {f"ms of {method}": round(median(values), 2) for method, values in times.items()}
@@ -70,14 +79,14 @@ def main() -> None:
     seeds = options.seeds or seeds
     measure(programs()[0], 0.01, 1, 2)  # imports, and what torch does once
     old = {row["program"]: row for row in read_csv(options.output / "gallery.csv")} if options.only else {}
-    for program in progress([one for one in programs() if one.title.startswith(options.only)], "programs"):
-        old[program.title] = measure(program, seconds, seeds, particles)
+    for program in progress([one for one in programs() if title(one).startswith(options.only)], "programs"):
+        old[title(program)] = measure(program, seconds, seeds, particles)
         rows = [row for _, row in sorted(old.items())]
         write_csv(options.output / "gallery.csv", rows)
     shown = [{name: v for name, v in row.items() if not name.startswith(("spread", "ms"))} for row in rows]
     # Two decimals, where a table has three digits.
     shown = [{name: v if name == "program" else f"{v:.2f}" for name, v in row.items()} for row in shown]
-    more = [{name: v for name, v in row.items() if name not in METHODS} for row in rows]
+    more = [{name: v for name, v in row.items() if name not in {m.name for m in METHODS}} for row in rows]
     write_markdown(options.output / "gallery.md", "Gallery", [*about(__doc__), table(shown), table(more)])
 
 

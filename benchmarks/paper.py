@@ -32,7 +32,20 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Error, Row, about, arguments, grouped, measured, median, progress, table, write_markdown
+from common import (
+    Error,
+    Row,
+    about,
+    arguments,
+    cases,
+    grouped,
+    measured,
+    median,
+    progress,
+    sized,
+    table,
+    write_markdown,
+)
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -274,14 +287,10 @@ def main() -> None:
     options = arguments(__doc__, "smoke seeds resume only")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    size = SMOKE if options.smoke else FULL if options.full else QUICK
-    cases = [
-        {"graph": graph, "method": method, "seed": seed}
-        for seed, graph in itertools.product(range(options.seeds or size.seeds), PROBLEMS)
-        if graph.startswith(options.only)
-        for method in methods(size)
-    ]
-    rows = measured(options.output / "paper.csv", cases, partial(train, size), options.resume)
+    size = sized(options, QUICK, SMOKE, FULL)
+    graphs = [graph for graph in PROBLEMS if graph.startswith(options.only)]
+    wanted = cases(graph=graphs, method=methods(size), seed=range(size.seeds))
+    rows = measured(options.output / "paper.csv", wanted, partial(train, size), options.resume)
     page = table(summary(rows))
     print(page)
     write_markdown(options.output / "paper.md", "The paper's algorithm and the default", [*about(__doc__), page])

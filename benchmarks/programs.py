@@ -5,6 +5,7 @@ Each program is a module with ``model`` and ``guide``. A third of them is held o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -43,20 +44,24 @@ class Program:
 
 
 class Parts(nn.Module):
-    """A program whose ``model`` and ``guide`` register the parameters of the module before they run."""
+    """A program whose parameters are registered, in a plate if it has rows: of its argument, or of ``data``."""
+
+    data: Tensor | None = None
 
     def __init_subclass__(cls) -> None:
         for part in ("model", "guide"):
-            setattr(cls, part, registering(getattr(cls, part)))
+            setattr(cls, part, in_rows(getattr(cls, part)))
 
 
-def registering(part: Callable[..., None]) -> Callable[..., None]:
-    """A model or a guide that registers the parameters of its module."""
+def in_rows(part: Callable[..., None]) -> Callable[..., None]:
+    """A model or a guide that registers the parameters of its module, in a plate of its rows."""
 
     @functools.wraps(part)
     def run(module: Parts, *args: Tensor) -> None:
         pyro.module("programs", module)
-        part(module, *args)
+        rows = args[0] if args else module.data
+        with contextlib.nullcontext() if rows is None else pyro.plate("rows", len(rows)):
+            part(module, *args)
 
     return run
 
@@ -80,14 +85,12 @@ class DigitVAE(Parts):
         return dist.OneHotCategorical(logits=logits.unflatten(-1, (self.parts, self.values))).to_event(1)
 
     def model(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            z = pyro.sample("z", self.law(images.new_zeros(self.width)))
-            logits = self.decoder(z if self.values == 2 else z.flatten(-2))
-            pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
+        z = pyro.sample("z", self.law(images.new_zeros(self.width)))
+        logits = self.decoder(z if self.values == 2 else z.flatten(-2))
+        pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            pyro.sample("z", self.law(self.encoder(images)))
+        pyro.sample("z", self.law(self.encoder(images)))
 
 
 class Convolutions(nn.Module):
@@ -136,17 +139,15 @@ class Layers(Parts):
         self.down = nn.ModuleList(nn.Linear(units, 64 if i == 0 else units) for i in range(depth))
 
     def model(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            logits = images.new_zeros(self.units)
-            for i in reversed(range(self.depth)):
-                logits = self.down[i](pyro.sample(f"z_{i}", dist.Bernoulli(logits=logits).to_event(1)))
-            pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
+        logits = images.new_zeros(self.units)
+        for i in reversed(range(self.depth)):
+            logits = self.down[i](pyro.sample(f"z_{i}", dist.Bernoulli(logits=logits).to_event(1)))
+        pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            z = images
-            for i in range(self.depth):
-                z = pyro.sample(f"z_{i}", dist.Bernoulli(logits=self.up[i](z)).to_event(1))
+        z = images
+        for i in range(self.depth):
+            z = pyro.sample(f"z_{i}", dist.Bernoulli(logits=self.up[i](z)).to_event(1))
 
 
 class PoissonFactors(Parts):
@@ -157,14 +158,12 @@ class PoissonFactors(Parts):
         self.encoder, self.decoder, self.units = nn.Linear(64, units), nn.Linear(units, 64), units
 
     def model(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            z = pyro.sample("z", dist.Poisson(torch.ones(self.units)).to_event(1))
-            pyro.sample("x", dist.Bernoulli(logits=self.decoder(z), validate_args=False).to_event(1), obs=images)
+        z = pyro.sample("z", dist.Poisson(torch.ones(self.units)).to_event(1))
+        pyro.sample("x", dist.Bernoulli(logits=self.decoder(z), validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            rate = nn.functional.softplus(self.encoder(images)) + 1e-2
-            pyro.sample("z", dist.Poisson(rate).to_event(1))
+        rate = nn.functional.softplus(self.encoder(images)) + 1e-2
+        pyro.sample("z", dist.Poisson(rate).to_event(1))
 
 
 class LabelsAndStyles(Parts):
@@ -176,19 +175,17 @@ class LabelsAndStyles(Parts):
         self.to_label, self.to_style = nn.Linear(64, 10), nn.Linear(64, 16)
 
     def model(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            y = pyro.sample("y", dist.OneHotCategorical(logits=images.new_zeros(10)))
-            s = pyro.sample("s", dist.Normal(images.new_zeros(8), 1.0).to_event(1))
-            y = y.expand(*s.shape[:-1], 10) if y.dim() < s.dim() else y
-            logits = self.decoder(torch.cat((y, s.expand(*y.shape[:-1], 8)), -1))
-            pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
+        y = pyro.sample("y", dist.OneHotCategorical(logits=images.new_zeros(10)))
+        s = pyro.sample("s", dist.Normal(images.new_zeros(8), 1.0).to_event(1))
+        y = y.expand(*s.shape[:-1], 10) if y.dim() < s.dim() else y
+        logits = self.decoder(torch.cat((y, s.expand(*y.shape[:-1], 8)), -1))
+        pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
 
     def guide(self, images: Tensor) -> None:
-        with pyro.plate("rows", len(images)):
-            y = pyro.sample("y", dist.OneHotCategorical(logits=self.to_label(self.label(images).relu())))
-            both = torch.cat((images.expand(*y.shape[:-1], 64), y), -1)
-            loc, scale = self.to_style(self.style(both).relu()).chunk(2, -1)
-            pyro.sample("s", dist.Normal(loc, nn.functional.softplus(scale) + 1e-3).to_event(1))
+        y = pyro.sample("y", dist.OneHotCategorical(logits=self.to_label(self.label(images).relu())))
+        both = torch.cat((images.expand(*y.shape[:-1], 64), y), -1)
+        loc, scale = self.to_style(self.style(both).relu()).chunk(2, -1)
+        pyro.sample("s", dist.Normal(loc, nn.functional.softplus(scale) + 1e-3).to_event(1))
 
 
 class RowChains(Parts):
@@ -203,19 +200,17 @@ class RowChains(Parts):
         self.embed, self.read = nn.Parameter(torch.zeros(5, 4)), nn.Linear(1, 4)
 
     def model(self) -> None:
-        with pyro.plate("rows", 32):
-            logits = torch.zeros(4)
-            for t in range(8):
-                z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
-                pyro.sample(f"x_{t}", dist.Normal(self.loc[z], 1.0), obs=self.data[:, t])
-                logits = self.move[z]
+        logits = torch.zeros(4)
+        for t in range(8):
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+            pyro.sample(f"x_{t}", dist.Normal(self.loc[z], 1.0), obs=self.data[:, t])
+            logits = self.move[z]
 
     def guide(self) -> None:
-        with pyro.plate("rows", 32):
-            z = torch.full((32,), 4)
-            for t in range(8):
-                logits = self.read(self.data[:, t, None]) + self.embed[z]
-                z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+        z = torch.full((32,), 4)
+        for t in range(8):
+            logits = self.read(self.data[:, t, None]) + self.embed[z]
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
 
 
 class Mixture(Parts):
@@ -226,25 +221,20 @@ class Mixture(Parts):
         generator = torch.Generator().manual_seed(0)
         means = 4.0 * torch.randn(10, 2, generator=generator)
         self.data = means[torch.randint(10, (rows,), generator=generator)] + torch.randn(rows, 2, generator=generator)
-        self.heavy, self.means = heavy, nn.Parameter(torch.randn(10, 2))
-        self.net, self.scale = (
-            nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 10)),
-            nn.Parameter(torch.zeros(2)),
-        )
+        self.heavy, self.means, self.scale = heavy, nn.Parameter(torch.randn(10, 2)), nn.Parameter(torch.zeros(2))
+        self.net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 10))
 
     def model(self) -> None:
-        with pyro.plate("rows", len(self.data)):
-            scale = pyro.sample("s", no_rsample(dist.Gamma(2.0, 2.0))) if self.heavy else torch.ones(())
-            k = pyro.sample("k", dist.Categorical(logits=torch.zeros(10)))
-            noise = scale.reciprocal().sqrt().unsqueeze(-1)
-            pyro.sample("x", dist.Normal(self.means[k], noise).to_event(1), obs=self.data)
+        scale = pyro.sample("s", no_rsample(dist.Gamma(2.0, 2.0))) if self.heavy else torch.ones(())
+        k = pyro.sample("k", dist.Categorical(logits=torch.zeros(10)))
+        noise = scale.reciprocal().sqrt().unsqueeze(-1)
+        pyro.sample("x", dist.Normal(self.means[k], noise).to_event(1), obs=self.data)
 
     def guide(self) -> None:
-        with pyro.plate("rows", len(self.data)):
-            if self.heavy:
-                shape = 2.0 * self.scale.exp()
-                pyro.sample("s", no_rsample(dist.Gamma(shape[0], shape[1])))
-            pyro.sample("k", dist.Categorical(logits=self.net(self.data)))
+        if self.heavy:
+            shape = 2.0 * self.scale.exp()
+            pyro.sample("s", no_rsample(dist.Gamma(shape[0], shape[1])))
+        pyro.sample("k", dist.Categorical(logits=self.net(self.data)))
 
 
 def no_rsample(fn: Any) -> Any:
@@ -334,18 +324,16 @@ class Bits(Parts):
         generator = torch.Generator().manual_seed(0)
         on = (torch.rand(rows, number, generator=generator) < 0.4).float()
         noise = 0.7 * torch.randn(rows, 3, generator=generator)
-        self.y = 1.5 * on @ torch.randn(number, 3, generator=generator) + noise
+        self.data = 1.5 * on @ torch.randn(number, 3, generator=generator) + noise
         self.weight, self.encoder = nn.Parameter(torch.randn(number, 3)), nn.Linear(3, number)
         self.number = number
 
     def model(self) -> None:
-        with pyro.plate("rows", len(self.y)):
-            z = pyro.sample("z", dist.Bernoulli(0.4 * torch.ones(self.number)).to_event(1))
-            pyro.sample("y", dist.Normal(z @ self.weight, 0.7).to_event(1), obs=self.y)
+        z = pyro.sample("z", dist.Bernoulli(0.4 * torch.ones(self.number)).to_event(1))
+        pyro.sample("y", dist.Normal(z @ self.weight, 0.7).to_event(1), obs=self.data)
 
     def guide(self) -> None:
-        with pyro.plate("rows", len(self.y)):
-            pyro.sample("z", dist.Bernoulli(logits=self.encoder(self.y)).to_event(1))
+        pyro.sample("z", dist.Bernoulli(logits=self.encoder(self.data)).to_event(1))
 
 
 class Network(Parts):
@@ -385,25 +373,23 @@ class Alarm(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = torch.tensor(self.CALLS)
+        self.data = torch.tensor(self.CALLS)
         self.ring, self.call = nn.Parameter(torch.tensor([-2.0, 2.0, 1.0])), nn.Parameter(torch.tensor([-1.0, 2.0]))
         self.encoder = nn.Linear(3, 5)
 
     def model(self) -> None:
-        with pyro.plate("nights", 5):
-            burglary = pyro.sample("burglary", dist.Bernoulli(0.1))
-            earthquake = pyro.sample("earthquake", dist.Bernoulli(0.2))
-            logits = self.ring[0] + self.ring[1] * burglary + self.ring[2] * earthquake
-            alarm = pyro.sample("alarm", dist.Bernoulli(logits=logits))
-            called = (self.call[0] + self.call[1] * alarm).unsqueeze(-1) + torch.zeros(3)
-            pyro.sample("calls", dist.Bernoulli(logits=called).to_event(1), obs=self.calls)
+        burglary = pyro.sample("burglary", dist.Bernoulli(0.1))
+        earthquake = pyro.sample("earthquake", dist.Bernoulli(0.2))
+        logits = self.ring[0] + self.ring[1] * burglary + self.ring[2] * earthquake
+        alarm = pyro.sample("alarm", dist.Bernoulli(logits=logits))
+        called = (self.call[0] + self.call[1] * alarm).unsqueeze(-1) + torch.zeros(3)
+        pyro.sample("calls", dist.Bernoulli(logits=called).to_event(1), obs=self.data)
 
     def guide(self) -> None:
-        logits = self.encoder(self.calls)
-        with pyro.plate("nights", 5):
-            alarm = pyro.sample("alarm", dist.Bernoulli(logits=logits[:, 0]))
-            pyro.sample("burglary", dist.Bernoulli(logits=logits[:, 1] + logits[:, 2] * alarm))
-            pyro.sample("earthquake", dist.Bernoulli(logits=logits[:, 3] + logits[:, 4] * alarm))
+        logits = self.encoder(self.data)
+        alarm = pyro.sample("alarm", dist.Bernoulli(logits=logits[:, 0]))
+        pyro.sample("burglary", dist.Bernoulli(logits=logits[:, 1] + logits[:, 2] * alarm))
+        pyro.sample("earthquake", dist.Bernoulli(logits=logits[:, 3] + logits[:, 4] * alarm))
 
 
 class TwoCounts(Parts):
@@ -411,19 +397,17 @@ class TwoCounts(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = torch.tensor([4.0, 9.0, 2.0])
+        self.data = torch.tensor([4.0, 9.0, 2.0])
         self.rate, self.q = nn.Parameter(torch.tensor([0.5, 1.0])), nn.Parameter(torch.zeros(3, 2))
 
     def model(self) -> None:
-        with pyro.plate("days", 3):
-            a = pyro.sample("a", dist.Poisson(self.rate[0].exp()))
-            b = pyro.sample("b", dist.Poisson(self.rate[1].exp()))
-            pyro.sample("seen", dist.Normal(a + b, 0.5), obs=self.seen)
+        a = pyro.sample("a", dist.Poisson(self.rate[0].exp()))
+        b = pyro.sample("b", dist.Poisson(self.rate[1].exp()))
+        pyro.sample("seen", dist.Normal(a + b, 0.5), obs=self.data)
 
     def guide(self) -> None:
-        with pyro.plate("days", 3):
-            pyro.sample("a", dist.Poisson(self.q[:, 0].exp()))
-            pyro.sample("b", dist.Poisson(self.q[:, 1].exp()))
+        pyro.sample("a", dist.Poisson(self.q[:, 0].exp()))
+        pyro.sample("b", dist.Poisson(self.q[:, 1].exp()))
 
 
 class PoissonChain(Parts):
@@ -550,21 +534,19 @@ class KindsAndLevels(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.y = torch.tensor([-3.0, -2.5, 0.1, 0.4, 2.8, 3.5])
+        self.data = torch.tensor([-3.0, -2.5, 0.1, 0.4, 2.8, 3.5])
         self.means, self.logits = nn.Parameter(torch.randn(3)), nn.Parameter(torch.zeros(6, 3))
         self.loc, self.scale = nn.Parameter(torch.zeros(6, 3)), nn.Parameter(torch.zeros(6))
 
     def model(self) -> None:
-        with pyro.plate("rows", 6):
-            kind = pyro.sample("kind", dist.Categorical(torch.ones(3)))
-            level = pyro.sample("level", dist.Normal(self.means[kind], 1.0))
-            pyro.sample("y", dist.StudentT(3.0, level, 0.5), obs=self.y)
+        kind = pyro.sample("kind", dist.Categorical(torch.ones(3)))
+        level = pyro.sample("level", dist.Normal(self.means[kind], 1.0))
+        pyro.sample("y", dist.StudentT(3.0, level, 0.5), obs=self.data)
 
     def guide(self) -> None:
-        with pyro.plate("rows", 6):
-            kind = pyro.sample("kind", dist.Categorical(logits=self.logits))
-            loc = (one_hot(kind, 3) * self.loc).sum(-1)
-            pyro.sample("level", dist.Normal(loc, self.scale.exp()))
+        kind = pyro.sample("kind", dist.Categorical(logits=self.logits))
+        loc = (one_hot(kind, 3) * self.loc).sum(-1)
+        pyro.sample("level", dist.Normal(loc, self.scale.exp()))
 
 
 class Diagnosis(Parts):

@@ -25,35 +25,37 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyro
 import torch
 from common import (
+    Data,
+    Method,
     Row,
+    Runner,
     about,
     data_file,
     parser_of,
     read_csv,
     table,
-    timed_step,
     with_averages,
     write_csv,
     write_markdown,
 )
 from programs import PROGRAMS, Program
-from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
-from pyro.optim import Adam
+from pyro.infer import ELBO, Trace_ELBO, TraceGraph_ELBO
 from torch import Tensor
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 
-Losses = Mapping[str, Callable[[], ELBO]]
 LOO = ScoreFunction(LeaveOneOut())
 
 
@@ -63,7 +65,7 @@ def pinned(number: int, **options: Any) -> dict[str, Any]:
 
 
 DEFAULT = "default"
-PYRO: Losses = {"Trace_ELBO": Trace_ELBO, "TraceGraph_ELBO": TraceGraph_ELBO}
+PYRO = (Method("Trace_ELBO", Trace_ELBO), Method("TraceGraph_ELBO", TraceGraph_ELBO, "average"))
 PINNED: Mapping[str, dict[str, Any]] = {
     **{f"leave-one-out, {number} particles": pinned(number, estimator=LOO) for number in (2, 4, 8)},
     "sums over values, 8 particles": pinned(8, estimator=AllAction()),
@@ -76,8 +78,6 @@ STEERED = {"program order, 4 particles": {"num_particles": 4, "estimator": LOO, 
 NOT_COMPILED = ("chain of 50", "labels and styles", "chains of 32 rows")
 # Where the default's loss is looked at, in parts of a run of the others.
 MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
-# A step that takes longer, in seconds, records and compiles.
-MAKING = 0.3
 # Learning rates: with rows of data, and without. There the loss ends at a floor of noise, which a coarser grid misses.
 RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 1.7e-2, 3e-2, 5.5e-2, 1e-1)}
 
@@ -88,77 +88,66 @@ def digits() -> Tensor | None:
     return None if path is None else torch.tensor(np.load(path)["x_train"]).float().flatten(1) / 16.0
 
 
-def methods(program: Program, chosen: str, compiled: bool) -> Losses:
-    """What makes the rivals on a program; of Pyro's ELBOs the step of none is compiled."""
+def methods(program: Program, chosen: str, compiled: bool) -> list[Method]:
+    """The rivals on a program; of Pyro's ELBOs the step of none is compiled."""
     own: dict[str, dict[str, Any]] = {DEFAULT: {}, **(STEERED if program.steered else PINNED)}
     compile = {"compile": True} if compiled else {}
-    found = {name: partial(TraceBackpropQ_ELBO, **options, **compile) for name, options in own.items()}
-    found |= {} if compiled else PYRO
-    return {name: make for name, make in found.items() if not chosen or name in chosen.split(";")}
+    found = [Method(name, partial(TraceBackpropQ_ELBO, **options, **compile)) for name, options in own.items()]
+    found += [] if compiled else PYRO
+    return [method for method in found if not chosen or method.name in chosen.split(";")]
 
 
-class Run:
-    """A training run, which takes turns with others; parameters and random numbers are its own.
+@dataclass(frozen=True)
+class Whole:
+    """A task whose data are known as a whole.
 
     Args:
-        make: Makes model and guide.
-        elbo: Its ELBO.
-        rate: Learning rate of Adam.
-        seed: Seed of weights, batches and draws.
-        method: Name of the method.
+        make: Makes the program: something with a model and a guide.
+        data: Arguments of both.
+        rows: Number of rows of data in a batch; 0 for all that there is.
     """
 
-    def __init__(self, make: Callable[[], tuple[Any, Any]], elbo: ELBO, rate: float, seed: int, method: str) -> None:
-        self.elbo, self.rate, self.method = elbo, rate, method
-        self.used, self.making, self.steps = 0.0, 0.0, 0
-        self.losses: dict[float, float] = {}
-        self.generator = torch.Generator().manual_seed(seed)
-        with pyro.get_param_store().scope() as self.state:
-            pyro.set_rng_seed(seed)
-            self.model, self.guide = make()
-            guide = self.guide
-            if isinstance(elbo, TraceGraph_ELBO):
-                guide = with_averages(guide)
-            self.svi = SVI(self.model, guide, Adam({"lr": rate}), elbo)
-            self.draws = torch.get_rng_state()
+    make: Callable[[], Any]
+    data: Data = ()
+    rows: int = 0
 
-    def train(self, until: float, batch: Callable[[torch.Generator], tuple[Any, ...]]) -> None:
-        """Trains until so many seconds of CPU time are spent in all; only the part after the batch is timed."""
-        with pyro.get_param_store().scope(self.state) as self.state:
-            torch.set_rng_state(self.draws)
-            while self.used < until:
-                args = batch(self.generator)
-                seconds, making = timed_step(lambda: self.svi.step(*args), self.elbo, MAKING)  # noqa: B023
-                self.used, self.making, self.steps = self.used + seconds, self.making + making, self.steps + 1
-            self.draws = torch.get_rng_state()
+    def programs(self, program: str) -> Any:
+        """The program; its guide has baselines if it is ``"average"``."""
+        found = self.make()
+        return SimpleNamespace(model=found.model, guide=with_averages(found.guide) if program else found.guide)
 
-    def loss(self, args: tuple[Any, ...], number: int) -> float:
-        """The mean of so many fresh losses."""
-        with pyro.get_param_store().scope(self.state) as self.state, torch.no_grad():
-            return statistics.fmean(Trace_ELBO().loss(self.model, self.guide, *args) for _ in range(number))
+    def batch(self, generator: torch.Generator) -> Data:
+        """Some rows, or all."""
+        if not self.rows:
+            return self.data
+        return (self.data[0][torch.randint(len(self.data[0]), (self.rows,), generator=generator)],)
 
 
-def turns(program: Program, runs: Sequence[Run], seconds: float, data: Tensor) -> set[str]:
+def loss_of(run: Runner, number: int) -> float:
+    """The mean of so many fresh losses of all data."""
+    with pyro.get_param_store().scope(run.state) as run.state, torch.no_grad():
+        programs = run.programs.model, run.programs.guide
+        return statistics.fmean(Trace_ELBO().loss(*programs, *run.task.data) for _ in range(number))
+
+
+def turns(program: Program, runs: Sequence[Runner], seconds: float) -> set[str]:
     """Lets runs take turns, in changing order; returns the methods that failed, which drop out."""
-    shuffle, failed, rows = random.Random(0), dict[str, Exception](), program.rows
-
-    def batch(generator: torch.Generator) -> tuple[Tensor, ...]:
-        return (data[torch.randint(len(data), (rows,), generator=generator)],) if rows else ()
-
-    few, many = (2, 5) if rows else (200, 1000) if program.steered else (100, 500)
+    shuffle, failed = random.Random(0), dict[str, Exception]()
+    few, many = (2, 5) if program.rows else (200, 1000) if program.steered else (100, 500)
     for mark in MARKS:
         for run in shuffle.sample(runs, len(runs)):
-            if run.method in failed or (mark > 1.0 and run.method != DEFAULT):
+            method = run.method.name
+            if method in failed or (mark > 1.0 and method != DEFAULT):
                 continue
             try:
-                run.train(seconds * mark, batch)
-                if mark == 1.0 or run.method == DEFAULT:
-                    loss = run.loss((data,) if rows else (), many if mark == 1.0 else few)
-                    run.losses[mark] = loss / (len(data) if rows else 1)
+                run.train(seconds * mark)
+                if mark == 1.0 or method == DEFAULT:
+                    loss = loss_of(run, many if mark == 1.0 else few)
+                    run.curve.append({"part": mark, "loss": loss / (len(run.task.data[0]) if program.rows else 1)})
             except (BPQError, RuntimeError, ValueError) as error:
-                if run.method not in PINNED:
+                if method not in PINNED:
                     raise
-                failed[run.method] = error
+                failed[method] = error
     for name, error in failed.items():
         print(f"{program.name}, {name}: {error}", flush=True)
     return {*failed}
@@ -166,52 +155,55 @@ def turns(program: Program, runs: Sequence[Run], seconds: float, data: Tensor) -
 
 def race(program: Program, options: argparse.Namespace, data: Tensor, known: Mapping[Any, float]) -> list[Row]:
     """The rows of a program; ``known`` are learning rates by program and method."""
-    rivals = dict(methods(program, options.methods, options.compiled))
-    runs: dict[str, dict[float, list[Run]]] = {name: {} for name in rivals}
-
-    def make() -> tuple[Any, Any]:
-        module = program.make()
-        return module.model, module.guide
-
+    rivals = methods(program, options.methods, options.compiled)
+    runs: dict[str, dict[float, list[Runner]]] = {method.name: {} for method in rivals}
+    task = Whole(program.make, (data,) if program.rows else (), program.rows)
     for seed in range(options.seeds):
         lanes = []
-        for name, elbo in rivals.items():
-            rates = (known[program.name, name],) if (program.name, name) in known else RATES[bool(program.rows)]
-            rates = (best_rate(runs[name]),) if seed else rates
-            lanes += [Run(make, elbo(), rate, seed, name) for rate in rates]
-        failed = turns(program, lanes, options.seconds, data)
-        rivals = {name: elbo for name, elbo in rivals.items() if name not in failed}
+        for method in rivals:
+            case = program.name, method.name
+            rates = (known[case],) if case in known else RATES[bool(program.rows)]
+            rates = (best_rate(runs[method.name]),) if seed else rates
+            lanes += [Runner(task, method, rate, seed) for rate in rates]
+        failed = turns(program, lanes, options.seconds)
+        rivals = [method for method in rivals if method.name not in failed]
         for run in lanes:
             if run.method in rivals:
-                runs[run.method].setdefault(run.rate, []).append(run)
-    found = [row_of(program, runs[name], options) for name in rivals]
+                runs[run.method.name].setdefault(run.rate, []).append(run)
+    found = [row_of(program, runs[method.name], options) for method in rivals]
     print(table(compared(found)), flush=True)
     return found
 
 
-def best_rate(runs: Mapping[float, Sequence[Run]]) -> float:
+def losses(run: Runner) -> dict[float, float]:
+    """Its losses by the part of the time after which they were measured."""
+    return {point["part"]: point["loss"] for point in run.curve}
+
+
+def best_rate(runs: Mapping[float, Sequence[Runner]]) -> float:
     """The learning rate whose mean loss is least, of those that ran on most seeds."""
     most = max(map(len, runs.values()))
-    means = {rate: statistics.fmean(run.losses[1.0] for run in own) for rate, own in runs.items() if len(own) == most}
+    means = {r: statistics.fmean(losses(run)[1.0] for run in own) for r, own in runs.items() if len(own) == most}
     return min(means, key=means.__getitem__)
 
 
-def row_of(program: Program, tried: Mapping[float, Sequence[Run]], options: argparse.Namespace) -> Row:
+def row_of(program: Program, tried: Mapping[float, Sequence[Runner]], options: argparse.Namespace) -> Row:
     """The row of a method, from its runs by learning rate."""
     runs = tried[best_rate(tried)]
-    losses = [run.losses[1.0] for run in runs]
+    curves = [losses(run) for run in runs]
+    ends = [curve[1.0] for curve in curves]
     return {
         "program": program.name,
-        "method": runs[0].method,
-        "loss": statistics.fmean(losses),
-        "two standard errors": 2.0 * statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else math.nan,
+        "method": runs[0].method.name,
+        "loss": statistics.fmean(ends),
+        "two standard errors": 2.0 * statistics.stdev(ends) / len(ends) ** 0.5 if len(ends) > 1 else math.nan,
         "learning rate": runs[0].rate,
-        "ms a step": statistics.fmean(1e3 * run.used / run.steps for run in runs),
+        "ms a step": statistics.fmean(1e3 * run.seconds / run.steps for run in runs),
         **({"seconds to make": runs[0].making} if options.compiled else {}),
         "seconds": options.seconds,
         "seeds": len(runs),
         "does": done_by(runs[0].elbo),
-        "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
+        "curve": " ".join(f"{statistics.fmean(curve[at] for curve in curves):.6g}" for at in curves[0]),
     }
 
 
@@ -226,9 +218,9 @@ def done_by(elbo: ELBO) -> str:
 
 def time_to(curve: str, loss: float) -> float:
     """When a curve first reaches a loss, in parts of a run of the others; infinite if it does not."""
-    losses = [float(one) for one in str(curve).split()]
-    before, at = losses[0], 0.0
-    for part, now in zip(MARKS, losses, strict=True):
+    values = [float(one) for one in str(curve).split()]
+    before, at = values[0], 0.0
+    for part, now in zip(MARKS, values, strict=True):
         if now <= loss:
             return part if now == before or at == 0.0 else at + (part - at) * (before - loss) / (before - now)
         before, at = now, part
@@ -251,12 +243,6 @@ def compared(rows: Sequence[Row]) -> list[Row]:
                 more["within noise"] = within
         found.append({**{k: v for k, v in row.items() if k not in ("curve", "does")}, **more})
     return found
-
-
-def write(output: Path, stem: str, rows: list[Row]) -> None:
-    """Writes CSV and Markdown."""
-    write_csv(output / f"{stem}.csv", rows)
-    write_markdown(output / f"{stem}.md", "The race on 39 programs", [*about(__doc__), table(compared(rows))])
 
 
 def main() -> None:
@@ -284,7 +270,9 @@ def main() -> None:
     known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
     for program in chosen:
         rows += race(program, options, data, known)
-        write(options.output, stem, rows)
+        page = [*about(__doc__), table(compared(rows))]
+        write_csv(options.output / f"{stem}.csv", rows)
+        write_markdown(options.output / f"{stem}.md", "The race on 39 programs", page)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from common import (
     plain_leave_one_out,
     report,
     run_race,
+    stem,
 )
 from vae import METHODS, begin
 
@@ -45,17 +46,14 @@ COMPILE = (
 def main() -> None:
     """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``, or ``sbn_long``, or ``sbn_compiled``."""
     options = arguments(__doc__, "smoke compiled seeds")
-    size, digits = begin(options, QUICK, SMOKE, LONG)
+    size, digits = begin(options, QUICK, SMOKE, LONG, COMPILED)
     if digits is None:
         return
-    methods = STRONG if options.full else METHODS
-    if options.compiled:
-        size, methods = replace(COMPILED, seeds=options.seeds or COMPILED.seeds), COMPILE
-    name, races = "sbn_long" if options.full else "sbn_compiled" if options.compiled else "sbn", []
+    methods, races = COMPILE if options.compiled else STRONG if options.full else METHODS, []
     for depth in (4, 2) if options.full or options.compiled or options.smoke else (4,):
         races.append(run_race(replace(digits, name=f"{depth} layers", depth=depth), methods, size))
         # After each race, since all of them take long.
-        report(options.output, name, "Sigmoid belief networks on MNIST", __doc__, races)
+        report(options.output, stem("sbn", options), "Sigmoid belief networks on MNIST", __doc__, races)
 
 
 if __name__ == "__main__":

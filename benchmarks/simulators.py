@@ -24,7 +24,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, about, flat, parser_of, read_csv, table, write_csv, write_markdown
+from common import Row, about, gradients, parser_of, read_csv, table, write_csv, write_markdown
 from pyro import poutine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -93,16 +93,6 @@ def trained(method: str, policy: Any, rate: float, steps: int) -> list[float]:
     return costs
 
 
-def gradients(policy: Any, step: Callable[[], object], number: int) -> Tensor:
-    """Gradients of steps at fixed weights."""
-    found = []
-    for _ in range(number):
-        policy.zero_grad()
-        step()
-        found.append(flat(own.grad for own in policy.parameters()))
-    return torch.stack(found)
-
-
 def table_of(site: Any) -> tuple[Tensor, Tensor]:
     """Log-probabilities ``(episodes, components, values)`` of an action, and its values as zeros and ones."""
     logits, value = getattr(site["fn"], "base_dist", site["fn"]).logits, site["value"].long()
@@ -148,7 +138,7 @@ def with_exact_q(policy: Any, batches: int, rounds: int) -> Tensor:
         (_, _, laws, _), weight = next(parts)
         (laws * weight).sum().backward()
 
-    return gradients(policy, step, batches)
+    return gradients(policy.parameters(), step, batches)
 
 
 def variances(name: str, full: bool) -> list[Row]:
@@ -162,8 +152,8 @@ def variances(name: str, full: bool) -> list[Row]:
         pyro.clear_param_store()
         own = plain if "without" in method else policy
         step = partial(make().loss_and_grads, None, own)
-        gradients(own, step, number if method != "fifteen lines" else 1)
-        found[method] = gradients(own, step, number)
+        gradients(own.parameters(), step, number if method != "fifteen lines" else 1)
+        found[method] = gradients(own.parameters(), step, number)
     rows, first = list[Row](), float(found["fifteen lines"].var(0).sum())
     for method, own in found.items():
         variance = float(own.var(0).sum())

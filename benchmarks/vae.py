@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pyro
@@ -26,8 +27,9 @@ from common import (
     Data,
     Method,
     Size,
+    Task,
     arguments,
-    bounds,
+    baseline_options,
     data_file,
     leave_one_out,
     ours,
@@ -35,6 +37,7 @@ from common import (
     report,
     run_race,
     sized,
+    stem,
 )
 from pyro.infer import TraceGraph_ELBO
 from torch import Tensor, nn
@@ -49,12 +52,9 @@ SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 def layers(inputs: int, outputs: int, kind: str) -> nn.Sequential:
     """One affine layer, or two hidden layers before it."""
-    if kind == "linear":
-        return nn.Sequential(nn.Linear(inputs, outputs))
-    return nn.Sequential(
-        *(nn.Linear(inputs, HIDDEN), nn.LeakyReLU(0.3), nn.Linear(HIDDEN, HIDDEN), nn.LeakyReLU(0.3)),
-        nn.Linear(HIDDEN, outputs),
-    )
+    sizes = [inputs, *[HIDDEN] * (2 if kind == "nonlinear" else 0)]
+    hidden = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.LeakyReLU(0.3))]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], outputs))
 
 
 class BeliefNet(nn.Module):
@@ -75,29 +75,19 @@ class BeliefNet(nn.Module):
         self.register_buffer("mean", mean)
         with torch.no_grad():
             self.down[0][-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
-        self.program = program
-        if program == "net":
-            nets = (
-                nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2)) for _ in self.up
-            )
-            self.baseline = nn.ModuleList(nets)
-
-    def options(self, layer: int, x: Tensor) -> dict[str, object]:
-        """Options for ``TraceGraph_ELBO``'s baselines."""
-        if self.program == "average":
-            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
-        if self.program == "net":
-            return {"baseline": {"nn_baseline": self.baseline[layer], "nn_baseline_input": x - self.mean}}
-        return {}
+        self.program, number = program, depth if program == "net" else 0
+        self.baseline = nn.ModuleList(
+            nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2)) for _ in range(number)
+        )
 
     def guide(self, x: Tensor) -> None:
         """Latents from the images up."""
         pyro.module("nets", self)
         with pyro.plate("rows", len(x), dim=-1):
             value = x - self.mean
-            for i, net in enumerate(self.up):
-                units = dist.Bernoulli(logits=net(value)).to_event(1)
-                value = 2.0 * pyro.sample(f"z_{i}", units, infer=self.options(i, x)) - 1.0
+            for i, (net, own) in enumerate(zip(self.up, self.baseline or [None] * len(self.up), strict=True)):
+                units, options = dist.Bernoulli(logits=net(value)), baseline_options(self.program, own, x - self.mean)
+                value = 2.0 * pyro.sample(f"z_{i}", units.to_event(1), infer=options) - 1.0
 
     def model(self, x: Tensor) -> None:
         """Fair latents at the top, down to the images."""
@@ -110,23 +100,20 @@ class BeliefNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Task):
     """Belief nets on MNIST.
 
     Args:
-        name: Name in tables.
+        name, splits: As in :class:`Task`; binary images.
         kind: ``"linear"`` or ``"nonlinear"``.
         depth: Number of layers of latents.
         train: Grey training images.
-        splits: Binary images by split.
     """
 
-    name: str
     kind: str
     depth: int
     train: Tensor
-    splits: dict[str, Tensor]
-    unit: str = "image"
+    unit: ClassVar[str] = "image"
 
     def programs(self, program: str) -> BeliefNet:
         """Nets with the weights that the global seed gives."""
@@ -136,14 +123,6 @@ class Digits:
         """Images, binarised afresh."""
         rows = torch.randint(len(self.train), (BATCH,), generator=generator)
         return (torch.bernoulli(self.train[rows], generator=generator),)
-
-    def held_out(self, split: str) -> Data:
-        """Fixed binary images."""
-        return (self.splits[split],)
-
-    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
-        """Both bounds."""
-        return bounds(programs, data, samples)
 
 
 def load_digits(images: dict[str, int]) -> Digits | None:
@@ -159,8 +138,8 @@ def load_digits(images: dict[str, int]) -> Digits | None:
     train, valid = grey.split([5 * len(grey) // 6, len(grey) - 5 * len(grey) // 6])
     generator = torch.Generator().manual_seed(0)
     fixed = {"test": torch.bernoulli(test, generator=generator), "valid": torch.bernoulli(valid, generator=generator)}
-    splits = {split: fixed["valid" if split == "valid" else "test"][:number] for split, number in images.items()}
-    return Digits("", "linear", 1, train, splits)
+    splits = {split: (fixed["valid" if split == "valid" else "test"][:number],) for split, number in images.items()}
+    return Digits("", splits, "linear", 1, train)
 
 
 NET = Method("TraceGraph, nn_baseline", TraceGraph_ELBO, "net", "TraceGraph")
@@ -170,10 +149,10 @@ METHODS = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(
 STRONG = (DEFAULT, AVERAGE, NET, plain_leave_one_out(4), plain_leave_one_out(8))
 
 
-def begin(options: Namespace, quick: Size, smoke: Size, long: Size) -> tuple[Size, Digits | None]:
+def begin(options: Namespace, *sizes: Size) -> tuple[Size, Digits | None]:
     """The size of a race that the command line asks for, and its images if there are any."""
     torch.set_num_threads(1)
-    return sized(options, quick, smoke, long), load_digits({"curve": 100, "valid": 500, "test": 500})
+    return sized(options, *sizes), load_digits({"curve": 100, "valid": 500, "test": 500})
 
 
 def main() -> None:
@@ -185,7 +164,7 @@ def main() -> None:
     kinds = ("linear",) if not (options.smoke or options.full) else ("linear", "nonlinear")
     methods = STRONG if options.full else METHODS
     races = [run_race(replace(digits, name=f"{kind} VAE", kind=kind), methods, size) for kind in kinds]
-    report(options.output, "vae_long" if options.full else "vae", "Discrete VAE on MNIST", __doc__, races)
+    report(options.output, stem("vae", options), "Discrete VAE on MNIST", __doc__, races)
 
 
 if __name__ == "__main__":

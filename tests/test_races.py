@@ -148,7 +148,7 @@ def chorales(scripts: dict[str, ModuleType], data: Path) -> Any:
 
 
 def test_exact_likelihood_is_that_of_enumeration(scripts: dict[str, ModuleType], chorales: Any) -> None:
-    rolls, lengths = chorales.held_out("test")
+    rolls, lengths = chorales.splits["test"]
     assert int(lengths.min()) < rolls.shape[1]
     pyro.set_rng_seed(0)
     nets = chorales.programs("enumerate")
@@ -168,7 +168,7 @@ def test_exact_likelihood_is_that_of_enumeration(scripts: dict[str, ModuleType],
 def test_bounds_of_chorales_get_close_to_the_exact_likelihood(
     scripts: dict[str, ModuleType], chorales: Any, program: str
 ) -> None:
-    data = chorales.held_out("test")
+    data = chorales.splits["test"]
     pyro.set_rng_seed(0)
     nets = chorales.programs(program)
     _, bound = chorales.measure(nets, data, 3000)

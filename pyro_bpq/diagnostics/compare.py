@@ -2,7 +2,9 @@ r"""Comparison of estimators on a program: variance, bias and time side by side.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import math
 import statistics
 import time
@@ -96,38 +98,34 @@ def compare_estimators(
     program = Program(model, guide, args, kwargs)
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
     rows, ready, same, known = dict[str, Row](), dict[str, Any](), dict[str, str](), dict[Any, str]()
+    store = pyro.get_param_store()
     with untouched(None, seed):
         has_plate, escapes = _probe(program)
     # What Pyro's ELBOs put into the param store is not to stay there.
-    store = pyro.get_param_store()
-    bar = tqdm(desc="compare_estimators", leave=False, disable=not progress)
-    with untouched(None, seed), store.scope(store.get_state()), bar:
-        makers = makers or candidates(num_particles, has_plate)
-        bar.total = len(makers) + 1
+    with untouched(None, seed), store.scope(store.get_state()):
         truth = _truth(program, num_particles, num_warmup, limits)
-        for name, make in makers.items():
-            bar.set_postfix_str(name)
-            bar.update()
+        every = (makers or candidates(num_particles, has_plate)).items()
+        for name, make in tqdm(every, "compare_estimators", leave=False, disable=not progress):
             pyro.set_rng_seed(seed + 1)
             try:
                 elbo = make()
                 num_steps = _warm_up(elbo, program, num_warmup)
                 key = elbo.num_particles, *took(elbo).items()
-                twin = known.setdefault(key, name) if estimators is None and len(key) > 1 else name
+                twin = known.setdefault(key, name) if makers is None and len(key) > 1 else name
                 if twin != name:
                     same[name] = twin
                     continue
                 moments = gradient_moments(elbo, model, guide, *args, **limits, **kwargs)
             except _DOES_NOT_RUN as error:
-                if estimators is not None and not isinstance(error, UnsupportedSiteError):
+                if makers is not None and not isinstance(error, UnsupportedSiteError):
                     raise
                 rows[name] = Row(name, note=own_text(error).strip())
                 continue
-            ready[name], write = elbo, written(make) if estimators is None else ""
+            ready[name], write = elbo, written(make) if makers is None else ""
             rows[name] = replace(_row(name, elbo, moments, truth), num_warmup=num_steps, write=write)
         escapes = escapes or any(map(_escapes, ready.values()))
-        for (name, elbo), (ms, spread) in zip(ready.items(), _times(ready, program, num_rounds, seed), strict=True):
-            is_blind = escapes and isinstance(elbo, TraceGraph_ELBO)
+        for name, (ms, spread) in _times(ready, program, num_rounds, seed).items():
+            is_blind = escapes and isinstance(ready[name], TraceGraph_ELBO)
             rows[name] = replace(rows[name], ms=ms, ms_spread=spread, is_blind=is_blind)
     done = tuple(sorted(rows.values(), key=lambda row: row.variance_time if row.ran else math.inf))
     return Comparison(done, *recommend(done), truth.text, same)
@@ -164,6 +162,8 @@ def written(maker: partial[Any]) -> str:
 
 def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, partial[Any]]:
     """What makes copies of the given ELBOs, and ELBOs for given estimators."""
+    if not estimators:
+        raise OptionError("estimators={}: name at least one, or leave it out.")
     found = dict[str, partial[Any]]()
     for name, given in estimators.items():
         if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):
@@ -172,16 +172,16 @@ def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, parti
             found[name] = partial(TraceBackpropQ_ELBO, num_particles, estimator=given)
         else:
             raise OptionError(f"estimators[{name!r}]={given!r}: write an ELBO or an estimator such as AllAction().")
-    if not found:
-        raise OptionError("estimators={}: name at least one, or leave it out.")
     return found
 
 
 def took(elbo: Any) -> dict[str, str]:
     """The estimator of each site, and its critic; empty for ELBOs of other libraries, and before the first step."""
     found = {name: short(spec.estimator) for name, spec in (_specs(elbo) or {}).items()}
-    critics = {name: elbo.plan.critic(name) for name in found}
-    return {n: text if critics[n].startswith("none") else f"{text} with {critics[n]}" for n, text in found.items()}
+    for name in found:
+        critic = elbo.plan.critic(name)
+        found[name] += "" if critic.startswith("none") else f" with {critic}"
+    return found
 
 
 def _specs(elbo: Any) -> Mapping[str, Any] | None:
@@ -225,14 +225,12 @@ class Truth(NamedTuple):
 
 def _probe(program: Program) -> tuple[bool, bool]:
     """Makes the parameters. Whether particles run in one plate, and whether sampled values leave torch."""
-    elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _warm_up(elbo, program, 1)
-    except _DOES_NOT_RUN:
-        return False, _escapes(elbo)
-    return elbo.particles.now.has_plate, _escapes(elbo)
+    elbo, has_plate = TraceBackpropQ_ELBO(2, vectorize_particles=True), False
+    with warnings.catch_warnings(), contextlib.suppress(*_DOES_NOT_RUN):
+        warnings.simplefilter("ignore")
+        _warm_up(elbo, program, 1)
+        has_plate = elbo.particles.now.has_plate
+    return has_plate, _escapes(elbo)
 
 
 def _escapes(elbo: Any) -> bool:
@@ -292,18 +290,17 @@ def _row(name: str, elbo: Any, moments: GradientMoments, truth: Truth) -> Row:
     )
 
 
-def _times(elbos: Mapping[str, Any], program: Program, rounds: int, seed: int) -> list[tuple[float, float]]:
+def _times(elbos: Mapping[str, Any], program: Program, rounds: int, seed: int) -> dict[str, tuple[float, float]]:
     """Median time of a step and its median absolute deviation, in milliseconds; ELBOs take turns."""
-    found: list[list[float]] = [[] for _ in elbos]
+    found: dict[str, list[float]] = {name: [] for name in elbos}
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The first turn is not counted: it may build objects that later turns use.
-        for turn in range(rounds + 1):
-            for elbo, times in zip(elbos.values(), found, strict=True):
-                if isinstance(elbo, (torch.nn.Module, AveragedGraphELBO)):
-                    elbo.train()
-                pyro.set_rng_seed(seed + turn)
-                start = time.perf_counter()
-                take_own_step(elbo, program, reader)
-                times.append(1e3 * (time.perf_counter() - start))
-    medians = [statistics.median(times[1:]) for times in found]
-    return [(m, statistics.median(abs(t - m) for t in times[1:])) for m, times in zip(medians, found, strict=True)]
+        for turn, (name, elbo) in itertools.product(range(rounds + 1), elbos.items()):
+            if isinstance(elbo, (torch.nn.Module, AveragedGraphELBO)):
+                elbo.train()
+            pyro.set_rng_seed(seed + turn)
+            start = time.perf_counter()
+            take_own_step(elbo, program, reader)
+            found[name] += [1e3 * (time.perf_counter() - start)] if turn else []
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    return {name: (at, statistics.median(abs(each - at) for each in found[name])) for name, at in medians.items()}

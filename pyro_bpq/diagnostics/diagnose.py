@@ -323,5 +323,5 @@ def diagnose(
         checked += f"; costs jump with the values of {listed(jumps)}, which get the score function"
     if look.pathwise:
         checked += f"; jumps of costs with {listed(look.pathwise)} that no draw has met stay unseen"
-    found = (Finding(kind, severity, *each) for kind, severity, find in _FINDERS for each in find(look))
-    return Diagnosis(tuple(found), checked)
+    found = tuple(Finding(kind, severity, *each) for kind, severity, find in _FINDERS for each in find(look))
+    return Diagnosis(found, checked)

@@ -16,7 +16,6 @@ from pyro_bpq.estimators.base import Statistics as Statistics
 from pyro_bpq.estimators.base import cost_per_row as cost_per_row
 from pyro_bpq.estimators.base import event_sum as event_sum
 from pyro_bpq.estimators.base import site_mean as site_mean
-from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough as DebiasedStraightThrough
 from pyro_bpq.estimators.differences import Differences as Differences
 from pyro_bpq.estimators.disarm import DisARM as DisARM
 from pyro_bpq.estimators.hindsight import Hindsight as Hindsight
@@ -54,6 +53,7 @@ from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
 from pyro_bpq.estimators.score_function import SecondRun as SecondRun
 from pyro_bpq.estimators.score_function import TrimmedBaseline as TrimmedBaseline
 from pyro_bpq.estimators.score_function import leave_one_out as leave_one_out
+from pyro_bpq.estimators.slopes import DebiasedStraightThrough as DebiasedStraightThrough
 from pyro_bpq.estimators.slopes import MuProp as MuProp
 from pyro_bpq.estimators.straight_through import Concrete as Concrete
 from pyro_bpq.estimators.straight_through import GumbelStraightThrough as GumbelStraightThrough

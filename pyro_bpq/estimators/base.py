@@ -16,8 +16,6 @@ from pyro_bpq.rollout.features import Components, Standardised
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
 Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
-
-
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
 
@@ -119,7 +117,7 @@ class SiteContext:
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, of what critics predict, or ``None``.
         exact_correction: The same of costs known exactly at every value of ``Y``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
-        count: Number of steps behind the statistics, ``(G,)``.
+        count: Number of steps behind the statistics, a tensor ``(G,)``; ``None`` where none are kept.
         signals: Further signals that the estimator asks for (:attr:`Estimator.needs`), by name.
         ranks: The processes that learn together, or ``None``.
         excess: How much more the cost-to-go of the run is. It is added with the score, or ``None``.
@@ -141,7 +139,7 @@ class SiteContext:
     correction: Tensor | None = None
     exact_correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
-    count: Tensor | None = None
+    count: Any = None
     signals: Mapping[str, Any] = field(default_factory=dict)
     ranks: Ranks | None = None
     excess: Tensor | None = None
@@ -184,7 +182,6 @@ class SiteContext:
 
     def running_mean(self, name: str, new: Tensor, decay: float | Tensor) -> Tensor:
         """The new value of a running statistic, from the mean ``new`` of this step."""
-        assert self.count is not None
         return update_mean(self.statistics[name], new, self.count, decay)
 
     def joint(self, mean: Tensor) -> tuple[Tensor, Tensor | int]:
@@ -258,7 +255,6 @@ class Estimator:
             cls.by_component = False
 
     def __post_init__(self) -> None:
-        """Checks the options."""
         check_options(self)
 
     def __repr__(self) -> str:
@@ -328,11 +324,6 @@ def share(default: float) -> Any:
 def positive(default: float) -> Any:
     """An option: a number above 0."""
     return option(default, lambda number: number > 0, "a positive number")
-
-
-def is_number(value: Any) -> bool:
-    """Whether something is a number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_options(owner: Any) -> None:

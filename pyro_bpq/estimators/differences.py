@@ -9,8 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, unit_scale
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    positive,
+    site_mean,
+    unit_scale,
+)
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts, centred_cost, unknown_costs
 from pyro_bpq.estimators.requirements import needs_counts
 from pyro_bpq.rollout.features import Components, Neighbours
@@ -63,17 +71,13 @@ class Differences(Estimator):
         | Hindsight network credit assignment (Young, 2022), for sites downstream
     """
 
-    draws: int = 2
+    draws: int = positive(2)
     curvature: bool = True
-    whole: int = 4
+    whole: int = positive(4)
 
     is_unbiased: ClassVar[bool] = True
     takes_outdated: ClassVar[bool] = True
     needs = frozenset({"hindsight", "program"})
-
-    def __post_init__(self) -> None:
-        for name in ("draws", "whole"):
-            check_option(self, name, getattr(self, name) >= 1, "a positive number")
 
     unsupported = needs_counts
 

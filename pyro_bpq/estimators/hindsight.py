@@ -8,8 +8,16 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, unit_scale
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    positive,
+    site_mean,
+    unit_scale,
+)
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut
 from pyro_bpq.rollout.features import Components, Neighbours
@@ -134,16 +142,13 @@ class Hindsight(Estimator):
         | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
     """
 
-    draws: int = 4
+    draws: int = positive(4)
     curvature: bool = True
     crossed: bool = False
 
     is_unbiased: ClassVar[bool] = True
     takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
-
-    def __post_init__(self) -> None:
-        check_option(self, "draws", self.draws >= 1, "a positive number")
 
     def split(self, site: SiteInfo) -> Components | None:
         """The components of a site that take other values."""

@@ -130,9 +130,8 @@ class RELAX(Estimator):
             weights = context.statistics["phi"].detach().requires_grad_()
             temperature = self.temperature * fill(weights[:, -1].exp(), leaf)
             pair = relaxation.draw_pair(leaf, index, context.program.generator)
-            free, given = (
-                variate.evaluate(weights, _features(z, leaf.detach(), temperature, index), context) for z in pair
-            )
+            features = [_features(z, leaf.detach(), temperature, index) for z in pair]
+            free, given = (variate.evaluate(weights, own, context) for own in features)
             (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=True)
             centred, control = centre(context.cost, given, context)
             score = relaxation.score(leaf.detach(), index)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
-from pyro_bpq.errors import OptionError, check_option
-from pyro_bpq.estimators.base import Estimator, SiteProgram, is_number
+from pyro_bpq.errors import OptionError, check_option, is_real
+from pyro_bpq.estimators.base import Estimator, SiteProgram
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.rollout.schedule import at
 
@@ -69,7 +69,7 @@ class Tempered(Estimator):
 
     def __post_init__(self) -> None:
         given = self.temperature
-        is_valid = isinstance(given, Tensor) or callable(given) or (is_number(given) and given > 0.0)
+        is_valid = isinstance(given, Tensor) or callable(given) or (is_real(given) and given > 0.0)
         check_option(self, "temperature", is_valid, "a positive number or a function of the step")
         super().__post_init__()
 

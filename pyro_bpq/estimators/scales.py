@@ -41,12 +41,8 @@ class Adaptive(Estimator):
 
     def statistics(self) -> Statistics:
         """Products of control variates with each other and the plain gradient, squares, means, and scales."""
-        return {
-            "gram": torch.zeros(SIZE + 1, SIZE + 1),
-            "squares": (0.0,) * SIZE,
-            "means": (0.0,) * 3,
-            "scales": START,
-        }
+        gram = torch.zeros(SIZE + 1, SIZE + 1)
+        return {"gram": gram, "squares": (0.0,) * SIZE, "means": (0.0,) * 3, "scales": START}
 
     def scales(self, context: SiteContext) -> Tensor:
         """The scales of this step, ``(G, 5)``."""
@@ -113,7 +109,6 @@ class ScaledTerms:
 
     def updated(self, context: SiteContext, scales: Tensor, options: Adaptive) -> dict[str, Tensor]:
         """New running statistics after a step with these scales."""
-        assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": context.running_mean("means", self.means, options.decay)}
         present = self.present

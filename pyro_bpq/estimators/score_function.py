@@ -41,7 +41,7 @@ class Baseline(Protocol):
         """Running statistics that the baseline keeps, with their initial values."""
         return {}
 
-    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor) -> Centred:
         """The centred cost and new statistics."""
         ...
 
@@ -81,7 +81,7 @@ class LeaveOneOut(Baseline):
         """Running statistics of :class:`RunningBaseline`."""
         return {"baseline": 0.0}
 
-    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor) -> Centred:
         """Subtracts the mean over the other particles, if there are any."""
         if cost.shape[1] == 1:
             return RunningBaseline()(cost, statistics, count)
@@ -107,9 +107,8 @@ class RunningBaseline(Baseline):
         """The running mean."""
         return {"baseline": 0.0}
 
-    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor) -> Centred:
         """Subtracts the mean of earlier steps."""
-        assert count is not None
         mean = statistics["baseline"]
         centred = cost - mean.reshape(-1, *(1,) * (cost.dim() - 1))
         return centred, {"baseline": update_mean(mean, site_mean(cost), count, self.decay)}
@@ -131,9 +130,8 @@ class TrimmedBaseline(Baseline):
         """The baseline, and the costs-to-go that it is made of, the last one at the end."""
         return {"baseline": 0.0, "recent": (0.0,) * self.recent}
 
-    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor) -> Centred:
         """Subtracts the trimmed mean of earlier steps."""
-        assert count is not None
         centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))
         recent = torch.cat([statistics["recent"][:, 1:], site_mean(cost).unsqueeze(1)], 1)
         trimmed = recent.sort(1).values[:, self.cut : -self.cut].mean(1)
@@ -259,11 +257,8 @@ class SecondRun(Estimator):
         # With zero variance, or before any step, the second run is as good as any other baseline: the scale is 1.
         scale = unit_scale(covariance, variance).masked_fill(variance <= 0.0, 1.0)
         first, other = (tensor - context.per_site(old["mean"]) for tensor in (cost, second))
-        new = {
-            "mean": 0.5 * (cost + second),
-            "square": 0.5 * (cost.square() + second.square()),
-            "product": cost * second,
-        }
+        new = {"mean": 0.5 * (cost + second), "product": cost * second}
+        new["square"] = 0.5 * (cost.square() + second.square())
         return SiteTerm(
             (first - context.per_site(scale) * other) * context.score,
             {name: context.running_mean(name, site_mean(tensor), self.decay) for name, tensor in new.items()},

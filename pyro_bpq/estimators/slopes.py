@@ -1,14 +1,26 @@
-"""MuProp: a control variate from the slope of the cost at the mean."""
+r"""Control variates from the slopes of the cost: an expansion at the mean, and one at the drawn value."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, event_sum
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    cost_per_row,
+    event_sum,
+    option,
+    past,
+)
+from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.score_function import Baseline, WithBaseline
 
@@ -63,3 +75,118 @@ def mean_value(context: SiteContext) -> Tensor:
     table = table.expand(*like.shape[: table.dim() - 2], *table.shape[-2:])
     # Of a Bernoulli the last column.
     return (table if table.numel() == like.numel() else table[..., 1]).reshape(like.shape)
+
+
+@dataclass(frozen=True)
+class DebiasedStraightThrough(Estimator):
+    r"""Predicts the cost of each other value of each component; corrects one prediction by the true cost.
+
+        g = Σ_{d,k} ∇q_d(k) (Δ̂_{dk} + 1[(d,k) = S] (Δ_{dk} - Δ̂_{dk}) / π_{dk}),
+        Δ_{dk} = f(x with x_d = k) - f(x),   Δ̂_{dk} = f'(x)·(e_k - x_d) + h_{dk}
+
+    ``f`` is the cost-to-go in nats. With ``Δ`` in place of ``Δ̂`` the sum is the local expectation gradient, which is
+    exact given the other components. One entry ``S`` per row, drawn with probability ``π``, corrects the error of
+    straight-through's first-order prediction. ``h`` is the running mean of that error. ``π`` is, up to ``mixture``,
+    proportional to the error's running size times the size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``. It
+    works badly if costs have no slope. It needs one more run of guide and model for every site and particle, and a
+    backward pass to the value, which takes a second run if sites are sampled downstream. For Bernoulli and
+    OneHotCategorical, also in ``to_event``.
+
+    Args:
+        decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.
+        mixture: Share of ``π`` that does not depend on the errors, in ``(0, 1]``.
+
+    References:
+        | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
+        | Estimating or propagating gradients through stochastic neurons (Bengio et al., 2013)
+    """
+
+    decay: float = past(0.99)
+    mixture: float = option(0.2, lambda mixture: 0.0 < mixture <= 1.0, "a number in (0, 1]")
+
+    is_unbiased: ClassVar[bool] = True
+    needs = frozenset({"program", "slope", "table"})
+    unsupported = needs_float_value
+
+    def sized_statistics(self, width: int) -> Statistics:
+        """Statistics of each entry: the number of its draws, the sum of its errors, the sum of their squares."""
+        return {name: torch.zeros(width) for name in ("drawn", "errors", "squares")}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Weights every log-probability by its predicted difference, and the drawn entry by its corrected one."""
+        program = context.program
+        log_q, allowed = _entries(context)
+        with torch.no_grad():
+            q = log_q.exp()
+            mean, size = self._errors(context.statistics, q)
+            predicted = _first_order(context) + mean
+            chance = self._chances(q, size, allowed)
+            chosen = _draw(chance, program.generator)
+            cost = cost_per_row(program, _moved(context, chosen), context.cost.dim())
+            # The chance of the drawn entry is not zero, so the division below is safe.
+            drawn, expected = ((chosen * tensor).sum((-1, -2)) for tensor in (chance, predicted))
+            error = cost - context.cost - expected
+            table = predicted + chosen * (error / drawn)[..., None, None]
+            rest = chosen * error[..., None, None]
+            new = {"drawn": chosen, "errors": rest + chosen * mean, "squares": rest.square()}
+            sums = {name: tensor.flatten(1, -3).sum(1).flatten(1) for name, tensor in new.items()}
+            statistics = {name: self.decay * context.statistics[name] + own for name, own in sums.items()}
+        return SiteTerm(q * (table * allowed) * log_q, statistics)
+
+    def _errors(self, statistics: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean error of the first-order prediction of each entry, and the typical size of the remaining error."""
+        drawn, errors, squares = (statistics[name] for name in ("drawn", "errors", "squares"))
+        shape = (len(drawn), *(1,) * (like.dim() - 3), *like.shape[-2:])
+        typical = squares.sum(1, keepdim=True) / drawn.sum(1, keepdim=True).clamp(min=1.0)
+        # An entry with few draws gets the typical size of all entries and a mean error near zero.
+        size = ((squares + typical) / (drawn + 1.0)).sqrt()
+        return (errors / (drawn + 1.0)).reshape(shape), size.reshape(shape)
+
+    def _chances(self, q: Tensor, size: Tensor, allowed: Tensor) -> Tensor:
+        """Chance of drawing each entry: mixes the size of its gradient with that size times its error."""
+        # The constant keeps the chance of every allowed entry above zero if its probability rounds to zero.
+        weight = (q * (1.0 - q) + 1e-6) * allowed
+        by_error = weight * size
+        even, followed = (tensor / tensor.sum((-1, -2), keepdim=True).clamp(min=1e-30) for tensor in (weight, by_error))
+        is_known = by_error.sum((-1, -2), keepdim=True) > 0.0
+        return torch.where(is_known, followed + self.mixture * (even - followed), even)
+
+
+# An entry is another value of a component: shape (..., D, K), or (..., D, 1) if a component has two values.
+
+
+def _entries(context: SiteContext) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the entries, with gradient, and a mask of those that are not sampled."""
+    log_probs, index = context.table
+    if log_probs.shape[-1] == 2:
+        log_q = log_probs.gather(-1, 1 - index.unsqueeze(-1))
+        return log_q, torch.ones_like(log_q)
+    return log_probs, torch.ones_like(log_probs).scatter_(-1, index.unsqueeze(-1), 0.0)
+
+
+def _first_order(context: SiteContext) -> Tensor:
+    """``f'(x)·(e_k - x_d)`` of each entry; zero where the slope is not finite."""
+    log_probs, index = context.table
+    index, slope = index.unsqueeze(-1), context.program.slope()
+    slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
+    if log_probs.shape[-1] > 2 or slope.numel() == log_probs.numel():
+        table = slope.reshape(log_probs.shape)
+        first = table - table.gather(-1, index)
+        return first if log_probs.shape[-1] > 2 else first.gather(-1, 1 - index)
+    return slope.reshape(index.shape) * (1 - 2 * index)
+
+
+def _moved(context: SiteContext, chosen: Tensor) -> Tensor:
+    """The value with the drawn entry of each row in place of the sampled one."""
+    log_probs, index = context.table
+    other = 1 - index if log_probs.shape[-1] == 2 else chosen.argmax(-1)
+    moved = torch.where(chosen.sum(-1) > 0, other, index)
+    return context.program.from_index(moved).reshape(context.program.value.shape)
+
+
+def _draw(chance: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws one entry of each row; returns its indicator ``(..., D, K)``."""
+    bounds = chance.flatten(-2).cumsum(-1)
+    u = uniform(bounds[..., :1], generator) * bounds[..., -1:]
+    at = torch.searchsorted(bounds, u, right=True).clamp(max=bounds.shape[-1] - 1)
+    return torch.zeros_like(bounds).scatter_(-1, at, 1.0).reshape(chance.shape)

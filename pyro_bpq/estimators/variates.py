@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.critics.nets import check_hidden
-from pyro_bpq.errors import check_option
+from pyro_bpq.errors import check_option, is_real
 from pyro_bpq.estimators.base import (
     Estimator,
     SiteContext,
     Statistics,
     check_options,
-    is_number,
     option,
     past,
     positive,
@@ -72,7 +71,6 @@ def update_scale(scale: Scale, context: SiteContext, plain: Tensor, variate: Ten
     """New running statistics of a scale, from gradients ``u`` and control variates ``v``, ``(G, M, plates, ...)``."""
     if not isinstance(scale, OptimalScale):
         return {}
-    assert context.count is not None
     last = tuple(range(context.cost.dim(), plain.dim()))
     pairs = [(plain * variate).sum(last), variate.square().sum(last)] if last else [plain * variate, variate.square()]
     new, samples = context.joint(torch.stack([site_mean(pair) for pair in pairs], 1))
@@ -107,15 +105,12 @@ def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor,
     means, particles = running_means(context), cost.shape[1]
     if particles == 1:
         return cost - means[0], variate - means[1]
-    assert context.count is not None
     product, square = context.statistics["pairs"].unbind(1)
     noise = (square - product).clamp(min=0.0) / (particles - 1.0)
     weight = product.clamp(min=0.0) / (product.clamp(min=0.0) + noise).clamp(min=torch.finfo(noise.dtype).tiny)
     weight = context.per_site(torch.where(context.count > 0, weight, torch.ones_like(weight)))
-    first, second = (
-        (1.0 - weight) * (part - mean) + weight * leave_one_out(part)
-        for part, mean in zip((cost, variate), means, strict=True)
-    )
+    pairs = zip((cost, variate), means, strict=True)
+    first, second = ((1.0 - weight) * (part - mean) + weight * leave_one_out(part) for part, mean in pairs)
     return first, second
 
 
@@ -123,7 +118,6 @@ def update_means(
     cost: Tensor, variate: Tensor, context: SiteContext, decay: float, scale: Tensor | float = 1.0
 ) -> dict[str, Tensor]:
     """New running means; ``scale`` is the scale of the control variate."""
-    assert context.count is not None
     found = {"means": context.running_mean("means", torch.stack((site_mean(cost), site_mean(variate)), 1), decay)}
     particles = cost.shape[1]
     if particles > 1:
@@ -153,7 +147,8 @@ class Scaled(Estimator):
     unsupported = needs_finite
 
     def __post_init__(self) -> None:
-        is_valid = is_number(self.scale) or isinstance(self.scale, OptimalScale)
+        is_number = is_real(self.scale) and not isinstance(self.scale, bool)
+        is_valid = is_number or isinstance(self.scale, OptimalScale)
         check_option(self, "scale", is_valid, "a number or OptimalScale()")
         super().__post_init__()
 
@@ -245,7 +240,6 @@ class NetworkVariate:
 
         ``control`` is the predicted cost, ``(G, M, plates)``.
         """
-        assert context.count is not None
         (gradient,) = torch.autograd.grad(objective.sum(), weights)
         with torch.no_grad():
             old, step = context.statistics, (context.count + 1.0).unsqueeze(1)

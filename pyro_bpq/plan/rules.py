@@ -18,7 +18,6 @@ from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
 from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.disarm import DisARM
 from pyro_bpq.estimators.hindsight import Hindsight
@@ -32,6 +31,7 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
+from pyro_bpq.estimators.slopes import DebiasedStraightThrough
 from pyro_bpq.record.config import BaselineOptions, SiteOptions
 from pyro_bpq.rollout.features import has_moments
 

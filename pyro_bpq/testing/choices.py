@@ -118,10 +118,6 @@ class ChoiceMessenger(Messenger):
         # The next choice, and the end of those that this run has met: between them lies what was undone.
         self._position = self._met = 0
 
-    def begin(self) -> None:
-        """Goes back to the start of the path."""
-        self._position, self._met, self.score = 0, 0, []
-
     def settle(self) -> bool:
         """Closes a run; returns whether it is possible, else cuts the path after the impossible choice."""
         for depth, choice in enumerate(self._path, start=1):
@@ -380,7 +376,7 @@ def _run_settled(
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:
     """Runs ``step`` once; returns its result and whether it moved the global generator, which is restored."""
     state, noise = torch.get_rng_state(), noise or ChoiceNoise()
-    choices.begin()
+    choices._position, choices._met, choices.score = 0, 0, []
     noise.choices = choices
     try:
         with choices:

@@ -56,7 +56,7 @@ class FakeProgram:
         """Costs of values drawn afresh, with noise."""
         index, probabilities = self.problem.outcomes(1)
         lead = self.value.shape[: self.value.dim() - self.problem.components.value_ndim]
-        drawn = torch.multinomial(probabilities, lead[1:].numel(), replacement=True, generator=self.source)
+        drawn = torch.multinomial(probabilities, lead[1:].numel(), True, generator=self.source)
         return self.cost(self.from_index(index[drawn, 0]).reshape(self.value.shape))
 
     def _drawn(self, like: Tensor) -> Tensor:
@@ -170,30 +170,17 @@ class Problem:
         # All costs read the site, and no other site does. Half of them count as costs that read a site downstream.
         sampled = self.cost(value).detach()
         change = 0.5 * (table - sampled[..., None, None])
-        held = HeldCosts(
-            names, log_probs, index, Changes(torch.zeros_like(change), change, change), settled=0.5 * sampled
-        )
+        changes = Changes(torch.zeros_like(change), change, change)
+        held = HeldCosts(names, log_probs, index, changes, settled=0.5 * sampled)
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         cost = replace(program, share=1.0).cost(value)
+        known = SiteContext(names, score, cost, self.particles, log_probs, index, 0.5 * table, 0.5 * sampled)
         # Far from right, as the critics are, but no function of the value.
         learned, level = nonsense(self.size, self.cardinality), nonsense()
-        context = SiteContext(
-            names=names,
-            score=score,
-            cost=cost,
-            num_particles=self.particles,
-            log_probs=log_probs,
-            index=index,
-            exact=0.5 * table,
-            exact_cost=0.5 * sampled,
-            learned=learned,
-            level=level,
-            correction=nonsense(),
-            exact_correction=nonsense(),
-            signals={"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
-            | {name: nonsense().abs() for name in new_signals()},
-        )
-        return context, leaf
+        known = replace(known, correction=nonsense(), exact_correction=nonsense())
+        signals = {"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
+        signals |= {name: nonsense().abs() for name in new_signals()}
+        return replace(known, learned=learned, level=level, signals=signals), leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
         """All joint values of a number of particles.
