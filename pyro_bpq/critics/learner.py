@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.blocks import Block
@@ -52,9 +51,7 @@ class SlowTracking:
 def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> None:
     """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
     if slow:
-        # The rule does not read its last argument.
-        update: Any = get_ema_multi_avg_fn
-        update(1.0 - rate)(list(slow), list(current), torch.ones(()))
+        torch._foreach_lerp_(list(slow), list(current), rate)
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
-from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.rollout.features import finite_components
 
 
 class StaleError(Exception):
@@ -106,33 +102,6 @@ def stored_values(network: BackpropQNetwork, traced: TracedRun, form: str) -> di
     sites = traced.run.sites
     values = {name: sites[name].value.detach().clone() for name in sites if name in wanted}
     return {**values, **{name: index.clone() for name, index in traced.subsamples.items()}}
-
-
-def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields all joint values of finite sites; a site has the same value in all rows of a plate."""
-    advice = 'Write Replay(coparents="redrawn").'
-    supports, number = [], 1
-    plates = {entry[0]: set(entry[1]) for entry in traced.entries}
-    for name in names:
-        record = traced.run.sites[name]
-        split = finite_components(record.fn)
-        if split is None or split.size != 1:
-            raise OptionError(f'Replay(coparents="expected"): site {name!r} has no enumerable support. {advice}')
-        if not plates[name] <= plates[site]:
-            raise OptionError(
-                f'Replay(coparents="expected"): site {name!r} is in a plate that site {site!r} is outside of. {advice}'
-            )
-        number *= split.cardinality
-        like = split.index(record.value, record.fn)
-        values = [split.value(torch.full_like(like, k), record.fn) for k in range(split.cardinality)]
-        supports.append([value.to(record.value.dtype).reshape(record.value.shape) for value in values])
-    if number > limit:
-        raise OptionError(
-            f'Replay(coparents="expected", max_assignments={limit}): the co-parents {list(names)} of site {site!r} '
-            f"have {number} joint values. {advice}"
-        )
-    for joint in itertools.product(*supports):
-        yield dict(zip(names, joint, strict=True))
 
 
 def traced_leaves(trace: Any) -> dict[str, Tensor]:
