@@ -99,7 +99,6 @@ class CriticLearner:
             samples of a critic in a step (particles times plate rows), because few samples give noisy gradients, and
             ``n`` is the number of its steps so far. For another optimiser ``None`` takes 0.01.
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
-        clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: Options of learning from stored rollouts as well, or ``None``.
@@ -118,7 +117,6 @@ class CriticLearner:
 
     lr: float | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    clip: float | None = None
     level_weight: float = 0.1
     steps: int = 1
     replay: Replay | None = None
@@ -142,7 +140,6 @@ class CriticLearner:
                     "Leave them out, or write the step size as BackwardSweep(rate=...)."
                 )
         check_option(self, "lr", self.lr is None or self.lr > 0, "a positive number or None")
-        check_option(self, "clip", self.clip is None or self.clip > 0, "a positive number or None")
         check_whole(self, "steps", 1)
         check_whole(self, "max_idle", 0)
 
@@ -250,8 +247,6 @@ class CriticOptimizer:
                 named[name].grad = gradient.to(named[name])  # the module may have moved since
                 touched.setdefault(name.split(".")[0], []).append(named[name])
         for key, parameters in touched.items():
-            if self.learner.clip is not None:
-                _clip(parameters, self.learner.clip)
             optimizer, block = self._optimizer(bank, key), bank.blocks[key]
             for group in optimizer.param_groups if isinstance(optimizer, AveragedAdam) else ():
                 group["speed"] = self.learner.speed(block)
@@ -288,12 +283,3 @@ class CriticOptimizer:
             self.optimizers.pop(key, None)
             if is_final:
                 self._loaded.pop(key, None)
-
-
-def _clip(parameters: list[Tensor], limit: float) -> None:
-    """Clips the gradient norm of each critic separately; the leading axis is the site."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    square = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
-    factor = (limit / square.sqrt().clamp(min=1e-12)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.reshape(-1, *(1,) * (gradient.dim() - 1)))

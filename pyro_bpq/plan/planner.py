@@ -7,7 +7,7 @@ structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,10 @@ from pyro_bpq.record.watch import site_info
 
 # Largest number of plans that are kept.
 _PLANS = 64
+# By site: what rules look at, and what was chosen.
+Facts = Mapping[str, SiteFacts]
+Estimators = Mapping[str, Estimator]
+Critics = Mapping[str, Critic | None]
 
 
 class Noise(NamedTuple):
@@ -137,21 +141,13 @@ class Planner:
         chosen = (options.get("estimator") if isinstance(options, Mapping) else None) or self.estimator
         return chosen if isinstance(chosen, Estimator) and chosen.attaches else None
 
-    def plan(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
-        has_slope: Callable[[str], bool] = lambda name: True,
-    ) -> Plan:
+    def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """Plans the steps on a structure.
 
         What corrects a site's gradient must not depend on its value. Where sampled values may steer the
         program, the structure after a site does: then there is no extra run of the model, only those costs are
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
-
-        ``has_slope`` looks whether costs have gradients to the values of a site; it is asked where a rule needs it.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         may_sum, notes = self.is_elbo and facts.cuts_plates and not facts.is_dynamic, list[str]()
@@ -170,7 +166,7 @@ class Planner:
         if noise.is_asked:
             asks = f"because you wrote {', '.join(self.asks)}"
             notes.append(f"Critics take the place of other particles as baselines, {asks}.")
-        sites = self._told(structure, asked, wanted, noise, has_slope)
+        sites = self._told(structure, asked, wanted, noise)
         choices = {name: self.choice(site) for name, site in sites.items()}
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
@@ -206,7 +202,7 @@ class Planner:
         """What rules look at, as far as a site and its options tell."""
         return SiteFacts(info, options, self.estimator, self.max_support, is_summed)
 
-    def _noise(self, structure: Structure, wanted: Mapping[str, Estimator]) -> Noise:
+    def _noise(self, structure: Structure, wanted: Estimators) -> Noise:
         """The sites that other particles serve better than sums over values, and the extra run for all others.
 
         In few sites, sums over values take the time of many particles and leave the noise of all other sites. Critics
@@ -245,14 +241,7 @@ class Planner:
             flips = plan_extra_run(structure, wanted, self.max_elements, served)
         return Noise(flips, sites, compared, frozenset(served), bool(rows))
 
-    def _told(
-        self,
-        structure: Structure,
-        asked: Mapping[str, SiteFacts],
-        wanted: Mapping[str, Estimator],
-        noise: Noise,
-        has_slope: Callable[[str], bool],
-    ) -> dict[str, SiteFacts]:
+    def _told(self, structure: Structure, asked: Facts, wanted: Estimators, noise: Noise) -> Facts:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
         told, found = noise.flips.sites, {}
@@ -260,14 +249,14 @@ class Planner:
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
         splits = {name: traced.infos[name].components for name in many}
-        has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
+        has_slopes = cache(lambda: all(facts.has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
             is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
             is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
             can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
             if site.info.counts is not None:
-                more = {"can_step": can_step, "has_slopes": partial(has_slope, name)}
+                more = {"can_step": can_step, "has_slopes": partial(facts.has_slope, name)}
             if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
@@ -294,13 +283,7 @@ class Planner:
         learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
         return learns and structure.is_complete(name, flips.costs.get(name, ()))
 
-    def _layout(
-        self,
-        structure: Structure,
-        estimators: Mapping[str, Estimator],
-        critics: Mapping[str, Critic | None],
-        flips: Flips,
-    ) -> Layout:
+    def _layout(self, structure: Structure, estimators: Estimators, critics: Critics, flips: Flips) -> Layout:
         """The batching of the sites."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
         charged: dict[str, frozenset[str]] = {}
@@ -374,21 +357,15 @@ class PlanCache:
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
 
-    def of(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
-        has_slope: Callable[[str], bool] = lambda name: True,
-    ) -> Plan:
+    def of(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure; what :meth:`Planner.plan` says of a new one is kept."""
         # Recordings belong to the process, and keep tensors.
-        key = traced.key, graph, replace(facts, recorded=None)
+        key = traced.key, graph, replace(facts, recorded=None, has_slope=StructureFacts.has_slope)
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if self.last is None or self.last.key != key:
             if key not in self.plans and len(self.plans) >= _PLANS:
                 self.plans.clear()
-            found = self.plans.get(key) or self.planner.plan(traced, graph, facts, has_slope)
+            found = self.plans.get(key) or self.planner.plan(traced, graph, facts)
             self.plans[key] = found
             self.last = Planned(key, found)
         return self.last.plan
