@@ -2,7 +2,8 @@ r"""Costs with one site at another value, from the recording, for estimators tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,7 @@ from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun, cost_of_site
 from pyro_bpq.record.watch import samples
 from pyro_bpq.reruns.hindsight import HeldRuns
-from pyro_bpq.reruns.slopes import expansions
+from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.step.signals import Signals
@@ -52,7 +53,7 @@ class Reruns:
         graph, runs = self.plan.graph, list[Run]()
         below, costs = frozenset(graph.descendants(name)), tuple(graph.downstream_costs(name))
         # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
-        with torch.set_grad_enabled(value.requires_grad):
+        with torch.set_grad_enabled(value.requires_grad), _refusing(name):
             values = value.split(1) if len(self.traced) > 1 else (value,)
             for own, other, bound, traced in zip(
                 values, held or [None] * len(values), self.values.bound, self.traced, strict=True
@@ -61,30 +62,13 @@ class Reruns:
                 own = own.reshape(record.value.shape)
                 given = {name: own if own.requires_grad else own.to(record.value.dtype)}
                 given |= {} if other is None else {site: other.sites[site].value.detach() for site in below}
-                found = self._evaluated(name, bound, given, below.difference(given), means, costs)
+                rest = below.difference(given)
+                found = bound.recorded.again(costs, bound, given, rest, means, self._seed())
                 sites = {n: replace(run.sites[n], value=v) for n, v in (found | given).items() if n in run.sites}
                 runs.append(
                     replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
                 )
         return tuple(runs)
-
-    def _evaluated(
-        self,
-        name: str,
-        bound: Bound,
-        given: Mapping[str, Tensor],
-        redrawn: frozenset[str],
-        means: bool,
-        costs: tuple[str, ...],
-    ) -> dict[str, Tensor]:
-        """Values of sites and costs, and elements of costs, by name."""
-        try:
-            return bound.recorded.again(costs, bound, given, redrawn, means, self._seed())
-        except Uncut as error:
-            raise UnsupportedProgramError(
-                f"Site {name!r}: its estimator compares costs at other values, and {error} is on the way. Use "
-                "AllAction() or ScoreFunction(RunningBaseline()) at this site."
-            ) from error
 
     @cached_property
     def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
@@ -98,7 +82,7 @@ class Reruns:
         costs = tuple(dict.fromkeys(cost for name in last for cost in graph.downstream_costs(name)))
         slopes = []
         for traced, bound in zip(self.traced, self.values.bound, strict=True):
-            (found,) = expansions(bound, (costs,), last)
+            (found,) = expansions(bound, Wanted((costs,), last))
             pairs = {name: (found[name].own, found[name].slope) for name in last}
             none = {name: torch.zeros_like(traced.run.sites[name].value) for name in last}
             slopes.append({n: sum((t for t in pair if t is not None), none[n]) for n, pair in pairs.items()})
@@ -107,14 +91,14 @@ class Reruns:
     @cached_property
     def fresh(self) -> tuple[Run, ...]:
         """The costs with all sites drawn afresh, for each run of the step; the same runs whenever it is asked for."""
-        with torch.no_grad():
+        with torch.no_grad(), _refusing(next(iter(self.traced[0].run.sites))):
             return tuple(self._fresh_run(*pair) for pair in zip(self.traced, self.values.bound, strict=True))
 
     def _fresh_run(self, traced: TracedRun, bound: Bound) -> Run:
         run, sites = traced.run, frozenset(traced.run.sites)
         charged = dict.fromkeys(cost for _, cost in self.plan.patterns)
         names = *run.costs, *(f"elements of {cost}" for cost in charged)
-        found = self._evaluated(next(iter(sites)), bound, {}, sites, False, names)
+        found = bound.recorded.again(names, bound, {}, sites, False, self._seed())
         again = replace(run, costs={cost: found[cost] for cost in run.costs})
         if charged:
             own = {cost: cost == cost_of_guide(bound.recorded.scored[cost].site) for cost in charged}
@@ -138,6 +122,18 @@ class Reruns:
         return torch.Generator().manual_seed(0xBF58476D1CE4E5B9 * (self.generator.initial_seed() + 1) % (1 << 63))
 
 
+@contextlib.contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Refuses a program that cannot be evaluated again as the estimator of a site asks for."""
+    try:
+        yield
+    except Uncut as error:
+        raise UnsupportedProgramError(
+            f"Site {name!r}: its estimator compares costs at other values, and {error} is on the way. Use "
+            "AllAction() or ScoreFunction(RunningBaseline()) at this site."
+        ) from error
+
+
 def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> bool:
     """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site.
 
@@ -150,7 +146,9 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
             leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
             with torch.enable_grad():
                 found = bound.recorded.again(costs, bound, {name: leaf}, below, False, 0)
-            expansions(bound, (tuple(graph.downstream_costs(name)),), (name,))  # torch may refuse to go backward
+            expansions(
+                bound, Wanted((tuple(graph.downstream_costs(name)),), (name,))
+            )  # torch may refuse to go backward
             if _leads([found[cost].grad_fn for cost in costs], leaf):
                 return True
     except BPQError:

@@ -22,13 +22,13 @@ from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan.flips import Terms
+from pyro_bpq.plan.flips import Moves, Terms
 from pyro_bpq.record.components import weighted_elements
 from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
-from pyro_bpq.reruns.slopes import expansions
+from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.rollout.features import Components, element_log_prob
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
@@ -109,9 +109,9 @@ class HeldRuns:
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
-            rows = Rows.of(plan, traced, bound, drawn, self.group, steps)
+            rows = Rows.of(plan, traced, bound, Moves(drawn, self.group, steps), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
-            before = Rows.of(plan, traced, bound, drawn, self.group, back, laws) if laws else rows
+            before = Rows.of(plan, traced, bound, Moves(drawn, self.group, back), laws) if laws else rows
             for name, site in plan.sites.items():
                 plates, found = self.graph.node(name).plates, parts[name]
                 shape = self.rollout.run_shape(plates)
@@ -181,9 +181,8 @@ class HeldRuns:
         is_curved = any(site.curvature for site in sites.values())
         groups = (*(group.costs for group in plan.groups), plan.laws)
         try:
-            *of_costs, of_laws = expansions(
-                bound, groups, names, lambda own: _signs(own, self.generator), blocks if is_curved else None, nesting
-            )
+            wanted = Wanted(groups, names, blocks if is_curved else None, nesting)
+            *of_costs, of_laws = expansions(bound, wanted, lambda own: _signs(own, self.generator))
         except BPQError:
             raise
         except RuntimeError as error:
