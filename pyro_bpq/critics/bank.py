@@ -53,7 +53,7 @@ class CriticBank(nn.Module):
         self.blocks = nn.ModuleDict()  # type: ignore[assignment]
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
-        self._waiting: dict[str, Any] = {}
+        self._waiting: dict[tuple[str, str], Any] = {}
         # Names of blocks with their numbers of rows, the most recently used block last.
         self._order: dict[str, int] = {}
         # Blocks that were selected since the last call of tidy, and whether steps that learn did so.
@@ -82,7 +82,7 @@ class CriticBank(nn.Module):
         # New rows begin as in the run that was saved, apart from the rows that were loaded.
         homes: dict[Any, list[str]] = {}
         for key in missing:
-            homes.setdefault(self._waiting.get(_waiting_key(kind, key), {}).get(_HOME), []).append(key)
+            homes.setdefault(self._waiting.get((kind, key), {}).get(_HOME), []).append(key)
         for rows in homes.values():
             assert make is not None
             self._add(make(tuple(rows)))
@@ -143,7 +143,7 @@ class CriticBank(nn.Module):
         self._drop(forgotten)
         self._gone += forgotten
 
-    def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
+    def _take(self, names: Iterable[tuple[str, str]], home: str | None = None) -> dict[tuple[str, str], Any]:
         """Removes and returns waiting rows."""
         found = {name: self._waiting[name] for name in names if name in self._waiting}
         if found:
@@ -248,7 +248,7 @@ class CriticBank(nn.Module):
             tensors = {name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
             for row, name in enumerate(described["keys"]):
                 rows: dict[str, Any] = {tensor: value[row].clone() for tensor, value in tensors.items()}
-                waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key}
+                waiting[described["kind"], name] = rows | {_HOME: key}
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key in self.blocks:
             block = self.blocks[key]
@@ -263,7 +263,7 @@ class CriticBank(nn.Module):
         if not self._waiting:
             return
         own = block.state_dict(keep_vars=True)
-        names = [_waiting_key(block.kind, name) for name in block.keys]
+        names = [(block.kind, name) for name in block.keys]
         found = self._take(names, key)
         for row, name in enumerate(names):
             for tensor, value in found.get(name, {}).items():
@@ -274,7 +274,3 @@ class CriticBank(nn.Module):
 def _block_name(kind: str, keys: Sequence[str]) -> str:
     """Name of a block, equal in every process, so that saved states match."""
     return "b" + hashlib.sha256("\n".join((kind, *keys)).encode()).hexdigest()[:12]
-
-
-def _waiting_key(kind: str, name: str) -> str:
-    return f"{kind}\n{name}"

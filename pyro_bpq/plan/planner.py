@@ -55,7 +55,6 @@ class Noise(NamedTuple):
             component and is known at all of its values.
         compared: Those of them that other particles serve, if there are any.
         served: The sites that get leave-one-out over the particles that run now.
-        has_rows: Whether there are sites in rows of data.
         is_asked: Whether critics that the user asks for take their place.
         flips: The extra run of the model, which serves others.
     """
@@ -64,7 +63,6 @@ class Noise(NamedTuple):
     sites: frozenset[str] = frozenset()
     compared: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
-    has_rows: bool = False
     is_asked: bool = False
 
 
@@ -236,10 +234,10 @@ class Planner:
         served = {name for name in served if options[name].is_open}
         if self.asks:
             # Who asks for critics has them, in as many particles.
-            return Noise(flips, sites, compared, has_rows=bool(rows), is_asked=bool(served))
+            return Noise(flips, sites, compared, is_asked=bool(served))
         if served:
             flips = plan_extra_run(structure, wanted, self.max_elements, served)
-        return Noise(flips, sites, compared, frozenset(served), bool(rows))
+        return Noise(flips, sites, compared, frozenset(served))
 
     def _told(self, structure: Structure, asked: Facts, wanted: Estimators, noise: Noise) -> Facts:
         """All that rules look at."""
@@ -251,16 +249,18 @@ class Planner:
         splits = {name: traced.infos[name].components for name in many}
         has_slopes = cache(lambda: all(facts.has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
-            is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
+            is_served, fn = name in noise.served, traced.run.sites[name].fn
+            is_partly_scored = wanted[name].is_pathwise and traced.run.sites[name].score is not None
+            more: dict[str, Any] = {"is_partly_scored": is_partly_scored, "is_served": is_served}
             is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
             can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
             if site.info.counts is not None:
-                more = {"can_step": can_step, "has_slopes": partial(facts.has_slope, name)}
+                more |= {"can_step": can_step, "has_slopes": partial(facts.has_slope, name)}
             if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
-                more = {
+                more |= {
                     "is_untold": True,
                     "can_compare": is_plain and not facts.is_dynamic,
                     "has_slopes": has_slopes,
@@ -268,9 +268,7 @@ class Planner:
                     "layers": len(many) if keeps_rows and is_plain else 0,
                     "reads": num_reads(traced, name),
                 }
-            more["is_partly_scored"] = wanted[name].is_pathwise and traced.run.sites[name].score is not None
-            more |= {"is_ordered": facts.is_ordered, "is_served": is_served, "has_rows": noise.has_rows}
-            found[name] = replace(site, **more)
+            found[name] = replace(site, is_ordered=facts.is_ordered, **more)
         return found
 
     def _is_told(self, structure: Structure, name: str, flips: Flips) -> bool:

@@ -21,6 +21,7 @@ from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun, cost_of_site
 from pyro_bpq.record.watch import samples
+from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.reruns.hindsight import HeldRuns
 from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.reruns.values import Values
@@ -149,27 +150,14 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
             expansions(
                 bound, Wanted((tuple(graph.downstream_costs(name)),), (name,))
             )  # torch may refuse to go backward
-            if _leads([found[cost].grad_fn for cost in costs], leaf):
+            # Some operators have a derivative, which is zero.
+            if any(known is leaf for known in inputs_of(*(found[cost] for cost in costs), blocked=STEPS)):
                 return True
     except BPQError:
         raise
     except (RuntimeError, Uncut):
         # Torch refuses something that the program does with values that carry gradients.
         pass
-    return False
-
-
-def _leads(nodes: list[Any], leaf: Tensor) -> bool:
-    """Whether a way in the autograd graph leads to a leaf, and not through operators whose derivative is zero."""
-    seen = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen or node.name().partition("Backward")[0].lower() in STEPS:
-            continue
-        if getattr(node, "variable", None) is leaf:
-            return True
-        seen.add(node)
-        nodes += [parent for parent, _ in node.next_functions]
     return False
 
 

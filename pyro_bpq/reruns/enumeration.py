@@ -177,7 +177,7 @@ class _Elimination:
         groups, found = self._groups(), list[_Recipe]()
         alone = [(cost,) for cost in self.sites if not any(cost in group for group in groups)]
         for costs in (*alone, *groups):
-            averaged = self.laws.ordered(self.laws.closed(self.reads(*costs) & self.averaged.keys()))
+            averaged = self.laws.closed(self.reads(*costs) & self.averaged.keys())
             summed = tuple(self.sites[cost] for cost in costs if self.sites[cost] in self.summed)
             common = {*self.plates[costs[0]]}.intersection(*(self.plates[cost] for cost in costs))
             found.append(_Recipe(costs, summed, averaged, tuple(sorted(common))))
@@ -312,12 +312,14 @@ class _Elimination:
         ``q(z)`` outside of the plate may read all rows. Each row of a mean over ``z`` then reads all rows too. Only
         tracked runs can tell; for others the result is ``False``.
         """
-        traced, laws = self.traced, [*map(cost_of_guide, recipe.averaged)]
-        read = ((law, site) for law in laws for site in (traced.reads or {law: frozenset()})[law])
+        reads, plates = self.traced.reads, self.traced.plates
+        if reads is None:
+            return False
         return any(
-            ({*recipe.plates} - {*self.plates[law]}) & {*traced.plates[site]}
-            for law, site in read
-            if site in traced.run.sites
+            ({*recipe.plates} - {*self.plates[law]}) & {*plates[site]}
+            for law in map(cost_of_guide, recipe.averaged)
+            for site in reads[law]
+            if site in self.traced.run.sites
         )
 
 

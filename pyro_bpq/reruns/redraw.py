@@ -60,28 +60,20 @@ def known_sites(network: BackpropQNetwork, site: str) -> frozenset[str]:
     return frozenset(graph.node_names(graph.known_bits(graph.index[site], network.form)))
 
 
-def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
-    """The other parents of a site's children, without known sites and descendants, in program order."""
-    graph, known = network.graph, known_sites(network, site)
-    excluded, found = known | graph.descendants(site), set[str]()
-    for node in network.q_nodes(site):
-        for child in network.children(node.name):
-            reads = child if child in graph.cost_index else network.q_node(child).site
-            found |= set(graph.parents(reads)) - excluded
-    return tuple(graph.node_names(graph.bits_of(found)))
-
-
 def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
     """The sites that an update of the Q-nodes of a site holds at stored values: those of :func:`known_sites`.
 
-    The stored form adds the co-parents and the rest of the children's scopes, without descendants of the site.
+    The stored form adds the co-parents, which are the other parents of the site's children, and the rest of the
+    children's scopes, without descendants of the site.
     """
-    held = known_sites(network, site)
-    if form != "stored":
-        return held
-    children = [c for node in network.q_nodes(site) for c in network.children(node.name)]
-    scopes = {name for c in children if c not in network.graph.cost_index for name in network.q_node(c).scope}
-    return held | set(coparents(network, site)) | (scopes - network.graph.descendants(site))
+    graph, more = network.graph, set[str]()
+    children = {child for node in network.q_nodes(site) for child in network.children(node.name)}
+    for child in children if form == "stored" else ():
+        if child in graph.cost_index:
+            more |= {*graph.parents(child)}
+        else:
+            more |= {*graph.parents(network.q_node(child).site), *network.q_node(child).scope}
+    return known_sites(network, site) | (more - graph.descendants(site))
 
 
 def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
