@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,10 +48,10 @@ class SlowTracking:
 
 
 @torch.no_grad()
-def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> None:
+def track(slow: list[Tensor], current: list[Tensor], rate: float) -> None:
     """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
     if slow:
-        torch._foreach_lerp_(list(slow), list(current), rate)
+        torch._foreach_lerp_(slow, current, rate)
 
 
 @dataclass(frozen=True)
@@ -240,21 +240,18 @@ class CriticOptimizer:
 
     def step(self, bank: CriticBank, gradients: Mapping[str, Tensor]) -> None:
         """One step along the given gradients, by name of the parameter in the bank's ``blocks``."""
-        named = bank.weights(dict.fromkeys(name.split(".")[0] for name in gradients))
-        touched: dict[str, list[Tensor]] = {}
-        for name, gradient in gradients.items():
-            if name in named:
-                named[name].grad = gradient.to(named[name])  # the module may have moved since
-                touched.setdefault(name.split(".")[0], []).append(named[name])
-        for key, parameters in touched.items():
+        names = dict.fromkeys(name.split(".")[0] for name in gradients)
+        for name, weight in bank.weights(names).items():
+            if name in gradients:
+                weight.grad = gradients[name].to(weight)  # the module may have moved since
+        for key in (name for name in names if name in bank.blocks):
             optimizer, block = self._optimizer(bank, key), bank.blocks[key]
             for group in optimizer.param_groups if isinstance(optimizer, AveragedAdam) else ():
                 group["speed"] = self.learner.speed(block)
             optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
+            optimizer.zero_grad()
             if self.learner.slow is not None:
-                track(list(block.slow_weights().values()), list(block.weights().values()), self.learner.slow.rate)
+                track([*block.slow_weights().values()], [*block.weights().values()], self.learner.slow.rate)
 
     def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:
         weights = list(bank.blocks[key].weights().values())
