@@ -242,12 +242,12 @@ class Planner:
     def _told(self, structure: Structure, asked: Facts, wanted: Estimators, noise: Noise) -> Facts:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
-        told, found = noise.flips.sites, {}
+        told, found, has_slope = noise.flips.sites, {}, facts.has_slope or (lambda name: True)
         # Sites of many components. Of their costs only their own log-probabilities would be known at other values.
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
         splits = {name: traced.infos[name].components for name in many}
-        has_slopes = cache(lambda: all(facts.has_slope(name) for name, own in splits.items() if own and own.has_slopes))
+        has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
             is_served, fn = name in noise.served, traced.run.sites[name].fn
             is_partly_scored = wanted[name].is_pathwise and traced.run.sites[name].score is not None
@@ -256,7 +256,7 @@ class Planner:
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
             can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
             if site.info.counts is not None:
-                more |= {"can_step": can_step, "has_slopes": partial(facts.has_slope, name)}
+                more |= {"can_step": can_step, "has_slopes": partial(has_slope, name)}
             if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
@@ -358,7 +358,7 @@ class PlanCache:
     def of(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure; what :meth:`Planner.plan` says of a new one is kept."""
         # Recordings belong to the process, and keep tensors.
-        key = traced.key, graph, replace(facts, recorded=None, has_slope=StructureFacts.has_slope)
+        key = traced.key, graph, replace(facts, recorded=None, has_slope=None)
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if self.last is None or self.last.key != key:
             if key not in self.plans and len(self.plans) >= _PLANS:

@@ -84,9 +84,9 @@ class Reruns:
         slopes = []
         for traced, bound in zip(self.traced, self.values.bound, strict=True):
             (found,) = expansions(bound, Wanted((costs,), last))
-            pairs = {name: (found[name].own, found[name].slope) for name in last}
             none = {name: torch.zeros_like(traced.run.sites[name].value) for name in last}
-            slopes.append({n: sum((t for t in pair if t is not None), none[n]) for n, pair in pairs.items()})
+            known = {name: [part for part in found[name][:2] if part is not None] for name in last}
+            slopes.append({name: sum(parts, none[name]) for name, parts in known.items()})
         return tuple(slopes)
 
     @cached_property
@@ -96,16 +96,13 @@ class Reruns:
             return tuple(self._fresh_run(*pair) for pair in zip(self.traced, self.values.bound, strict=True))
 
     def _fresh_run(self, traced: TracedRun, bound: Bound) -> Run:
-        run, sites = traced.run, frozenset(traced.run.sites)
-        charged = dict.fromkeys(cost for _, cost in self.plan.patterns)
-        names = *run.costs, *(f"elements of {cost}" for cost in charged)
-        found = bound.recorded.again(names, bound, {}, sites, False, self._seed())
-        again = replace(run, costs={cost: found[cost] for cost in run.costs})
-        if charged:
-            own = {cost: cost == cost_of_guide(bound.recorded.scored[cost].site) for cost in charged}
-            elements = {c: (1.0 if is_own else -1.0, found[f"elements of {c}"]) for c, is_own in own.items()}
-            again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
-        return again
+        run, patterns = traced.run, self.plan.patterns
+        names = {cost: f"elements of {cost}" for _, cost in patterns}
+        wanted = *run.costs, *names.values()
+        found = bound.recorded.again(wanted, bound, {}, frozenset(run.sites), False, self._seed())
+        signs = {cost: 1.0 if self.plan.graph.cost(cost).is_of_guide else -1.0 for cost in names}
+        sites = charge_sites(run.sites, patterns, {cost: (signs[cost], found[name]) for cost, name in names.items()})
+        return replace(run, sites=sites, costs={cost: found[cost] for cost in run.costs})
 
     def hindsight(self, signals: Signals, c: int) -> HeldCosts:
         """What other values of the sites of a class change while all other sites keep theirs."""
@@ -163,8 +160,6 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:
     """A run whose components are charged with the costs that have patterns."""
-    if not patterns:
-        return run
     signed = ((guide_trace, True, 1.0), (model_trace, False, -1.0))
     sites = {cost_of_site(s, g): (sign, s) for trace, g, sign in signed for s in samples(trace).values()}
     wanted = dict.fromkeys(cost for _, cost in patterns)
