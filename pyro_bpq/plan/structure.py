@@ -33,7 +33,7 @@ class StructureFacts:
     # A recorded run. It tells structures apart only by the sites whose other values give the costs that read them.
     recorded: Recorded | None = field(default=None, compare=False)
     cuts: tuple[int, ...] = ()
-    # Looks whether costs have gradients to the values of a site; it is asked where a rule needs it. ``None``: they have.
+    # Looks whether costs have gradients to the values of a site, where a rule asks; ``None``: they have.
     has_slope: Callable[[str], bool] | None = field(default=None, compare=False)
 
 

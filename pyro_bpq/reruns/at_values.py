@@ -19,7 +19,7 @@ from pyro_bpq.record.components import Pattern, charge_sites, elements_of
 from pyro_bpq.record.jumps import STEPS
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.record.traced_run import TracedRun, cost_of_site
+from pyro_bpq.record.traced_run import TracedRun, named
 from pyro_bpq.record.watch import samples
 from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.reruns.hindsight import HeldRuns
@@ -160,8 +160,6 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:
     """A run whose components are charged with the costs that have patterns."""
-    signed = ((guide_trace, True, 1.0), (model_trace, False, -1.0))
-    sites = {cost_of_site(s, g): (sign, s) for trace, g, sign in signed for s in samples(trace).values()}
-    wanted = dict.fromkeys(cost for _, cost in patterns)
-    elements = {cost: (sites[cost][0], elements_of(sites[cost][1])[0]) for cost in wanted}
+    wanted, sites = {cost for _, cost in patterns}, named(samples(guide_trace), samples(model_trace))
+    elements = {cost: (1.0 if own else -1.0, elements_of(site)[0]) for cost, site, own in sites if cost in wanted}
     return replace(run, sites=charge_sites(run.sites, patterns, elements))
