@@ -215,9 +215,7 @@ class CriticBank(nn.Module):
             chosen = None if rows == list(range(len(block.keys))) else torch.tensor(rows, device=device)
             at = None if len(places) == 1 else torch.tensor(positions, device=device)
             parts.append((key, block, chosen, at))
-        order = None
-        if len(places) > 1:
-            order = torch.argsort(torch.cat([at for *_, at in parts if at is not None]))
+        order = torch.argsort(torch.cat([at for *_, at in parts if at is not None])) if len(places) > 1 else None
         return Selection(tuple(parts), len(set(keys)) < len(keys), order)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,10 +229,8 @@ class CriticBank(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Kind and keys of every block, the most recently used block last."""
-        blocks = {}
-        for key in {**self._order, **self._used, **dict.fromkeys(self.blocks)}:
-            block = self.blocks[key]
-            blocks[key] = {"kind": block.kind, "keys": list(block.keys)}
+        order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
+        blocks = {key: {"kind": self.blocks[key].kind, "keys": [*self.blocks[key].keys]} for key in order}
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -250,8 +246,7 @@ class CriticBank(nn.Module):
                 rows: dict[str, Any] = {tensor: value[row].clone() for tensor, value in tensors.items()}
                 waiting[described["kind"], name] = rows | {_HOME: key}
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
-        for key in self.blocks:
-            block = self.blocks[key]
+        for key, block in self.blocks.items():
             self._load_waiting(key, block)
             # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")
