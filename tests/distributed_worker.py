@@ -84,7 +84,7 @@ class Guide(PyroModule):
 CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "default": ({}, (4, 4)),
     "unequal": ({}, (5, 3)),
-    "clip": ({"learner": CriticLearner(clip=0.3, steps=2, slow=SlowTracking())}, (4, 4)),
+    "slow": ({"learner": CriticLearner(steps=2, slow=SlowTracking())}, (4, 4)),
     "adam": ({"learner": CriticLearner(lr=0.02, optimizer=torch.optim.Adam)}, (4, 4)),
     "baseline": ({"estimator": ScoreFunction(RunningBaseline()), "critic": None}, (5, 3)),
     "no_learner": ({"learner": None}, (5, 3)),

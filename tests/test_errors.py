@@ -206,7 +206,6 @@ def test_wrong_plates_raise() -> None:
     [
         lambda: CriticLearner(lr=0.0),
         lambda: CriticLearner(lr=float("nan")),
-        lambda: CriticLearner(clip=-1.0),
         lambda: AllAction(exact="always"),
         lambda: AllAction(decay=1.0),
         lambda: AllAction(max_scale=-1.0),

@@ -8,20 +8,18 @@ their block exists.
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import Block, Selection, Write, named_tensors
-from pyro_bpq.errors import BPQWarning
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
-# Keys under which a loaded row stores the name of its block, and the name of its site with its critic in words.
-_HOME, _ABOUT = "", "\n"
+# Key under which a loaded row stores the name of its block.
+_HOME = ""
 
 
 class CriticBank(nn.Module):
@@ -55,13 +53,11 @@ class CriticBank(nn.Module):
         self.blocks = nn.ModuleDict()  # type: ignore[assignment]
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
-        self._waiting: dict[str, Any] = {}
-        self._has_warned = False
+        self._waiting: dict[tuple[str, str], Any] = {}
         # Names of blocks with their numbers of rows, the most recently used block last.
         self._order: dict[str, int] = {}
-        # Blocks that learning steps used, and all blocks that were selected, since the last call of tidy.
-        self._used: dict[str, int] = {}
-        self._touched: set[str] = set()
+        # Blocks that were selected since the last call of tidy, and whether steps that learn did so.
+        self._touched: dict[str, bool] = {}
         self._most_rows = 0
         # Names of blocks that were forgotten, or all of whose loaded rows were forgotten.
         self._gone: list[str] = []
@@ -86,7 +82,7 @@ class CriticBank(nn.Module):
         # New rows begin as in the run that was saved, apart from the rows that were loaded.
         homes: dict[Any, list[str]] = {}
         for key in missing:
-            homes.setdefault(self._waiting.get(_waiting_key(kind, key), {}).get(_HOME), []).append(key)
+            homes.setdefault(self._waiting.get((kind, key), {}).get(_HOME), []).append(key)
         for rows in homes.values():
             assert make is not None
             self._add(make(tuple(rows)))
@@ -99,11 +95,14 @@ class CriticBank(nn.Module):
 
     def _noted(self, selection: Selection, is_used: bool) -> Selection:
         """Returns the selection and notes its blocks, as used only if the step learns (``is_used``)."""
-        for key, block, *_ in selection.parts:
-            self._touched.add(key)
-            if is_used:
-                self._used[key] = len(block.keys)
+        for key, *_ in selection.parts:
+            self._touched[key] = is_used or self._touched.get(key, False)
         return selection
+
+    @property
+    def _used(self) -> dict[str, int]:
+        """The blocks that steps that learn have used since the last call of tidy, and their numbers of rows."""
+        return {key: len(self.blocks[key].keys) for key, is_used in self._touched.items() if is_used}
 
     def weights(self, blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The critics' trainable tensors, by ``block.name``; of all blocks, or of the given ones that still exist."""
@@ -119,36 +118,32 @@ class CriticBank(nn.Module):
 
     def tidy(self) -> list[str]:
         """Forgets old rows, between steps; returns the names of the blocks that no longer exist."""
-        if self._used:
-            for key, rows in self._used.items():
+        if used := self._used:
+            for key, size in used.items():
                 self._order.pop(key, None)
-                self._order[key] = rows
-            used, rows = sum(self._used.values()), sum(self._order.values())
-            self._most_rows = max(self._most_rows, used)
-            limit = max(self.max_idle + used, _STEPS * self._most_rows)
+                self._order[key] = size
+            number, rows = sum(used.values()), sum(self._order.values())
+            self._most_rows = max(self._most_rows, number)
+            limit = max(self.max_idle + number, _STEPS * self._most_rows)
             if rows + len(self._waiting) > limit:
-                self._forget(rows, limit)
-        self._used.clear()
+                self._forget(rows, limit, used)
         self._touched.clear()
-        if not self._gone:
-            # A module takes its time to set an attribute.
-            return []
         gone, self._gone = self._gone, []
         return gone
 
-    def _forget(self, rows: int, limit: int) -> None:
+    def _forget(self, rows: int, limit: int, used: Container[str]) -> None:
         """Forgets the oldest rows; loaded rows that no step has selected go first."""
         self._take(list(self._waiting)[: rows + len(self._waiting) - limit])
         forgotten = []
         for key, size in self._order.items():
-            if rows <= limit or key in self._used:
+            if rows <= limit or key in used:
                 break
             forgotten.append(key)
             rows -= size
         self._drop(forgotten)
         self._gone += forgotten
 
-    def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
+    def _take(self, names: Iterable[tuple[str, str]], home: str | None = None) -> dict[tuple[str, str], Any]:
         """Removes and returns waiting rows."""
         found = {name: self._waiting[name] for name in names if name in self._waiting}
         if found:
@@ -167,8 +162,7 @@ class CriticBank(nn.Module):
                 del self._index[block.kind, name]
             del self.blocks[key]
             self._order.pop(key, None)
-            self._used.pop(key, None)
-            self._touched.discard(key)
+            self._touched.pop(key, None)
         if keys:
             self._selections.clear()
 
@@ -186,14 +180,14 @@ class CriticBank(nn.Module):
 
     def snapshot(self) -> tuple[Any, ...]:
         """A mark of the present state; :meth:`restore` takes the bank back to it."""
-        return len(self.blocks), self._waiting, self._gone, dict(self._used)
+        return len(self.blocks), self._waiting, self._gone, dict(self._touched)
 
     def restore(self, mark: tuple[Any, ...]) -> list[str]:
         """Forgets blocks that were built after ``mark``, and returns their names."""
-        size, self._waiting, self._gone, used = mark
+        size, self._waiting, self._gone, touched = mark
         built = list(self.blocks)[size:]
         self._drop(built)
-        self._used = dict(used)
+        self._touched = dict(touched)
         return built
 
     def _add(self, block: Block) -> None:
@@ -221,9 +215,7 @@ class CriticBank(nn.Module):
             chosen = None if rows == list(range(len(block.keys))) else torch.tensor(rows, device=device)
             at = None if len(places) == 1 else torch.tensor(positions, device=device)
             parts.append((key, block, chosen, at))
-        order = None
-        if len(places) > 1:
-            order = torch.argsort(torch.cat([at for *_, at in parts if at is not None]))
+        order = torch.argsort(torch.cat([at for *_, at in parts if at is not None])) if len(places) > 1 else None
         return Selection(tuple(parts), len(set(keys)) < len(keys), order)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -237,10 +229,8 @@ class CriticBank(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Kind and keys of every block, the most recently used block last."""
-        blocks = {}
-        for key in {**self._order, **self._used, **dict.fromkeys(self.blocks)}:
-            block = self.blocks[key]
-            blocks[key] = {"kind": block.kind, "keys": list(block.keys), "about": block.about}
+        order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
+        blocks = {key: {"kind": self.blocks[key].kind, "keys": [*self.blocks[key].keys]} for key in order}
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -254,12 +244,9 @@ class CriticBank(nn.Module):
             tensors = {name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
             for row, name in enumerate(described["keys"]):
                 rows: dict[str, Any] = {tensor: value[row].clone() for tensor, value in tensors.items()}
-                about = name, described.get("about", "")
-                waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key, _ABOUT: about}
-        self._has_warned = False
+                waiting[described["kind"], name] = rows | {_HOME: key}
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
-        for key in self.blocks:
-            block = self.blocks[key]
+        for key, block in self.blocks.items():
             self._load_waiting(key, block)
             # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")
@@ -271,37 +258,14 @@ class CriticBank(nn.Module):
         if not self._waiting:
             return
         own = block.state_dict(keep_vars=True)
-        names = [_waiting_key(block.kind, name) for name in block.keys]
-        self._warn_of_other_critics(block, names)
+        names = [(block.kind, name) for name in block.keys]
         found = self._take(names, key)
         for row, name in enumerate(names):
             for tensor, value in found.get(name, {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:
                     own[tensor][row] = value.to(own[tensor])
 
-    def _warn_of_other_critics(self, block: Block, names: Sequence[str]) -> None:
-        """Warns if critics start anew because the loaded ones are of another kind."""
-        if not block.about or self._has_warned:
-            return
-        known = (rows.get(_ABOUT, ("", "")) for rows in self._waiting.values())
-        loaded = {name: about for name, about in known if about not in ("", block.about)}
-        rows = zip(block.keys, names, strict=True)
-        anew = [name for name, key in rows if name in loaded and key not in self._waiting]
-        if anew:
-            self._has_warned = True
-            warnings.warn(
-                f"The critics of {anew} start anew as {block.about}: the state that was loaded has "
-                f"{loaded[anew[0]]} there. Write the same critic= as in the run that was saved to go on with its "
-                "critics.",
-                BPQWarning,
-                stacklevel=2,
-            )
-
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:
     """Name of a block, equal in every process, so that saved states match."""
     return "b" + hashlib.sha256("\n".join((kind, *keys)).encode()).hexdigest()[:12]
-
-
-def _waiting_key(kind: str, name: str) -> str:
-    return f"{kind}\n{name}"

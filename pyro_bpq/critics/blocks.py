@@ -24,8 +24,8 @@ Write = tuple[str, str, Rows, Tensor]
 class Block(nn.Module):
     """Rows of like-shaped sites: critics and running statistics, with a leading site axis.
 
-    ``kind`` is the kind and shape of the rows, and ``about`` the critic in words. ``half()`` and ``bfloat16()`` do not
-    convert a block, because running squares, counts and step sizes need 32 bits.
+    ``kind`` is the kind and shape of the rows. ``half()`` and ``bfloat16()`` do not convert a block, because running
+    squares, counts and step sizes need 32 bits.
     """
 
     def __init__(
@@ -34,12 +34,9 @@ class Block(nn.Module):
         keys: Sequence[str],
         critic: nn.Module | None = None,
         buffers: Mapping[str, Tensor] | None = None,
-        about: str = "",
     ) -> None:
         super().__init__()
-        self.kind, self.about = kind, about
-        self.keys = tuple(keys)
-        self.critic = critic
+        self.kind, self.keys, self.critic = kind, tuple(keys), critic
         self.slow: nn.Module | None = None
         for part in () if critic is None else critic.modules():
             vars(part)[_MARK] = True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.blocks import Block
@@ -49,12 +48,10 @@ class SlowTracking:
 
 
 @torch.no_grad()
-def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> None:
+def track(slow: list[Tensor], current: list[Tensor], rate: float) -> None:
     """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
     if slow:
-        # The rule does not read its last argument.
-        update: Any = get_ema_multi_avg_fn
-        update(1.0 - rate)(list(slow), list(current), torch.ones(()))
+        torch._foreach_lerp_(slow, current, rate)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,6 @@ class CriticLearner:
             samples of a critic in a step (particles times plate rows), because few samples give noisy gradients, and
             ``n`` is the number of its steps so far. For another optimiser ``None`` takes 0.01.
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
-        clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: Options of learning from stored rollouts as well, or ``None``.
@@ -121,7 +117,6 @@ class CriticLearner:
 
     lr: float | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    clip: float | None = None
     level_weight: float = 0.1
     steps: int = 1
     replay: Replay | None = None
@@ -145,7 +140,6 @@ class CriticLearner:
                     "Leave them out, or write the step size as BackwardSweep(rate=...)."
                 )
         check_option(self, "lr", self.lr is None or self.lr > 0, "a positive number or None")
-        check_option(self, "clip", self.clip is None or self.clip > 0, "a positive number or None")
         check_whole(self, "steps", 1)
         check_whole(self, "max_idle", 0)
 
@@ -246,23 +240,18 @@ class CriticOptimizer:
 
     def step(self, bank: CriticBank, gradients: Mapping[str, Tensor]) -> None:
         """One step along the given gradients, by name of the parameter in the bank's ``blocks``."""
-        named = bank.weights(dict.fromkeys(name.split(".")[0] for name in gradients))
-        touched: dict[str, list[Tensor]] = {}
-        for name, gradient in gradients.items():
-            if name in named:
-                named[name].grad = gradient.to(named[name])  # the module may have moved since
-                touched.setdefault(name.split(".")[0], []).append(named[name])
-        for key, parameters in touched.items():
-            if self.learner.clip is not None:
-                _clip(parameters, self.learner.clip)
+        names = dict.fromkeys(name.split(".")[0] for name in gradients)
+        for name, weight in bank.weights(names).items():
+            if name in gradients:
+                weight.grad = gradients[name].to(weight)  # the module may have moved since
+        for key in (name for name in names if name in bank.blocks):
             optimizer, block = self._optimizer(bank, key), bank.blocks[key]
             for group in optimizer.param_groups if isinstance(optimizer, AveragedAdam) else ():
                 group["speed"] = self.learner.speed(block)
             optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
+            optimizer.zero_grad()
             if self.learner.slow is not None:
-                track(list(block.slow_weights().values()), list(block.weights().values()), self.learner.slow.rate)
+                track([*block.slow_weights().values()], [*block.weights().values()], self.learner.slow.rate)
 
     def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:
         weights = list(bank.blocks[key].weights().values())
@@ -291,12 +280,3 @@ class CriticOptimizer:
             self.optimizers.pop(key, None)
             if is_final:
                 self._loaded.pop(key, None)
-
-
-def _clip(parameters: list[Tensor], limit: float) -> None:
-    """Clips the gradient norm of each critic separately; the leading axis is the site."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    square = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
-    factor = (limit / square.sqrt().clamp(min=1e-12)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.reshape(-1, *(1,) * (gradient.dim() - 1)))

@@ -45,15 +45,13 @@ class Replay:
 
             Each draw runs guide and model again. An update that redraws nothing runs them once.
         coparents: Treatment of the other parents of the children of ``X``. ``"redrawn"``: drawn from the current
-            guide. ``"expected"``: summed over; they must be finite and in no plate that ``X`` is outside of.
-            ``"stored"``: kept at their stored values, the paper's form. These come from an older guide, so the critic
-            is biased when the guide has moved.
+            guide. ``"stored"``: kept at their stored values, the paper's form. These come from an older guide, so the
+            critic is biased when the guide has moved.
         costs: ``"called"``: the functions of :func:`~pyro_bpq.cost` statements are called again, at the redrawn values.
             ``"stored"``: they are never called again, and all sites and costs keep their values
             (:mod:`pyro_bpq.graph.replay_plan`). This is exact if the functions read only sampled values and arguments
             of the program. Critics whose children have parents that are not known at ``X`` bootstrap from redrawn
             values. If such a child is a cost, they learn from new rollouts only.
-        max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
 
     Raises:
         OptionError: If an option is out of range.
@@ -67,15 +65,13 @@ class Replay:
     updates_per_step: int = 1
     coparents: str = "redrawn"
     costs: str = "called"
-    max_assignments: int = 64
     draws: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "batch_size", "max_assignments", "draws"):
+        for name in ("capacity", "batch_size", "draws"):
             check_whole(self, name, 1)
         check_whole(self, "updates_per_step", 0)
-        is_known = self.coparents in ("redrawn", "expected", "stored")
-        check_option(self, "coparents", is_known, "one of 'redrawn', 'expected', 'stored'")
+        check_option(self, "coparents", self.coparents in ("redrawn", "stored"), "one of 'redrawn', 'stored'")
         check_option(self, "costs", self.costs in ("called", "stored"), "one of 'called', 'stored'")
         if self.costs == "stored" and self.coparents != "redrawn":
             raise OptionError(
@@ -98,11 +94,6 @@ class StoredRollout:
     # For each run, the return values of the cost functions, by name of the statement
     costs: tuple[Mapping[str, Tensor], ...] = ()
     plan: OffPolicyPlan | None = None  # Plan of the critics that learn without new cost evaluations, or `None`
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored values; arguments are references and not counted."""
-        return sum(v.numel() * v.element_size() for part in (*self.values, *self.costs) for v in part.values())
 
 
 class ReplayBuffer:
@@ -133,11 +124,6 @@ class ReplayBuffer:
         self.num_dropped += len(self._rollouts) - len(kept)
         self._rollouts = deque(kept, maxlen=self.capacity)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all stored values."""
-        return sum(rollout.num_bytes for rollout in self._rollouts)
-
     def __len__(self) -> int:
         return len(self._rollouts)
 
@@ -145,6 +131,4 @@ class ReplayBuffer:
         return ReplayBuffer, (self.capacity,)
 
     def __repr__(self) -> str:
-        return (
-            f"ReplayBuffer({len(self)} of {self.capacity} rollouts, {self.num_bytes} bytes, {self.num_dropped} dropped)"
-        )
+        return f"ReplayBuffer({len(self)} of {self.capacity} rollouts, {self.num_dropped} dropped)"

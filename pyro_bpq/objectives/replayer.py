@@ -22,8 +22,6 @@ from pyro_bpq.record.sandbox import isolated
 from pyro_bpq.reruns.redraw import (
     Hold,
     StaleError,
-    assignments,
-    coparents,
     guide_leaves,
     held_sites,
     known_sites,
@@ -32,7 +30,7 @@ from pyro_bpq.reruns.redraw import (
     swapped,
     trainable,
 )
-from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
+from pyro_bpq.step.critic_loss import critic_loss
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.planned import PlannedObjective
@@ -150,24 +148,13 @@ class Replayer:
         # Other processes have stored other rollouts; the gradients are averaged.
         learning = replace(owner.learning(), ranks=None)
         own = {node.name for node in network.q_nodes(site)}
-        names = coparents(network, site) if plan is None and form == "expected" else ()
-        if names:
-            joint = [assignments(traced, names, site, self.replay.max_assignments) for traced in staged.traced]
-            weighted = []
-            for each in zip(*joint, strict=True):
-                merged = [{**stay, **more} for stay, more in zip(values, each, strict=True)]
-                # The same seed: what the co-parents read is drawn alike for all their values.
-                found = self._rerun(owner, stored, merged, seed)
-                weighted.append((found.signals, _weight(found, names)))
-            loss = expected_critic_loss(weighted, owner.critics, learning, own)
-        else:
-            chosen = own
-            if is_whole or (plan is None and form == "redrawn"):
-                learners = trainable(network, held) if plan is None else plan.held
-                chosen = {name for name in learners if sites is None or network.q_node(name).site in sites}
-            elif plan is not None:
-                chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
-            loss = critic_loss([staged.signals], owner.critics, learning, chosen) if chosen else None
+        chosen = own
+        if is_whole or (plan is None and form == "redrawn"):
+            learners = trainable(network, held) if plan is None else plan.held
+            chosen = {name for name in learners if sites is None or network.q_node(name).site in sites}
+        elif plan is not None:
+            chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
+        loss = critic_loss([staged.signals], owner.critics, learning, chosen) if chosen else None
         if loss is not None and not bool(torch.isfinite(loss)):
             raise StaleError("A stored value that has become impossible has infinite cost.")
         return loss
@@ -221,14 +208,3 @@ def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:
         return True
     assert layout.network is not None
     return site in layout.graph.index and known_sites(layout.network, site) == held
-
-
-def _weight(staged: Staged, names: Sequence[str]) -> Tensor:
-    """Probability of the co-parents' values, ``(M, plates)``."""
-
-    def log_q(run: Any, name: str) -> Any:
-        return run.sites[name].score
-
-    plates = staged.traced[0].plates
-    terms = [staged.signals.rollout.stack(log_q, (name,), plates[name])[0] for name in names]
-    return sum(terms[1:], terms[0]).detach().exp()

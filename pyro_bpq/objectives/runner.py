@@ -237,7 +237,7 @@ class StepRunner(Runner):
         found = (self.recordings.recorded(run, particles.in_call) for run in traced)
         recorded = tuple(each for each in found if each is not None)
         values = Values(recorded, None, traced, self.recordings.call, int(particles.nesting) if has_plate else 0)
-        plan = self.plans.of(first, graph, facts, lambda name: has_slope(values, graph, name))
+        plan = self.plans.of(first, graph, replace(facts, has_slope=lambda name: has_slope(values, graph, name)))
         if one is not None and has_plate and plan.held.picks_one:
             values = replace(values, alone=self.alone(one, particles, first))
 

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +93,24 @@ class SlopedCosts:
     own: frozenset[str]
 
 
+class Moves(NamedTuple):
+    """Which components of sites take other values, where not all do.
+
+    Args:
+        drawn: The components of sites, ``(M, plates, n)``; all of those of sites that are not in it.
+        group: Number of the only group of sites that takes other values; ``None`` for all sites.
+        steps: How far counts are from the values next to them, in the shape of their values.
+    """
+
+    drawn: Mapping[str, Tensor] = MappingProxyType({})
+    group: Tensor | None = None
+    steps: Mapping[str, Tensor] = MappingProxyType({})
+
+
+# All components of all sites take all other values.
+ALL = Moves()
+
+
 @dataclass(frozen=True)
 class Flips:
     """Rows of values: which of them set which sites to other values.
@@ -111,7 +130,7 @@ class Flips:
     refused: str = ""
     groups: tuple[SlopedCosts, ...] = ()
     laws: tuple[str, ...] = ()
-    _steps: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _deltas: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(
@@ -164,52 +183,41 @@ class Flips:
         """The number of rows of an evaluation, beside the sample."""
         return max(site.rows for site in self.sites.values()) if self.all_drawn else self.rows - 1
 
-    def moved(
-        self,
-        name: str,
-        value: Tensor,
-        fn: Any,
-        drawn: Tensor | None = None,
-        group: Tensor | None = None,
-        step: Tensor | None = None,
-    ) -> Tensor:
-        """Values ``(rows, batch, event)`` of a site; each row but the first sets one component to another value.
+    def moved(self, name: str, value: Tensor, fn: Any, moves: Moves) -> Tensor:
+        """Values ``(rows, batch, event)`` of a site, whose distribution is ``fn``.
 
-        Args:
-            name: The site.
-            value: The sampled value.
-            fn: Its distribution.
-            drawn: The components that take other values, ``(M, plates, n)``; ``None`` for all of them.
-            group: Number of the only group of sites that takes other values; ``None`` for all sites.
-            step: How far counts are from the values next to them, in the shape of ``value``.
+        Each row but the first sets one component to another value.
         """
         site, split = self.sites[name], self.sites[name].components
-        lead, others = value.shape[: value.dim() - split.value_ndim], split.cardinality - 1
-        flat = (-1, *(1 for _ in lead), split.size)
+        lead, drawn, step = value.shape[: value.dim() - split.value_ndim], moves.drawn.get(name), moves.steps.get(name)
         if drawn is None:
-            delta = self._steps_of(name, value.device).reshape(flat)
+            delta = self._of_all(name, value.device).reshape(-1, *(1 for _ in lead), split.size)
         else:
-            number, start = (self.rows, self.start[name]) if group is None else (1 + self.others, 1)
-            at = drawn.reshape(*lead, site.number).movedim(-1, 0).repeat_interleave(others, 0).unsqueeze(-1)
-            steps = (torch.arange(site.rows, device=at.device) % others + 1).reshape(*flat[:-1], 1).expand_as(at)
-            steps = steps if group is None else steps * (group == self.group_of[name])
-            delta = at.new_zeros(number, *lead, split.size)
-            delta[start : start + site.rows].scatter_(-1, at, steps)
+            delta = self._delta(name, drawn.reshape(*lead, site.number), moves.group)
         if split.has_pairs:
             other = 1 - value if step is None else value + step
             return torch.where(delta.reshape(*delta.shape[:-1], *split.event_shape) > 0, other, value)
         return split.value((split.index(value, fn) + delta) % split.cardinality, fn).to(value.dtype)
 
-    def _steps_of(self, name: str, device: torch.device) -> Tensor:
-        """How far each row moves each component of a site, ``(rows, D)``: the same in every step."""
+    def _of_all(self, name: str, device: torch.device) -> Tensor:
+        """How far each row moves each component of a site, all of which move, ``(rows, D)``: alike in every step."""
         key = (name, device)
-        if key not in self._steps:
-            split, step = self.sites[name].components, torch.arange(self.sites[name].rows)
-            others = split.cardinality - 1
-            delta = torch.zeros(self.rows, split.size, dtype=torch.long if others >> 15 else torch.int16)
-            delta[self.start[name] + step, step // others] = (step % others + 1).to(delta.dtype)
-            self._steps[key] = delta.to(device)
-        return self._steps[key]
+        if key not in self._deltas:
+            every = torch.arange(self.sites[name].components.size, device=device)
+            self._deltas[key] = self._delta(name, every, None)
+        return self._deltas[key]
+
+    def _delta(self, name: str, drawn: Tensor, group: Tensor | None) -> Tensor:
+        """How far each row moves each component of a site, ``(rows, ..., D)``, of which ``drawn`` ``(..., n)`` move."""
+        site, others = self.sites[name], self.sites[name].components.cardinality - 1
+        number, start = (self.rows, self.start[name]) if group is None else (1 + self.others, 1)
+        at = drawn.movedim(-1, 0).repeat_interleave(others, 0).unsqueeze(-1)
+        steps = torch.arange(site.rows, device=at.device) % others + 1
+        steps = steps if group is None else steps * (group == self.group_of[name])
+        delta = at.new_zeros(number, *at.shape[1:-1], site.components.size)
+        steps = steps.reshape(-1, *(1,) * (at.dim() - 1)).expand_as(at)
+        delta[start : start + site.rows].scatter_(-1, at, steps)
+        return delta
 
 
 # The extra run of the model.

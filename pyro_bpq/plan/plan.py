@@ -18,9 +18,6 @@ from pyro_bpq.record.components import Pattern
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.short import listed, short
 
-# Stand for a site's own name, and for its number in the names of other sites.
-_OWN, _NUMBER = "\0", "\1"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -57,8 +54,8 @@ class Plan:
         for name in self.layout.specs:
             alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
         for text, names in alike.items():
-            shown = (names[0], _number(names[0])) if len(names) == 1 else ("the site", "t")
-            lines.append(f"{listed(names)}: {_named(text, *shown)}{self._reads(names)}")
+            about = self._about(names[0]) if len(names) == 1 else text
+            lines.append(f"{listed(names)}: {about}{self._reads(names)}")
         return "\n".join(lines)
 
     def _about(self, name: str) -> str:
@@ -116,21 +113,10 @@ class Plan:
         return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
 
 
-def _number(name: str) -> str:
-    """The number at the end of a site's name; empty if there is none."""
-    found = re.search(r"\d+$", name)
-    return found[0] if found else ""
-
-
 def _unnamed(name: str, text: str) -> str:
     """A text about a site without its name, and without its number in other names: for ``z_3`` that of ``x_3``."""
-    text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", _OWN, text)
-    number = _number(name)
-    return re.sub(rf"(?<=[^\W\d]){number}(?!\w)", _NUMBER, text) if number else text
-
-
-def _named(text: str, name: str, number: str) -> str:
-    return text.replace(_OWN, name).replace(_NUMBER, number)
+    text, number = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "the site", text), re.search(r"\d+$", name)
+    return re.sub(rf"(?<=[^\W\d]){number[0]}(?!\w)", "t", text) if number else text
 
 
 def written_options(traced: TracedRun, estimator: Estimator | None, asks: tuple[str, ...]) -> list[str]:

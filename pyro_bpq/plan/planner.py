@@ -7,7 +7,7 @@ structure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,10 @@ from pyro_bpq.record.watch import site_info
 
 # Largest number of plans that are kept.
 _PLANS = 64
+# By site: what rules look at, and what was chosen.
+Facts = Mapping[str, SiteFacts]
+Estimators = Mapping[str, Estimator]
+Critics = Mapping[str, Critic | None]
 
 
 class Noise(NamedTuple):
@@ -51,7 +55,6 @@ class Noise(NamedTuple):
             component and is known at all of its values.
         compared: Those of them that other particles serve, if there are any.
         served: The sites that get leave-one-out over the particles that run now.
-        has_rows: Whether there are sites in rows of data.
         is_asked: Whether critics that the user asks for take their place.
         flips: The extra run of the model, which serves others.
     """
@@ -60,7 +63,6 @@ class Noise(NamedTuple):
     sites: frozenset[str] = frozenset()
     compared: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
-    has_rows: bool = False
     is_asked: bool = False
 
 
@@ -137,21 +139,13 @@ class Planner:
         chosen = (options.get("estimator") if isinstance(options, Mapping) else None) or self.estimator
         return chosen if isinstance(chosen, Estimator) and chosen.attaches else None
 
-    def plan(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
-        has_slope: Callable[[str], bool] = lambda name: True,
-    ) -> Plan:
+    def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """Plans the steps on a structure.
 
         What corrects a site's gradient must not depend on its value. Where sampled values may steer the
         program, the structure after a site does: then there is no extra run of the model, only those costs are
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
-
-        ``has_slope`` looks whether costs have gradients to the values of a site; it is asked where a rule needs it.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         may_sum, notes = self.is_elbo and facts.cuts_plates and not facts.is_dynamic, list[str]()
@@ -170,7 +164,7 @@ class Planner:
         if noise.is_asked:
             asks = f"because you wrote {', '.join(self.asks)}"
             notes.append(f"Critics take the place of other particles as baselines, {asks}.")
-        sites = self._told(structure, asked, wanted, noise, has_slope)
+        sites = self._told(structure, asked, wanted, noise)
         choices = {name: self.choice(site) for name, site in sites.items()}
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
@@ -206,7 +200,7 @@ class Planner:
         """What rules look at, as far as a site and its options tell."""
         return SiteFacts(info, options, self.estimator, self.max_support, is_summed)
 
-    def _noise(self, structure: Structure, wanted: Mapping[str, Estimator]) -> Noise:
+    def _noise(self, structure: Structure, wanted: Estimators) -> Noise:
         """The sites that other particles serve better than sums over values, and the extra run for all others.
 
         In few sites, sums over values take the time of many particles and leave the noise of all other sites. Critics
@@ -240,38 +234,33 @@ class Planner:
         served = {name for name in served if options[name].is_open}
         if self.asks:
             # Who asks for critics has them, in as many particles.
-            return Noise(flips, sites, compared, has_rows=bool(rows), is_asked=bool(served))
+            return Noise(flips, sites, compared, is_asked=bool(served))
         if served:
             flips = plan_extra_run(structure, wanted, self.max_elements, served)
-        return Noise(flips, sites, compared, frozenset(served), bool(rows))
+        return Noise(flips, sites, compared, frozenset(served))
 
-    def _told(
-        self,
-        structure: Structure,
-        asked: Mapping[str, SiteFacts],
-        wanted: Mapping[str, Estimator],
-        noise: Noise,
-        has_slope: Callable[[str], bool],
-    ) -> dict[str, SiteFacts]:
+    def _told(self, structure: Structure, asked: Facts, wanted: Estimators, noise: Noise) -> Facts:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
-        told, found = noise.flips.sites, {}
+        told, found, has_slope = noise.flips.sites, {}, facts.has_slope or (lambda name: True)
         # Sites of many components. Of their costs only their own log-probabilities would be known at other values.
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
         splits = {name: traced.infos[name].components for name in many}
         has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
-            is_served, more, fn = name in noise.served, dict[str, Any](), traced.run.sites[name].fn
+            is_served, fn = name in noise.served, traced.run.sites[name].fn
+            is_partly_scored = wanted[name].is_pathwise and traced.run.sites[name].score is not None
+            more: dict[str, Any] = {"is_partly_scored": is_partly_scored, "is_served": is_served}
             is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
             can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
             if site.info.counts is not None:
-                more = {"can_step": can_step, "has_slopes": partial(has_slope, name)}
+                more |= {"can_step": can_step, "has_slopes": partial(has_slope, name)}
             if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
                 keeps_rows = facts.cuts_plates or not graph.node(name).plates
                 is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
-                more = {
+                more |= {
                     "is_untold": True,
                     "can_compare": is_plain and not facts.is_dynamic,
                     "has_slopes": has_slopes,
@@ -279,9 +268,7 @@ class Planner:
                     "layers": len(many) if keeps_rows and is_plain else 0,
                     "reads": num_reads(traced, name),
                 }
-            more["is_partly_scored"] = wanted[name].is_pathwise and traced.run.sites[name].score is not None
-            more |= {"is_ordered": facts.is_ordered, "is_served": is_served, "has_rows": noise.has_rows}
-            found[name] = replace(site, **more)
+            found[name] = replace(site, is_ordered=facts.is_ordered, **more)
         return found
 
     def _is_told(self, structure: Structure, name: str, flips: Flips) -> bool:
@@ -294,13 +281,7 @@ class Planner:
         learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
         return learns and structure.is_complete(name, flips.costs.get(name, ()))
 
-    def _layout(
-        self,
-        structure: Structure,
-        estimators: Mapping[str, Estimator],
-        critics: Mapping[str, Critic | None],
-        flips: Flips,
-    ) -> Layout:
+    def _layout(self, structure: Structure, estimators: Estimators, critics: Critics, flips: Flips) -> Layout:
         """The batching of the sites."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
         charged: dict[str, frozenset[str]] = {}
@@ -374,21 +355,15 @@ class PlanCache:
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
 
-    def of(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
-        has_slope: Callable[[str], bool] = lambda name: True,
-    ) -> Plan:
+    def of(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure; what :meth:`Planner.plan` says of a new one is kept."""
         # Recordings belong to the process, and keep tensors.
-        key = traced.key, graph, replace(facts, recorded=None)
+        key = traced.key, graph, replace(facts, recorded=None, has_slope=None)
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if self.last is None or self.last.key != key:
             if key not in self.plans and len(self.plans) >= _PLANS:
                 self.plans.clear()
-            found = self.plans.get(key) or self.planner.plan(traced, graph, facts, has_slope)
+            found = self.plans.get(key) or self.planner.plan(traced, graph, facts)
             self.plans[key] = found
             self.last = Planned(key, found)
         return self.last.plan

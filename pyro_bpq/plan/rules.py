@@ -32,7 +32,7 @@ from pyro_bpq.estimators.score_function import (
     TrimmedBaseline,
 )
 from pyro_bpq.estimators.slopes import DebiasedStraightThrough
-from pyro_bpq.record.config import BaselineOptions, SiteOptions
+from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.rollout.features import has_moments
 
 MOST_PARTICLES = 8
@@ -68,12 +68,6 @@ def plain_score(num_particles: int) -> Estimator:
     return ScoreFunction(LeaveOneOut() if num_particles > 1 else TrimmedBaseline())
 
 
-def with_baseline(options: BaselineOptions) -> Estimator:
-    """The score function with the baseline that Pyro's options of a site ask for."""
-    mean = None if options.decay is None else RunningBaseline(options.decay)
-    return PyroBaseline(mean) if options.is_predicted else ScoreFunction(mean)
-
-
 @dataclass(frozen=True)
 class SiteFacts:
     """What rules look at: the site and its options, and what the structure of the program tells, as far as it is known.
@@ -87,7 +81,6 @@ class SiteFacts:
         is_partly_scored: Whether it is reparameterised in part only, by rejection sampling.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
         is_served: Whether other particles serve it better than sums over its values.
-        has_rows: Whether there are sites in rows of data.
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
             gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
@@ -106,7 +99,6 @@ class SiteFacts:
     is_partly_scored: bool = False
     is_ordered: bool = False
     is_served: bool = False
-    has_rows: bool = False
     is_untold: bool = False
     can_compare: bool = False
     can_step: bool = False
@@ -118,7 +110,11 @@ class SiteFacts:
     @property
     def score_function(self) -> Estimator:
         """The score function with the site's own baseline, else leave-one-out or, with one particle, earlier costs."""
-        return self.plain_score if self.options.baseline is None else with_baseline(self.options.baseline)
+        own = self.options.baseline
+        if own is None:
+            return self.plain_score
+        mean = None if own.decay is None else RunningBaseline(own.decay)
+        return PyroBaseline(mean) if own.is_predicted else ScoreFunction(mean)
 
     @property
     def plain_score(self) -> Estimator:
@@ -252,11 +248,10 @@ SITES = (
     Rule("many components: other particles are the baseline", lambda s: s.is_untold, lambda s: s.score_function),
     # Few components, or costs that are known at other values.
     Rule(
-        "rows of data: the row's other particles are the baseline",
-        lambda s: s.is_served and s.has_rows,
+        "rows of data, or few sites: other particles are the baseline",
+        lambda s: s.is_served,
         lambda s: s.score_function,
     ),
-    Rule("few sites: other particles are the baseline", lambda s: s.is_served, lambda s: s.score_function),
     Rule("few values: a sum over all of them", lambda s: s.has_few_values, lambda s: AllAction()),
     Rule("many or infinitely many values", lambda s: True, lambda s: s.plain_score),
 )

@@ -3,7 +3,7 @@ r"""What a plan is made for, a run, its graph, and what else is known of its str
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,8 @@ class StructureFacts:
     # A recorded run. It tells structures apart only by the sites whose other values give the costs that read them.
     recorded: Recorded | None = field(default=None, compare=False)
     cuts: tuple[int, ...] = ()
+    # Looks whether costs have gradients to the values of a site, where a rule asks; ``None``: they have.
+    has_slope: Callable[[str], bool] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@ r"""Costs with one site at another value, from the recording, for estimators tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,10 +19,11 @@ from pyro_bpq.record.components import Pattern, charge_sites, elements_of
 from pyro_bpq.record.jumps import STEPS
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
-from pyro_bpq.record.traced_run import TracedRun, cost_of_site
+from pyro_bpq.record.traced_run import TracedRun, named
 from pyro_bpq.record.watch import samples
+from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.reruns.hindsight import HeldRuns
-from pyro_bpq.reruns.slopes import expansions
+from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.step.signals import Signals
@@ -52,7 +54,7 @@ class Reruns:
         graph, runs = self.plan.graph, list[Run]()
         below, costs = frozenset(graph.descendants(name)), tuple(graph.downstream_costs(name))
         # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
-        with torch.set_grad_enabled(value.requires_grad):
+        with torch.set_grad_enabled(value.requires_grad), _refusing(name):
             values = value.split(1) if len(self.traced) > 1 else (value,)
             for own, other, bound, traced in zip(
                 values, held or [None] * len(values), self.values.bound, self.traced, strict=True
@@ -61,30 +63,13 @@ class Reruns:
                 own = own.reshape(record.value.shape)
                 given = {name: own if own.requires_grad else own.to(record.value.dtype)}
                 given |= {} if other is None else {site: other.sites[site].value.detach() for site in below}
-                found = self._evaluated(name, bound, given, below.difference(given), means, costs)
+                rest = below.difference(given)
+                found = bound.recorded.again(costs, bound, given, rest, means, self._seed())
                 sites = {n: replace(run.sites[n], value=v) for n, v in (found | given).items() if n in run.sites}
                 runs.append(
                     replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
                 )
         return tuple(runs)
-
-    def _evaluated(
-        self,
-        name: str,
-        bound: Bound,
-        given: Mapping[str, Tensor],
-        redrawn: frozenset[str],
-        means: bool,
-        costs: tuple[str, ...],
-    ) -> dict[str, Tensor]:
-        """Values of sites and costs, and elements of costs, by name."""
-        try:
-            return bound.recorded.again(costs, bound, given, redrawn, means, self._seed())
-        except Uncut as error:
-            raise UnsupportedProgramError(
-                f"Site {name!r}: its estimator compares costs at other values, and {error} is on the way. Use "
-                "AllAction() or ScoreFunction(RunningBaseline()) at this site."
-            ) from error
 
     @cached_property
     def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
@@ -98,29 +83,26 @@ class Reruns:
         costs = tuple(dict.fromkeys(cost for name in last for cost in graph.downstream_costs(name)))
         slopes = []
         for traced, bound in zip(self.traced, self.values.bound, strict=True):
-            (found,) = expansions(bound, (costs,), last)
-            pairs = {name: (found[name].own, found[name].slope) for name in last}
+            (found,) = expansions(bound, Wanted((costs,), last))
             none = {name: torch.zeros_like(traced.run.sites[name].value) for name in last}
-            slopes.append({n: sum((t for t in pair if t is not None), none[n]) for n, pair in pairs.items()})
+            known = {name: [part for part in found[name][:2] if part is not None] for name in last}
+            slopes.append({name: sum(parts, none[name]) for name, parts in known.items()})
         return tuple(slopes)
 
     @cached_property
     def fresh(self) -> tuple[Run, ...]:
         """The costs with all sites drawn afresh, for each run of the step; the same runs whenever it is asked for."""
-        with torch.no_grad():
+        with torch.no_grad(), _refusing(next(iter(self.traced[0].run.sites))):
             return tuple(self._fresh_run(*pair) for pair in zip(self.traced, self.values.bound, strict=True))
 
     def _fresh_run(self, traced: TracedRun, bound: Bound) -> Run:
-        run, sites = traced.run, frozenset(traced.run.sites)
-        charged = dict.fromkeys(cost for _, cost in self.plan.patterns)
-        names = *run.costs, *(f"elements of {cost}" for cost in charged)
-        found = self._evaluated(next(iter(sites)), bound, {}, sites, False, names)
-        again = replace(run, costs={cost: found[cost] for cost in run.costs})
-        if charged:
-            own = {cost: cost == cost_of_guide(bound.recorded.scored[cost].site) for cost in charged}
-            elements = {c: (1.0 if is_own else -1.0, found[f"elements of {c}"]) for c, is_own in own.items()}
-            again = replace(again, sites=charge_sites(again.sites, self.plan.patterns, elements))
-        return again
+        run, patterns = traced.run, self.plan.patterns
+        names = {cost: f"elements of {cost}" for _, cost in patterns}
+        wanted = *run.costs, *names.values()
+        found = bound.recorded.again(wanted, bound, {}, frozenset(run.sites), False, self._seed())
+        signs = {cost: 1.0 if self.plan.graph.cost(cost).is_of_guide else -1.0 for cost in names}
+        sites = charge_sites(run.sites, patterns, {cost: (signs[cost], found[name]) for cost, name in names.items()})
+        return replace(run, sites=sites, costs={cost: found[cost] for cost in run.costs})
 
     def hindsight(self, signals: Signals, c: int) -> HeldCosts:
         """What other values of the sites of a class change while all other sites keep theirs."""
@@ -138,6 +120,18 @@ class Reruns:
         return torch.Generator().manual_seed(0xBF58476D1CE4E5B9 * (self.generator.initial_seed() + 1) % (1 << 63))
 
 
+@contextlib.contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Refuses a program that cannot be evaluated again as the estimator of a site asks for."""
+    try:
+        yield
+    except Uncut as error:
+        raise UnsupportedProgramError(
+            f"Site {name!r}: its estimator compares costs at other values, and {error} is on the way. Use "
+            "AllAction() or ScoreFunction(RunningBaseline()) at this site."
+        ) from error
+
+
 def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> bool:
     """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site.
 
@@ -150,8 +144,11 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
             leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
             with torch.enable_grad():
                 found = bound.recorded.again(costs, bound, {name: leaf}, below, False, 0)
-            expansions(bound, (tuple(graph.downstream_costs(name)),), (name,))  # torch may refuse to go backward
-            if _leads([found[cost].grad_fn for cost in costs], leaf):
+            expansions(
+                bound, Wanted((tuple(graph.downstream_costs(name)),), (name,))
+            )  # torch may refuse to go backward
+            # Some operators have a derivative, which is zero.
+            if any(known is leaf for known in inputs_of(*(found[cost] for cost in costs), blocked=STEPS)):
                 return True
     except BPQError:
         raise
@@ -161,26 +158,8 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
     return False
 
 
-def _leads(nodes: list[Any], leaf: Tensor) -> bool:
-    """Whether a way in the autograd graph leads to a leaf, and not through operators whose derivative is zero."""
-    seen = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen or node.name().partition("Backward")[0].lower() in STEPS:
-            continue
-        if getattr(node, "variable", None) is leaf:
-            return True
-        seen.add(node)
-        nodes += [parent for parent, _ in node.next_functions]
-    return False
-
-
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:
     """A run whose components are charged with the costs that have patterns."""
-    if not patterns:
-        return run
-    signed = ((guide_trace, True, 1.0), (model_trace, False, -1.0))
-    sites = {cost_of_site(s, g): (sign, s) for trace, g, sign in signed for s in samples(trace).values()}
-    wanted = dict.fromkeys(cost for _, cost in patterns)
-    elements = {cost: (sites[cost][0], elements_of(sites[cost][1])[0]) for cost in wanted}
+    wanted, sites = {cost for _, cost in patterns}, named(samples(guide_trace), samples(model_trace))
+    elements = {cost: (1.0 if own else -1.0, elements_of(site)[0]) for cost, site, own in sites if cost in wanted}
     return replace(run, sites=charge_sites(run.sites, patterns, elements))

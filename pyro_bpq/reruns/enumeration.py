@@ -34,7 +34,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.record.traced_run import TracedRun, cost_of_site, entropy_term
+from pyro_bpq.record.traced_run import TracedRun, entropy_term, named
 from pyro_bpq.record.watch import is_enumerated, samples
 from pyro_bpq.reruns.tables import Laws, Table
 from pyro_bpq.rollout.runs import Run
@@ -145,13 +145,11 @@ class _Elimination:
         self.averaged = _enumerated(guide)
         self.summed = {name: symbol for name, symbol in _enumerated(model).items() if name not in self.averaged}
         owners = {symbol: name for name, symbol in {**self.averaged, **self.summed}.items()}
-        self.sites, self.plates, self.terms = dict[str, str](), dict[str, tuple[Plate, ...]](), dict[str, _Term]()
+        self.sites, self.plates = dict[str, str](), dict[str, tuple[Plate, ...]]()
         for entry, cost in zip(traced.entries, traced.run.costs, strict=True):
             self.sites[cost], self.plates[cost] = entry[:2]
-        for trace, is_guide in ((guide, True), (model, False)):
-            for site in samples(trace).values():
-                cost = cost_of_site(site, is_guide)
-                self.terms[cost] = _Term(site, traced.run.costs[cost], symbols, owners)
+        costs = named(samples(guide), samples(model))
+        self.terms = {cost: _Term(site, traced.run.costs[cost], symbols, owners) for cost, site, _ in costs}
         self.dims = {**guide.symbol_to_dim, **model.symbol_to_dim}
         for plate in sorted({plate for plates in self.plates.values() for plate in plates}):
             dim = self.dims[symbols[plate.name]]
@@ -177,7 +175,7 @@ class _Elimination:
         groups, found = self._groups(), list[_Recipe]()
         alone = [(cost,) for cost in self.sites if not any(cost in group for group in groups)]
         for costs in (*alone, *groups):
-            averaged = self.laws.ordered(self.laws.closed(self.reads(*costs) & self.averaged.keys()))
+            averaged = self.laws.closed(self.reads(*costs) & self.averaged.keys())
             summed = tuple(self.sites[cost] for cost in costs if self.sites[cost] in self.summed)
             common = {*self.plates[costs[0]]}.intersection(*(self.plates[cost] for cost in costs))
             found.append(_Recipe(costs, summed, averaged, tuple(sorted(common))))
@@ -312,12 +310,14 @@ class _Elimination:
         ``q(z)`` outside of the plate may read all rows. Each row of a mean over ``z`` then reads all rows too. Only
         tracked runs can tell; for others the result is ``False``.
         """
-        traced, laws = self.traced, [*map(cost_of_guide, recipe.averaged)]
-        read = ((law, site) for law in laws for site in (traced.reads or {law: frozenset()})[law])
+        reads, plates = self.traced.reads, self.traced.plates
+        if reads is None:
+            return False
         return any(
-            ({*recipe.plates} - {*self.plates[law]}) & {*traced.plates[site]}
-            for law, site in read
-            if site in traced.run.sites
+            ({*recipe.plates} - {*self.plates[law]}) & {*plates[site]}
+            for law in map(cost_of_guide, recipe.averaged)
+            for site in reads[law]
+            if site in self.traced.run.sites
         )
 
 

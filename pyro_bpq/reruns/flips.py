@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.plan.flips import Flips, Terms
+from pyro_bpq.plan.flips import ALL, Flips, Moves, Terms
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
@@ -29,22 +28,12 @@ class Rows(NamedTuple):
     costs: Mapping[str, Tensor]
 
     @staticmethod
-    def of(
-        flips: Flips,
-        traced: TracedRun,
-        bound: Bound,
-        drawn: Mapping[str, Tensor],
-        group: Tensor | None,
-        steps: Mapping[str, Tensor] = MappingProxyType({}),
-        wanted: Sequence[str] | None = None,
-    ) -> Rows:
-        """Evaluates what is wanted, all if that is ``None``; see :meth:`Flips.moved`."""
+    def of(flips: Flips, traced: TracedRun, bound: Bound, moves: Moves, wanted: Sequence[str]) -> Rows:
+        """Evaluates what is wanted, where components of sites take other values."""
         recorded, sites = bound.recorded, traced.run.sites
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
-        moved = {
-            n: flips.moved(n, value, sites[n].fn, drawn.get(n), group, steps.get(n)) for n, value in values.items()
-        }
-        return Rows(traced, bound, recorded.at_rows(flips.wanted if wanted is None else wanted, bound, moved))
+        moved = {name: flips.moved(name, value, sites[name].fn, moves) for name, value in values.items()}
+        return Rows(traced, bound, recorded.at_rows(wanted, bound, moved))
 
     def sampled(self, name: str, split: Components, shape: tuple[int, ...]) -> Tensor:
         """Index ``(M, plates, D)`` of the sampled value of each component of a site."""
@@ -68,7 +57,7 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
     flips = plan.flips
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in flips.sites}
     for traced, bound in zip(values.traced, values.bound, strict=True):
-        rows = Rows.of(flips, traced, bound, {}, None)
+        rows = Rows.of(flips, traced, bound, ALL, flips.wanted)
         for name, site in flips.sites.items():
             plates, split, start = plan.graph.node(name).plates, site.components, flips.start[name]
             shape, own = rollout.run_shape(plates), slice(start, start + site.rows)

@@ -2,7 +2,7 @@ r"""Gradients that are known already, and the leaves that collect them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -43,12 +43,12 @@ class _Known(torch.autograd.Function):
         return None, None, *(gradient * outer.to(gradient.device) for gradient in ctx.gradients)
 
 
-def inputs_of(total: Tensor) -> list[Tensor]:
-    """The leaves of an autograd graph that collect gradients."""
-    seen, nodes, found = set[Any](), [total.grad_fn], list[Tensor]()
+def inputs_of(*totals: Tensor, blocked: Container[str] = ()) -> list[Tensor]:
+    """The leaves of an autograd graph that collect gradients; no way leads through ``blocked`` operators."""
+    seen, nodes, found = set[Any]((None,)), [total.grad_fn for total in totals], list[Tensor]()
     while nodes:
         node: Any = nodes.pop()
-        if node is None or node in seen:
+        if node in seen or (blocked and node.name().partition("Backward")[0].lower() in blocked):
             continue
         seen.add(node)
         found += [] if getattr(node, "variable", None) is None else [node.variable]

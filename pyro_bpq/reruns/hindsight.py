@@ -19,17 +19,16 @@ from torch import Tensor
 
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning
-from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan.flips import Terms
+from pyro_bpq.plan.flips import Moves, Terms
 from pyro_bpq.record.components import weighted_elements
 from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.flips import Rows, excess, summed, table
-from pyro_bpq.reruns.slopes import expansions
+from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.rollout.features import Components, element_log_prob
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
@@ -57,10 +56,10 @@ class HeldRuns:
             changes of other sites are then zero. ``None`` for all sites.
         drawn: The evaluated components ``(G, M, plates, n)`` of classes of sites of which not all are, and the inverse
             of the number of times that each is drawn on average.
-        exact: The changes by site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``.
-        excess: How much more the later and the immediate costs of a site were in the runs than in the recording,
-            ``(M, plates)`` each; empty if the runs were recorded.
-        back: The change of laws of counts one step to the other side, in the shape of ``exact``.
+        exact: The changes by site and by what changes, ``(M, plates, n, K)``; of drawn bits those of the other values,
+            ``(M, plates, n)``. Of counts ``back`` is the change of laws one step to the other side. If the runs were
+            not recorded, ``excess of later`` and ``excess of immediate`` costs ``(M, plates)`` tell how much more they
+            were in the runs than in the recording.
         predicted: The changes of all components of sites of which some are drawn, ``(M, plates, D, K)``, of bits
             ``(M, plates, D)``; zero where nothing is known.
     """
@@ -71,10 +70,8 @@ class HeldRuns:
         self.particle: Tensor | None = None
         self.group: Tensor | None = None
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
-        self.exact: dict[str, Changes] = {}
-        self.excess: dict[str, tuple[Tensor, Tensor]] = {}
+        self.exact: dict[str, dict[str, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
-        self.back: dict[str, Tensor] = {}
         if self.plan.sites:
             self._choose()
             self._evaluate()
@@ -105,31 +102,29 @@ class HeldRuns:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Changes of costs and laws in rows of values."""
-        plan, values, parts = self.plan, self.values, defaultdict[str, list[list[Tensor]]](list)
-        runs, place = values.of_runs(self.particle), self.signals.layout.place
+        plan, values, place = self.plan, self.values, self.signals.layout.place
+        parts = {name: defaultdict[str, list[Tensor]](list) for name in plan.sites}
+        runs = values.of_runs(self.particle)
         by_site = {n: self.drawn[c][0][g] for n, (c, g) in place.items() if n in plan.sites and c in self.drawn}
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
-            rows = Rows.of(plan, traced, bound, drawn, self.group, steps)
+            rows = Rows.of(plan, traced, bound, Moves(drawn, self.group, steps), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
-            before = Rows.of(plan, traced, bound, drawn, self.group, back, laws) if laws else None
+            before = Rows.of(plan, traced, bound, Moves(drawn, self.group, back), laws) if laws else rows
             for name, site in plan.sites.items():
-                plates, sides = self.graph.node(name).plates, site.changes
+                plates, found = self.graph.node(name).plates, parts[name]
                 shape = self.rollout.run_shape(plates)
                 shape = shape if self.particle is None else (1, *shape[1:])
-                found = [self._table(name, terms, rows, drawn.get(name), shape) for terms in sides.values()]
-                if before is not None and name in back and site.laws:
-                    at = self._table(name, site.laws, before, drawn.get(name), shape)
-                    self.back[name] = torch.cat((self.back[name], at)) if name in self.back else at
-                if values.is_outdated:
-                    found += [excess(costs, rows.costs, sides[side], plates, shape) for side in ("later", "immediate")]
-                parts[name].append(found)
-        for name, own in parts.items():
-            law, later, immediate, *more = map(torch.cat, zip(*own, strict=True))
-            self.exact[name] = Changes(law, later, immediate)
-            if more:
-                self.excess[name] = more[0], more[1]
+                for side, terms in site.changes.items():
+                    found[side].append(self._table(name, terms, rows, drawn.get(name), shape))
+                if name in back:
+                    found["back"].append(self._table(name, site.laws, before, drawn.get(name), shape))
+                for side in ("later", "immediate") if values.is_outdated else ():
+                    more = excess(costs, rows.costs, site.changes[side], plates, shape)
+                    found[f"excess of {side}"].append(more)
+        for name, found in parts.items():
+            self.exact[name] = {what: torch.cat(own) for what, own in found.items()}
 
     def _steps(self, traced: TracedRun, bound: Bound) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The steps of counts to the values that they are compared with, and those to the other side."""
@@ -186,9 +181,8 @@ class HeldRuns:
         is_curved = any(site.curvature for site in sites.values())
         groups = (*(group.costs for group in plan.groups), plan.laws)
         try:
-            *of_costs, of_laws = expansions(
-                bound, groups, names, lambda own: _signs(own, self.generator), blocks if is_curved else None, nesting
-            )
+            wanted = Wanted(groups, names, blocks if is_curved else None, nesting)
+            *of_costs, of_laws = expansions(bound, wanted, lambda own: _signs(own, self.generator))
         except BPQError:
             raise
         except RuntimeError as error:
@@ -212,37 +206,27 @@ class HeldRuns:
         """What the estimator of a class of sites gets."""
         names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
         index, share = self.drawn.get(c, (None, None))
-        if isinstance(batch.cls.spec.estimator, Differences):
-            return self._of_counts(c)
-        has_bits = index is not None and batch.components.kind == "bernoulli"
-        log_q = batch.log_odds if has_bits else batch.log_probs
-        value = batch.flat(batch.value).to(log_q.dtype) if has_bits else batch.index
+        is_count, has_bits = batch.cls.spec.components is None, False
+        if is_count:
+            log_q, value = batch.means, batch.widened(batch.value)
+        elif index is not None and batch.components.kind == "bernoulli":
+            log_q, has_bits = batch.log_odds, True
+            value = batch.flat(batch.value).to(log_q.dtype)
+        else:
+            log_q, value = batch.log_probs, batch.index
         own = log_q.detach(), value, [None] * len(names) if index is None else index
         pairs = [self._changes(*each) for each in zip(names, *own, strict=True)]
         changes, exact = (Changes(*map(torch.stack, zip(*each, strict=True))) for each in zip(*pairs, strict=True))
         settled, rest, excess = self._known(names, index)
         sign = 1.0 - 2.0 * value if has_bits else None
-        return HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
-
-    def _of_counts(self, c: int) -> HeldCosts:
-        """What the estimator of a class of counts gets."""
-        names, batch = self.signals.layout.classes[c].names, self.signals.batches[c]
-        index, share = self.drawn.get(c, (None, None))
-        mean, near, back, pairs = batch.means, batch.near, [], []
-        for i, name in enumerate(names):
-            at = none = torch.zeros_like(mean[i])
-            if index is not None:
-                at = none[: len(index[i]), ..., : index.shape[-1]]
-            exact = Changes(*(own.expand(at.shape) for own in self.exact.get(name, (at,) * 3)))
-            predicted = Changes(*(own.to(mean) for own in self.predicted.get(name, (none,) * 3)))
-            pairs.append((exact if index is None else predicted, exact))
-            back.append(self.back.get(name, at).expand(at.shape))
-        changes, exact = (Changes(*map(torch.stack, zip(*own, strict=True))) for own in zip(*pairs, strict=True))
-        settled, rest, excess = self._known(names, index)
-        known = names, mean, batch.widened(batch.value), changes, settled, None, rest, self.particle
-        lost = [name not in self.plan.sites for name in names]
-        is_lost = torch.tensor(lost, device=mean.device) if any(lost) else None
-        return HeldCosts(*known, index, share, exact, excess, near, torch.stack(back), is_lost, batch.dispersion)
+        held = HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
+        if not is_count:
+            return held
+        none = {"back": torch.zeros_like(exact.law[0])}
+        back = torch.stack([self.exact.get(name, none)["back"].expand(exact.law[0].shape) for name in names])
+        lost = [name not in self.exact for name in names]
+        is_lost = torch.tensor(lost, device=log_q.device) if any(lost) else None
+        return held._replace(near=batch.near, back=back, lost=is_lost, dispersion=batch.dispersion)
 
     def _known(
         self, names: Sequence[str], index: Tensor | None
@@ -252,9 +236,13 @@ class HeldRuns:
         settled = self._sum(names, [() if site is None else site.changes["immediate"] for site in sites])
         has_rest = any(site.rest for site in sites if site is not None)
         rest = self._sum(names, [() if site is None else site.rest for site in sites]) if has_rest else None
-        if found := [self.excess[name] for name in names if name in self.excess]:
-            none = (torch.zeros_like(found[0][0]),) * 2
-            later, immediate = map(torch.stack, zip(*(self.excess.get(name, none) for name in names), strict=True))
+        known = [self.exact[name] for name in names if name in self.exact]
+        if known and self.values.is_outdated:
+            none = dict.fromkeys(known[0], torch.zeros_like(known[0]["excess of later"]))
+            each = [self.exact.get(name, none) for name in names]
+            later, immediate = (
+                torch.stack([own[f"excess of {side}"] for own in each]) for side in ("later", "immediate")
+            )
             excess = later, immediate
             if index is None:
                 rest, excess = later + immediate if rest is None else rest + later + immediate, None
@@ -263,19 +251,19 @@ class HeldRuns:
 
     def _changes(self, name: str, log_q: Tensor, value: Tensor, drawn: Tensor | None) -> tuple[Changes, Changes]:
         """Changes of one site, and the true changes of what is evaluated."""
-        has_bits, at = log_q.dim() == value.dim(), drawn
-        if drawn is not None and not has_bits:
+        has_pairs, at = log_q.dim() == value.dim(), drawn
+        if drawn is not None and not has_pairs:
             at = drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])
         if name in self.exact:
             shape = log_q.shape if at is None else at.shape
-            exact = Changes(*(own.expand(shape) for own in self.exact[name]))
+            exact = Changes(*(self.exact[name][side].expand(shape) for side in Changes._fields))
             return exact if at is None else Changes(*(own.to(log_q) for own in self.predicted[name])), exact
         # No changes are known. With all weight on the drawn value the estimator is the plain score function.
         law, none = torch.full_like(log_q, -torch.inf), torch.zeros_like(log_q)
-        plain = Changes(law if has_bits else law.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)
+        plain = Changes(law if has_pairs else law.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)
         if at is None:
             return plain, plain
-        return plain, Changes(*(own[: len(at)].gather(-1 if has_bits else -2, at) for own in plain))
+        return plain, Changes(*(own[: len(at)].gather(-1 if has_pairs else -2, at) for own in plain))
 
     def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor:
         """Sums ``(G, M, plates)``, in nats, of costs that read each site."""

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
-from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.rollout.features import finite_components
 
 
 class StaleError(Exception):
@@ -64,28 +60,20 @@ def known_sites(network: BackpropQNetwork, site: str) -> frozenset[str]:
     return frozenset(graph.node_names(graph.known_bits(graph.index[site], network.form)))
 
 
-def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
-    """The other parents of a site's children, without known sites and descendants, in program order."""
-    graph, known = network.graph, known_sites(network, site)
-    excluded, found = known | graph.descendants(site), set[str]()
-    for node in network.q_nodes(site):
-        for child in network.children(node.name):
-            reads = child if child in graph.cost_index else network.q_node(child).site
-            found |= set(graph.parents(reads)) - excluded
-    return tuple(graph.node_names(graph.bits_of(found)))
-
-
 def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
     """The sites that an update of the Q-nodes of a site holds at stored values: those of :func:`known_sites`.
 
-    The stored form adds the co-parents and the rest of the children's scopes, without descendants of the site.
+    The stored form adds the co-parents, which are the other parents of the site's children, and the rest of the
+    children's scopes, without descendants of the site.
     """
-    held = known_sites(network, site)
-    if form != "stored":
-        return held
-    children = [c for node in network.q_nodes(site) for c in network.children(node.name)]
-    scopes = {name for c in children if c not in network.graph.cost_index for name in network.q_node(c).scope}
-    return held | set(coparents(network, site)) | (scopes - network.graph.descendants(site))
+    graph, more = network.graph, set[str]()
+    children = {child for node in network.q_nodes(site) for child in network.children(node.name)}
+    for child in children if form == "stored" else ():
+        if child in graph.cost_index:
+            more |= {*graph.parents(child)}
+        else:
+            more |= {*graph.parents(network.q_node(child).site), *network.q_node(child).scope}
+    return known_sites(network, site) | (more - graph.descendants(site))
 
 
 def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
@@ -106,33 +94,6 @@ def stored_values(network: BackpropQNetwork, traced: TracedRun, form: str) -> di
     sites = traced.run.sites
     values = {name: sites[name].value.detach().clone() for name in sites if name in wanted}
     return {**values, **{name: index.clone() for name, index in traced.subsamples.items()}}
-
-
-def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields all joint values of finite sites; a site has the same value in all rows of a plate."""
-    advice = 'Write Replay(coparents="redrawn").'
-    supports, number = [], 1
-    plates = {entry[0]: set(entry[1]) for entry in traced.entries}
-    for name in names:
-        record = traced.run.sites[name]
-        split = finite_components(record.fn)
-        if split is None or split.size != 1:
-            raise OptionError(f'Replay(coparents="expected"): site {name!r} has no enumerable support. {advice}')
-        if not plates[name] <= plates[site]:
-            raise OptionError(
-                f'Replay(coparents="expected"): site {name!r} is in a plate that site {site!r} is outside of. {advice}'
-            )
-        number *= split.cardinality
-        like = split.index(record.value, record.fn)
-        values = [split.value(torch.full_like(like, k), record.fn) for k in range(split.cardinality)]
-        supports.append([value.to(record.value.dtype).reshape(record.value.shape) for value in values])
-    if number > limit:
-        raise OptionError(
-            f'Replay(coparents="expected", max_assignments={limit}): the co-parents {list(names)} of site {site!r} '
-            f"have {number} joint values. {advice}"
-        )
-    for joint in itertools.product(*supports):
-        yield dict(zip(names, joint, strict=True))
 
 
 def traced_leaves(trace: Any) -> dict[str, Tensor]:

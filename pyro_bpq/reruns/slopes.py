@@ -98,31 +98,34 @@ def linear_reads(function: Function, sites: Set[Value]) -> list[LinearRead]:
     return found
 
 
-class Slopes:
-    """The derivatives of the sum of each group of costs in the values of sites, by group and site.
+class Wanted(NamedTuple):
+    """What is differentiated.
 
     Args:
-        bound: The tensors of a run.
-        groups: Costs and laws.
-        names: The sites.
+        groups: Costs and laws; the sum of each group is differentiated.
+        sites: The sites, in whose values.
         blocks: For each site the size of blocks within which second derivatives mix. 1 for none; 0 for none, and none
             where another linear map follows. ``None`` for no second derivatives.
         nesting: Second derivatives are averaged over the leftmost of so many batch dimensions.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    sites: tuple[str, ...]
+    blocks: tuple[int, ...] | None = None
+    nesting: int = 0
+
+
+class Slopes:
+    """The derivatives of the sum of each group of costs in the values of sites, by group and site.
 
     Raises:
         Uncut: If something on the way cannot be computed again.
     """
 
-    def __init__(
-        self,
-        bound: Bound,
-        groups: tuple[tuple[str, ...], ...],
-        names: tuple[str, ...],
-        blocks: tuple[int, ...] | None,
-        nesting: int,
-    ) -> None:
+    def __init__(self, bound: Bound, wanted: Wanted) -> None:
+        groups, names, blocks, self.nesting = wanted
         recorded, recording = bound.recorded, bound.recorded.recording
-        self.names, self.nesting = tuple(name for group in groups for name in group), nesting
+        self.names = tuple(name for group in groups for name in group)
         self.groups = [[(recorded.named[name], bound.is_plain(name)) for name in group] for group in groups]
         self.sites = {name: recorded.drawn[name] for name in names}
         self.blocks = dict(zip(names, blocks or (1,) * len(names), strict=True))
@@ -138,8 +141,8 @@ class Slopes:
             for one in (linear_reads(function, read) if blocks is not None else ())
             if one.sites & wished or not any(effects_of(n.func).name in _MAPS for n in function.reading({one.output}))
         ]
-        wanted = [value for one in self.reads for value in (one.source, one.weight, one.output)]
-        self.function = recording.cut([*costs, *wanted], self.ends.keys())
+        more = [value for one in self.reads for value in (one.source, one.weight, one.output)]
+        self.function = recording.cut([*costs, *more], self.ends.keys())
         # What of each group reads the sites otherwise than by scoring them: equal groups have equal derivatives.
         moved = {value for node in function.reading(read) for value in results_of(node)}
         parts = [frozenset(term for term in group if term[0] in moved) for group in self.groups]
@@ -250,15 +253,9 @@ class Slopes:
 
 
 def expansions(
-    bound: Bound,
-    groups: tuple[tuple[str, ...], ...],
-    sites: tuple[str, ...],
-    signs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda slopes: [],
-    blocks: tuple[int, ...] | None = None,
-    nesting: int = 0,
+    bound: Bound, wanted: Wanted, signs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda slopes: []
 ) -> list[dict[str, Expansion]]:
     """The derivatives that :class:`Slopes` gives, whose function is made once for each recording."""
-    plain = tuple(bound.is_plain(name) for group in groups for name in group)
-    key = ("slopes", groups, plain, sites, blocks, nesting)
-    slopes: Slopes = bound.recorded.kept(key, lambda: Slopes(bound, groups, sites, blocks, nesting))
+    plain = tuple(bound.is_plain(name) for group in wanted.groups for name in group)
+    slopes: Slopes = bound.recorded.kept(("slopes", wanted, plain), lambda: Slopes(bound, wanted))
     return slopes(bound, signs)

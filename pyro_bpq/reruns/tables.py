@@ -11,8 +11,7 @@ tables from one run, in whose row ``u`` every site has its value ``u``. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -44,24 +43,19 @@ class Laws:
         laws: The law of each site given others, in the order of draws; it has the dimension of its own site, too.
     """
 
-    def __init__(self, laws: Mapping[str, Table]) -> None:
-        self.laws, self._order = laws, {name: i for i, name in enumerate(laws)}
-        self._found = dict[tuple[str, ...], Tensor]()
+    def __init__(self, laws: dict[str, Table]) -> None:
+        self.laws, self._found = laws, dict[tuple[str, ...], Tensor]()
 
-    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+    def ordered(self, names: Set[str]) -> tuple[str, ...]:
         """Sites in the order of draws."""
-        return tuple(sorted(names, key=self._order.__getitem__))
+        return tuple(name for name in self.laws if name in names)
 
-    def closed(self, names: Iterable[str]) -> frozenset[str]:
-        """Sites, those that their laws read, those that the laws of these read, and so on."""
-        return frozenset().union(*(self._closed[name] for name in names))
-
-    @cached_property
-    def _closed(self) -> dict[str, frozenset[str]]:
-        found = dict[str, frozenset[str]]()
-        for name, table in self.laws.items():
-            found[name] = frozenset((name,)).union(*(found[read] for read in table.sites if read != name))
-        return found
+    def closed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Sites, those that their laws read, those that the laws of these read, and so on, in the order of draws."""
+        found = {*names}
+        for name in reversed(self.laws):
+            found.update(self.laws[name].sites if name in found else ())
+        return self.ordered(found)
 
     def of(self, sites: tuple[str, ...]) -> Tensor:
         """The joint law of sites ``(values of each, plates)``."""

@@ -42,25 +42,6 @@ def critic_loss(
     return _regress(pairs, bank, learning, [] if writes is None else writes, {} if info is None else info, chosen)
 
 
-def expected_critic_loss(
-    weighted: Sequence[tuple[Signals, Tensor]], bank: CriticBank, learning: Learning, chosen: Container[str]
-) -> Tensor | None:
-    r"""Regression loss of critics on a weighted sum of the targets of several rollouts.
-
-        L = |q - Σ_k w_k target_k|²
-
-    The rollouts have one structure, and the learning critics see the same values in all of them. The weights ``w_k``
-    broadcast to ``(M, plates)``. Nothing is built or written.
-    """
-    (first, _), *_ = weighted
-    found = [(values_and_targets(one, learning), weight) for one, weight in weighted]
-    pairs = {}
-    for g, critic in first.critics.items():
-        if any(node.name in chosen for node in critic.group.nodes):
-            pairs[g] = critic.says.value, total([weight * own[g][1] for own, weight in found])
-    return _regress([(first, pairs)], bank, learning, [], {}, chosen)
-
-
 def _regress(
     rollouts: Sequence[tuple[Signals, Pairs]],
     bank: CriticBank,

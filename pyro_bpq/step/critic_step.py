@@ -129,7 +129,7 @@ def _builder(group: QGroup, bank: CriticBank, like: Tensor) -> Callable[[tuple[s
             if size:
                 buffers |= {f"{name}_mean": torch.zeros(n, size), f"{name}_square": torch.ones(n, size)}
         buffers |= {"rows": torch.ones(n), "count": torch.zeros(n)}
-        return Block(group.kind, keys, module, buffers, repr(critic)).to(like.device, like.dtype)
+        return Block(group.kind, keys, module, buffers).to(like.device, like.dtype)
 
     return make
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import filtered
 from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block, Selection
-from pyro_bpq.errors import BPQWarning
 
 
 class Weight(nn.Module):
@@ -22,21 +20,20 @@ class Weight(nn.Module):
         self.w = nn.Parameter(torch.arange(float(rows)).unsqueeze(-1).expand(rows, width).clone())
 
 
-def make(kind: str = "k", width: int = 3, about: str = "") -> Callable[[tuple[str, ...]], Block]:
+def make(kind: str = "k", width: int = 3) -> Callable[[tuple[str, ...]], Block]:
     def build(keys: tuple[str, ...]) -> Block:
         return Block(
             kind,
             keys,
             Weight(len(keys), width),
             {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)},
-            about,
         )
 
     return build
 
 
-def select(bank: CriticBank, keys: str, kind: str = "k", width: int = 3, about: str = "") -> Selection:
-    found = bank.select(kind, tuple(keys), make(kind, width, about))
+def select(bank: CriticBank, keys: str, kind: str = "k", width: int = 3) -> Selection:
+    found = bank.select(kind, tuple(keys), make(kind, width))
     assert found is not None
     return found
 
@@ -112,22 +109,6 @@ def test_rows_of_another_shape_are_not_loaded() -> None:
     select(bank, "ab", width=3)
     fresh.load_state_dict(bank.state_dict())
     assert weights(select(fresh, "ab", width=4)).shape == (2, 4)
-
-
-def test_loaded_critics_of_another_kind_are_told() -> None:
-    bank, fresh, same = CriticBank(), CriticBank(), CriticBank()
-    select(bank, "ab", kind="critic Linear(1, 2) 3 4", about="Linear(1, 2)")
-    fresh.load_state_dict(bank.state_dict())
-    same.load_state_dict(bank.state_dict())
-    with filtered("error"):
-        # Another number of features, as where a program has grown, other sites, and running statistics.
-        select(same, "ab", kind="critic Linear(1, 2) 3 5", about="Linear(1, 2)")
-        select(same, "c", kind="critic Deep()", about="Deep()")
-        select(same, "ab", kind="critic Linear(1, 2) 3 4", about="Linear(1, 2)")
-    with pytest.warns(BPQWarning, match=r"critics of \['a'\] start anew as Deep\(\): .* has Linear\(1, 2\) there"):
-        select(fresh, "a", kind="critic Deep() 3 4", about="Deep()")
-    with filtered("error"):
-        select(fresh, "b", kind="critic Deep() 3 4", about="Deep()")
 
 
 def test_names_of_blocks_do_not_depend_on_the_order_of_building() -> None:

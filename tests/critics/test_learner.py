@@ -46,13 +46,6 @@ def test_step_ignores_blocks_that_are_gone() -> None:
     assert not next(iter(bank.weights().values())).any()
 
 
-def test_clip_limits_each_critic_on_its_own() -> None:
-    bank = bank_of("k")
-    name = next(iter(bank.weights()))
-    sgd(1.0, clip=1.0).step(bank, {name: torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.0, 0.4]])})
-    torch.testing.assert_close(bank.weights()[name], torch.tensor([[-0.6, -0.8, 0.0], [-0.3, 0.0, -0.4]]))
-
-
 def test_load_state_dict_shares_no_tensor() -> None:
     bank, optimizer = bank_of("k"), CriticOptimizer(CriticLearner(lr=0.1))
     optimizer.step(bank, gradients(bank))

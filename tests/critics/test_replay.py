@@ -21,7 +21,7 @@ from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Staged
-from pyro_bpq.reruns.redraw import coparents, held_sites, trainable
+from pyro_bpq.reruns.redraw import held_sites, trainable
 from pyro_bpq.step.values import Learning
 
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.
@@ -124,7 +124,6 @@ def test_worked_case_7_tuples() -> None:
     assert network.q_node("x").scope == ("a", "x")
     # The edge from Q_Y2 to Q_A is removed.
     assert network.children("a") == ("x",)
-    assert coparents(network, "x") == ("b1", "b2")
     assert held_sites(network, "x") == {"a", "x"}
     assert held_sites(network, "x", "stored") == {"a", "x", "b1", "b2"}
     assert held_sites(network, "b1", "stored") == {"b1", "x"}
@@ -260,10 +259,6 @@ def learn(elbo: TraceBackpropQ_ELBO, order: tuple[str, ...] = ("y1", "y2", "x"))
     return largest_error(elbo, NEW)
 
 
-def test_replayed_critics_agree_with_the_exact_q_of_the_current_guide() -> None:
-    assert learn(case_7("expected", 64)) < 1e-4
-
-
 def test_redrawn_coparents_agree_up_to_their_noise() -> None:
     assert learn(case_7("redrawn", 512)) < 0.2
 
@@ -274,7 +269,7 @@ def test_stale_coparents_do_not_agree() -> None:
 
 
 def test_one_node_at_a_time_leaves_the_others_alone() -> None:
-    elbo = case_7("expected", 64)
+    elbo = case_7("redrawn", 64)
     set_policy(NEW)
     before = copy.deepcopy(elbo.critics.weights())
     assert elbo.replay(["x"]) == 1
@@ -289,13 +284,6 @@ def changed_sites(elbo: TraceBackpropQ_ELBO, before: Mapping[str, Tensor]) -> se
     return sites
 
 
-def test_expected_refuses_coparents_in_plates_and_too_many_values() -> None:
-    elbo = case_7("expected")
-    elbo.trainer.replayer.replay = Replay(coparents="expected", max_assignments=3)
-    with pytest.raises(ValueError, match=r"\['b1', 'b2'\] of site 'x' have 4 joint values.*redrawn"):
-        elbo.replay(["x"])
-
-
 # The buffer
 
 
@@ -304,14 +292,10 @@ def chain_elbo(**replay: Any) -> TraceBackpropQ_ELBO:
     return TraceBackpropQ_ELBO(estimator=AllAction(exact=False), learner=CriticLearner(replay=Replay(**replay)))
 
 
-def test_buffer_stays_within_its_capacity_and_states_its_bytes() -> None:
+def test_buffer_stays_within_its_capacity() -> None:
     elbo = chain_elbo(capacity=3, updates_per_step=1)
-    run(elbo, steps=3)
-    buffer = elbo.replay_buffer
-    size = buffer.num_bytes
-    assert len(buffer) == 3 and size > 0 and f"3 of 3 rollouts, {size} bytes" in repr(buffer)
-    run(elbo, steps=20)
-    assert len(buffer) == 3 and buffer.num_bytes == size
+    run(elbo, steps=5)
+    assert len(elbo.replay_buffer) == 3 and "3 of 3 rollouts" in repr(elbo.replay_buffer)
 
 
 def test_draw_is_uniform() -> None:
@@ -421,7 +405,7 @@ def test_replay_without_a_buffer_is_refused() -> None:
     "options",
     [
         *({"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"draws": 0}, {"coparents": "old"}),
-        *({"costs": "old"}, {"costs": "stored", "coparents": "expected"}),
+        *({"costs": "old"}, {"costs": "stored", "coparents": "stored"}),
     ],
 )
 def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "particles": elbo(num_particles=3, critic=LinearCritic()),
     "steps": elbo(learner=CriticLearner(steps=3)),
     "replay": elbo(learner=replay()),
-    "replay expected": elbo(learner=replay(coparents="expected"), num_particles=2),
+    "replay of pairs": elbo(learner=replay(), num_particles=2),
     "replay stored": elbo(learner=replay(costs="stored")),
     "replay slow": elbo(
         learner=CriticLearner(replay=Replay(batch_size=2), slow=SlowTracking(0.2, guide=True), steps=2)

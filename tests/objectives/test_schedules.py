@@ -106,7 +106,7 @@ def test_replay_redraws_from_the_slow_guide() -> None:
     [
         CriticLearner(slow=SlowTracking(0.05)),
         CriticLearner(replay=Replay(capacity=16, batch_size=2)),
-        CriticLearner(steps=3, replay=Replay(coparents="expected", batch_size=1), slow=SlowTracking(0.1, guide=True)),
+        CriticLearner(steps=3, replay=Replay(coparents="stored", batch_size=1), slow=SlowTracking(0.1, guide=True)),
     ],
     ids=["slow", "replay", "all"],
 )
