@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from pyro.distributions import Delta, OneHotCategorical
 from pyro.poutine.runtime import effectful
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Transform
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from pyro_bpq.record.tape import noted
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import unwrapped
 from pyro_bpq.rollout.features import finite_components
 
 # What transforms and conditional distributions remember of their last call.
@@ -52,7 +54,7 @@ class Draw:
 
     def noted(self, *tensors: Tensor) -> Any:
         """The same; a tape writes it down as a draw."""
-        return noted(self, [tensor.clone() for tensor in tensors])
+        return _noted(self, [tensor.clone() for tensor in tensors])
 
     def rows(self, index: Tensor, *tensors: Tensor) -> Any:
         """A value for each number in ``index``, which has a dimension that the caller does not see."""
@@ -111,7 +113,18 @@ class _Rows(torch.autograd.Function):
     def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:
         own = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims[2:], strict=True)]
         every = DrawRows(draw, info.batch_size, tuple(dim is not None for dim in dims[2:]))
-        return noted(every, own), 0
+        return _noted(every, own), 0
+
+
+def _noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Calls a function; a tape that is active writes it down in place of the operators that it runs."""
+    tape = next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Tape)), None)
+    if tape is None:
+        return function(*tensors)
+    with tape.paused:
+        result = unwrapped(function(*tensors))
+    tape.made(function, tuple(tensors), result)
+    return result
 
 
 def tensors_of(fn: Any) -> list[Tensor]:

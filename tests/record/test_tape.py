@@ -588,7 +588,7 @@ def test_memory_is_released_during_and_after_a_run() -> None:
     alive = weakref.ref(z)
     del z, _
     assert alive() is None
-    assert not tape._tensors and not tape._storages
+    assert not tape._tensors and not tape.storages
 
 
 @pytest.mark.filterwarnings("ignore")  # of objects that gc happens to list
