@@ -93,9 +93,13 @@ class DrawRows:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """The values, ``(rows, batch, event)``."""
-        rows = [tensor.unbind(0) if own else None for tensor, own in zip(tensors, self.has_rows, strict=True)]
-        pairs = [*zip(tensors, rows, strict=True)]
-        return torch.stack([self.draw(*(t if own is None else own[i] for t, own in pairs)) for i in range(self.number)])
+        return torch.stack([self.draw(*row) for row in rows_of(self.number, tensors, self.has_rows)])
+
+
+def rows_of(number: int, tensors: Sequence[Tensor], has_rows: Sequence[bool]) -> list[tuple[Tensor, ...]]:
+    """The tensors of each of so many rows; some of them have rows, others are the same for all."""
+    columns = [t.unbind(0) if own else (t,) * number for t, own in zip(tensors, has_rows, strict=True)]
+    return [tuple(column[i] for column in columns) for i in range(number)]
 
 
 class _Rows(torch.autograd.Function):

@@ -123,7 +123,9 @@ class Tape(Ledger, TorchDispatchMode):
             taken = self.taken((tensor,))
             if not taken.after:
                 return taken.args[0]
-            return self.note(same, taken, tensor, taken.mask)
+            value: Value = self.bind(tensor, taken.mask)
+            self.note(same, taken, value, taken.mask)
+            return value
 
     def source(self, name: str, value: Any) -> Any:
         """Returns ``value``, which from now on depends on the source ``name`` and on nothing else.
@@ -152,7 +154,7 @@ class Tape(Ledger, TorchDispatchMode):
         """Writes down how the value of a source was drawn, from the tensors of its law; returns the value."""
         with torch._C.DisableTorchFunction():
             value, taken = self.value(tensor), self.taken(tuple(law))
-            self.nodes.append(Node(func, taken.args, {}, value, (), taken.after))
+            self.note(func, taken, value, taken.mask)
             return value
 
     # Reads.
@@ -243,7 +245,8 @@ class Tape(Ledger, TorchDispatchMode):
             mask, own = functools.reduce(operator.or_, stack.parts, 0), stack.parts
         elif kind.shape_from is not None:  # maybe (packed data, batch sizes)
             own = [mask, sizes]
-        out = self.note(func, taken, result, mask, targets, own if isinstance(result, (tuple, list)) else [])
+        out = self.bind_all(result, mask, own)
+        self.note(func, taken, out, mask, targets)
         if stack is not None and kind.name in ("stack", "slice"):
             self._stacks[out] = stack
         if kind.is_random and not mask:
@@ -260,20 +263,9 @@ class Tape(Ledger, TorchDispatchMode):
             stack = stack and stack.part(name, args[0].dim(), *args[1:])
         return stack and stack._replace(parts=[part | self.steering for part in stack.parts])
 
-    def note(
-        self,
-        func: Any,
-        taken: Taken,
-        result: Any,
-        mask: int,
-        targets: Iterable[Target] = (),
-        own: Sequence[int] = (),
-    ) -> Any:
-        """Adds a node; returns the values of its result.
-
-        ``targets`` are what it has written into, ``own`` the sources of each of several results.
-        """
-        out, written = self.bind_all(result, mask, own), list[tuple[Value, Value]]()
+    def note(self, func: Any, taken: Taken, out: Any, mask: int, targets: Iterable[Target] = ()) -> None:
+        """Adds a node that has made some values, and has written into ``targets``."""
+        written = list[tuple[Value, Value]]()
         for target, old in targets:
             if self.value(target) == old:  # it is no result
                 written.append((old, self.bind(target, mask)))
@@ -286,7 +278,6 @@ class Tape(Ledger, TorchDispatchMode):
                     known.mask |= mask
             self.has_writes = True
         self.nodes.append(Node(func, taken.args, taken.kwargs, out, tuple(written), taken.after))
-        return out
 
     # Calls of functions that affect the program only by what they return.
 
@@ -323,8 +314,10 @@ class Tape(Ledger, TorchDispatchMode):
 
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""
-        taken, own = self.taken(args), [(target, self.value(target)) for target in targets]
-        self.note(func, taken, result, taken.mask | mask | self.steering, own)
+        before = [(target, self.value(target)) for target in targets]
+        taken = self.taken(args)
+        mask |= taken.mask | self.steering
+        self.note(func, taken, self.bind_all(result, mask), mask, before)
 
 
 def same(tensor: Tensor) -> Tensor:
