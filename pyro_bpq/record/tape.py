@@ -206,12 +206,14 @@ class Tape(Ledger, TorchDispatchMode):
         if self.paused.depth:
             if self.deferred is not None and kind.reads:
                 self.deferred |= self.mask_of(args)
+            if self.deferred is not None and kind.writes:
+                self.keep(tensors_in(written_arguments(kind, args, kwargs)))
             return func(*args, **kwargs)
         try:
             taken = self.taken(args, kwargs)
             if not kind.is_total:
                 self.compute(taken.mask)
-            targets = self.kept(written_arguments(kind, args, kwargs)) if kind.writes else []
+            targets = self.targets(written_arguments(kind, args, kwargs)) if kind.writes else []
         except Exception as error:
             raise RecordingError(kind.name) from error
         try:
@@ -314,8 +316,7 @@ class Tape(Ledger, TorchDispatchMode):
 
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""
-        before = [(target, self.value(target)) for target in targets]
-        taken = self.taken(args)
+        before, taken = self.targets(targets), self.taken(args)
         mask |= taken.mask | self.steering
         self.note(func, taken, self.bind_all(result, mask), mask, before)
 

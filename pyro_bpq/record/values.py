@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -266,14 +266,18 @@ class Ledger(Notes):
         masks = own or itertools.repeat(mask)
         return tuple(map(self.bind_all, result, masks)) if isinstance(result, (list, tuple)) else None
 
-    def kept(self, targets: Any) -> list[Target]:
-        """The tensors that will be written into, and what they are before. Inputs are copied."""
-        found = [(target, self.value(target)) for target in tensors_in(targets)]
-        inputs = {value for target, _ in found for known in self.storages.behind(target) for value in known.inputs}
-        for value in sorted(inputs - self.before.keys()):
+    def targets(self, items: Any) -> list[Target]:
+        """The tensors that an operator will write into."""
+        found = [(tensor, self.value(tensor)) for tensor in tensors_in(items)]
+        self.keep(tensor for tensor, _ in found)
+        return found
+
+    def keep(self, targets: Iterable[Tensor]) -> None:
+        """Copies inputs, into whose memory an operator will write for the first time."""
+        inputs = {value for target in targets for known in self.storages.behind(target) for value in known.inputs}
+        for value in inputs - self.before.keys():
             with self.paused:
                 self.before[value] = self.inputs[value].detach().clone()
-        return found
 
 
 class _Paused:
