@@ -44,7 +44,7 @@ def results_of(node: Node) -> list[Value]:
     return own + [new for _, new in node.written] if node.written else own
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # torch's transforms ask for the representation
 class Function:
     """A straight line of operators.
 

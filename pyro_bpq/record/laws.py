@@ -166,8 +166,8 @@ def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> di
 
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
-    """Log-probability at a value that may lie between support values: that of a one-hot site is linear in it."""
-    return rebased(fn, _linear, _validate_args=False).log_prob(value)
+    """Log-probability of a one-hot site at a value that may lie between support values, and linear in it."""
+    return rebased(fn, _LinearOneHot.of, _validate_args=False).log_prob(value)
 
 
 def unchecked(fn: Any) -> Any:
@@ -186,12 +186,10 @@ def rebased(fn: Any, change: Callable[[Any], Any], **own: Any) -> Any:
 
 
 class _LinearOneHot(OneHotCategorical):
+    @classmethod
+    def of(cls, fn: Any) -> _LinearOneHot:
+        return cls(logits=fn.logits, validate_args=False)
+
     def log_prob(self, value: Tensor) -> Tensor:
         # A value of probability zero has a logit of -inf; the clamp keeps 0 * -inf from becoming NaN.
         return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)
-
-
-def _linear(fn: Any) -> Any:
-    """A one-hot distribution that is linear in the value; any other as it is."""
-    is_one_hot = isinstance(fn, torch.distributions.OneHotCategorical)
-    return _LinearOneHot(logits=fn.logits, validate_args=False) if is_one_hot else fn

@@ -240,9 +240,10 @@ class Tape(Ledger, TorchDispatchMode):
             sizes = self.mask_of(found)
         # The autograd graph of a view holds the view's position as a plain number.
         positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
-        mask, own = self.steering | positions | (0 if kind.is_blank else taken.mask), list[int]()
+        mask = self.steering | positions | (0 if kind.is_blank else taken.mask)
         is_of_stack = kind.name in _OF_STACKS and kind.is_plain and not positions
         stack = self._stack_of(kind.name, taken, args) if is_of_stack else None
+        own: Sequence[int] = ()
         if stack is not None:
             mask, own = functools.reduce(operator.or_, stack.parts, 0), stack.parts
         elif kind.shape_from is not None:  # maybe (packed data, batch sizes)
@@ -267,10 +268,11 @@ class Tape(Ledger, TorchDispatchMode):
 
     def note(self, func: Any, taken: Taken, out: Any, mask: int, targets: Iterable[Target] = ()) -> None:
         """Adds a node that has made some values, and has written into ``targets``."""
-        written = list[tuple[Value, Value]]()
+        written: tuple[tuple[Value, Value], ...] = ()
         for target, old in targets:
+            self.has_writes = True
             if self.value(target) == old:  # it is no result
-                written.append((old, self.bind(target, mask)))
+                written = (*written, (old, self.bind(target, mask)))
             for known in self.storages.behind(target):
                 known.written |= mask
                 known.last_write = len(self.nodes)
@@ -278,8 +280,7 @@ class Tape(Ledger, TorchDispatchMode):
                     self.steer(mask)
                 else:
                     known.mask |= mask
-            self.has_writes = True
-        self.nodes.append(Node(func, taken.args, taken.kwargs, out, tuple(written), taken.after))
+        self.nodes.append(Node(func, taken.args, taken.kwargs, out, written, taken.after))
 
     # Calls of functions that affect the program only by what they return.
 

@@ -8,6 +8,7 @@ import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ _NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors a
 _storage = Tensor.untyped_storage
 # Most arguments of operators that are no tensors are of these types.
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RecordingError(Exception):
@@ -175,7 +177,7 @@ class Taken(NamedTuple):
     """What an operator takes: values in place of tensors."""
 
     args: Any
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     mask: int  # the sources of these values
     after: tuple[int, ...]  # the nodes that have written into their memory
 
@@ -190,7 +192,7 @@ class Ledger(Notes):
     Attributes:
         inputs: Tensors that no node has made, by value; ``before`` copies of those that were written into.
         storages: What is known of memory.
-        has_writes: Whether memory was written into.
+        has_writes: Whether memory was written into; else it is looked up in vain.
         paused: Nothing is written down within.
     """
 
@@ -206,26 +208,25 @@ class Ledger(Notes):
     def taken(self, args: Any, kwargs: Any = None) -> Taken:
         """What an operator takes that gets these arguments."""
         self._mask, self._after = 0, ()
-        return Taken(self._put(args), self._put(kwargs) if kwargs else {}, self._mask, self._after)
+        return Taken(self._put(args), self._put(kwargs) if kwargs else _NOTHING, self._mask, self._after)
 
     def _put(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            known = self._tensors.get(id(item))
+            value = self._arrived(item) if known is None else known.value
+            self._mask |= self.masks[value]
+            for storage in memory_of(item) if self.has_writes else ():
+                memory = self.storages.get(id(storage))
+                if memory is not None and memory.last_write is not None:
+                    self._mask |= memory.written
+                    self._after = (*self._after, memory.last_write)
+            return value
         kind = item.__class__
         if kind is tuple:
             return tuple([self._put(part) for part in item])
         if kind is list:
             return [self._put(part) for part in item]
-        if kind is dict:
-            return {name: self._put(part) for name, part in item.items()}
-        if kind in _PLAIN or not isinstance(item, Tensor):
-            return item
-        value = self.value(item)
-        self._mask |= self.masks[value]
-        for storage in memory_of(item) if self.has_writes else ():
-            known = self.storages.get(id(storage))
-            if known is not None and known.last_write is not None:
-                self._mask |= known.written
-                self._after = (*self._after, known.last_write)
-        return value
+        return {name: self._put(part) for name, part in item.items()} if kind is dict else item
 
     def value(self, tensor: Tensor) -> Value:
         """The value of a tensor, but for writes into its memory by way of other tensors."""
