@@ -181,14 +181,14 @@ def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
         given = tuple(map(tape.value_of, tensors))
         found = function(*tensors)
         wanted = tuple(map(tape.value_of, found))
-    function = Function(tuple(tape.nodes), given, wanted, tape.shapes, tape.dtypes).cut(wanted, {*given})
-    if lost := [tape.opaque[value] for value in function.given if value in tape.opaque]:
+    cut = Function(tuple(tape.nodes), given, wanted, tape.shapes, tape.dtypes).cut(wanted, {*given})
+    if lost := [tape.opaque[value] for value in cut.given if value in tape.opaque]:
         raise NotImplementedError(lost[0])
     if tape.guards:
         raise NotImplementedError("a number is read")
-    constants = [value for value in function.given if value not in given]
-    nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in function.nodes)
-    return replace(function, nodes=nodes, given=(*given, *constants)), [tape.inputs[value] for value in constants]
+    constants = [value for value in cut.given if value not in given]
+    nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in cut.nodes)
+    return replace(cut, nodes=nodes, given=(*given, *constants)), [tape.inputs[value] for value in constants]
 
 
 # Operators that torch runs row by row, and functions that do the same for all rows at once.
