@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.record.tape import owner_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,14 @@ class external:
         except (TypeError, ValueError, RuntimeError) as error:
             raise OptionError(f"{self.name} returned {leaf!r}; return tensors, arrays, numbers or None.") from error
         return _copy(found.to(torch.get_default_dtype()) if found.is_floating_point() else found)
+
+
+def owner_of(function: Any) -> Any:
+    """The object that may keep state between calls, or ``None``."""
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, ModuleType):
+        return None if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else function
+    return owner
 
 
 def _copy(leaf: Any) -> Any:

@@ -29,6 +29,14 @@ def catcher(outer: FrameType | None) -> FrameType | None:
     return None
 
 
+def entering() -> FrameType:
+    """The function with the ``with`` statement that is entered."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def _frames(outer: FrameType | None = None) -> Iterator[FrameType]:
     """The functions that run, from the one that called the caller to one that is ``outer``."""
     frame: FrameType | None = sys._getframe(2)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_bpq.record.indexing import copied, filled, written
-from pyro_bpq.record.laws import Draw, DrawRows
+from pyro_bpq.record.laws import Draw, DrawRows, rows_of
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Node, Value
@@ -43,12 +44,7 @@ def results_of(node: Node) -> list[Value]:
     return own + [new for _, new in node.written] if node.written else own
 
 
-def makers(nodes: Iterable[Node]) -> dict[Value, int]:
-    """The position of the node that makes each value."""
-    return {value: i for i, node in enumerate(nodes) for value in results_of(node)}
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # torch's transforms ask for the representation
 class Function:
     """A straight line of operators.
 
@@ -98,7 +94,35 @@ class Function:
 
     @cached_property
     def _maker(self) -> dict[Value, int]:
-        return makers(self.nodes)
+        """The position of the node that makes each value."""
+        return {value: i for i, node in enumerate(self.nodes) for value in results_of(node)}
+
+    def cut(self, wanted: Iterable[Value], given: Set[Value]) -> Function:
+        """The operators that make some values from given ones, and from those that no operator makes."""
+        wanted = tuple(wanted)
+        pending, needed, taken = [*wanted], set[int](), set[Value]()
+        while pending:
+            value = pending.pop()
+            if value in given or value not in self._maker:
+                taken.add(value)
+                continue
+            makers = [self._maker[value]]
+            while makers:
+                i = makers.pop()
+                if i not in needed:
+                    needed.add(i)
+                    pending += arguments_of(self.nodes[i])
+                    makers += self.nodes[i].after
+        nodes = tuple(self.nodes[i] for i in sorted(needed))
+        return replace(self, nodes=nodes, given=tuple(sorted(taken)), wanted=wanted)
+
+    def reading(self, sources: Set[Value]) -> Iterator[Node]:
+        """The operators that depend on some values."""
+        known = {*sources}
+        for node in self.nodes:
+            if not known.isdisjoint(arguments_of(node)):
+                known.update(results_of(node))
+                yield node
 
     def with_draws(self, change: Callable[[Draw], Any]) -> Function:
         """The same with something else in place of draws."""
@@ -109,38 +133,9 @@ class Function:
         """The same in double precision."""
 
         def wide(item: Any) -> Any:
-            kind = item.__class__
-            if kind is list or kind is tuple:
-                return kind(wide(part) for part in item)
             return torch.float64 if item is torch.float32 else item
 
-        nodes = (
-            n._replace(args=wide(n.args), kwargs={name: wide(part) for name, part in n.kwargs.items()})
-            for n in self.nodes
-        )
-        return replace(self, nodes=tuple(nodes))
-
-    def reading(self, sources: Set[Value]) -> list[Node]:
-        """The operators that depend on some of the given values."""
-        found, known = list[Node](), {*sources}
-        for node in self.nodes:
-            if not known.isdisjoint(arguments_of(node)):
-                found.append(node)
-                known.update(results_of(node))
-        return found
-
-    def giving(self, wanted: Sequence[Value]) -> Function:
-        """The operators that some of the values need."""
-        nodes, _ = pruned(self.nodes, self._maker, wanted, {*self.given})
-        return replace(self, nodes=nodes, wanted=tuple(wanted))
-
-    def only_reading(self, sources: Set[Value]) -> Function:
-        """The operators that depend on some of the given values; what others make is given."""
-        nodes = tuple(self.reading(sources))
-        made = makers(nodes)
-        taken = dict.fromkeys(value for node in nodes for value in arguments_of(node) if value not in made)
-        taken.update(dict.fromkeys(value for value in self.wanted if value not in made))
-        return replace(self, nodes=nodes, given=tuple(taken))
+        return replace(self, nodes=tuple(tree_map(wide, node) for node in self.nodes))
 
     @cached_property
     def draws(self) -> bool:
@@ -163,12 +158,7 @@ class Function:
             return self, []
         noted = self.with_draws(lambda draw: draw.noted)
         with torch.no_grad():
-            return flat(torch.func.functionalize(called(noted)), [t.detach().clone() for t in tensors])
-
-
-def called(function: Function) -> Callable[..., tuple[Tensor, ...]]:
-    """The function as torch's transforms call it: tensors to a tuple."""
-    return lambda *tensors: tuple(function(*tensors))
+            return flat(torch.func.functionalize(noted), [t.detach().clone() for t in tensors])
 
 
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
@@ -191,16 +181,14 @@ def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
         given = tuple(map(tape.value_of, tensors))
         found = function(*tensors)
         wanted = tuple(map(tape.value_of, found))
-    nodes, taken = pruned(tape.nodes, makers(tape.nodes), wanted, {*given})
-    nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in nodes)
-    if lost := [tape.opaque[value] for value in taken if value in tape.opaque]:
+    cut = Function(tuple(tape.nodes), given, wanted, tape.shapes, tape.dtypes).cut(wanted, {*given})
+    if lost := [tape.opaque[value] for value in cut.given if value in tape.opaque]:
         raise NotImplementedError(lost[0])
     if tape.guards:
         raise NotImplementedError("a number is read")
-    constants = [value for value in taken if value not in given]
-    return Function(nodes, (*given, *constants), wanted, tape.shapes, tape.dtypes), [
-        tape.inputs[value] for value in constants
-    ]
+    constants = [value for value in cut.given if value not in given]
+    nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in cut.nodes)
+    return replace(cut, nodes=nodes, given=(*given, *constants)), [tape.inputs[value] for value in constants]
 
 
 # Operators that torch runs row by row, and functions that do the same for all rows at once.
@@ -214,40 +202,19 @@ _INSTEAD: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
-def pruned(
-    nodes: Sequence[Node], maker: Mapping[Value, int], wanted: Iterable[Value], given: Set[Value]
-) -> tuple[tuple[Node, ...], list[Value]]:
-    """The nodes that make what is wanted from what is given, and the values that they take: given, or made by none."""
-    pending, needed, taken = [*wanted], set[int](), dict[Value, None]()
-    while pending:
-        value = pending.pop()
-        if value in given or value not in maker:
-            taken[value] = None
-            continue
-        first = [maker[value]]
-        while first:
-            i = first.pop()
-            if i not in needed:
-                needed.add(i)
-                pending += arguments_of(nodes[i])
-                first += nodes[i].after
-    return tuple(nodes[i] for i in sorted(needed)), [*taken]
-
-
 class InRows:
     """A function that runs row by row."""
 
-    def __init__(self, function: Function, dims: Sequence[int | None]) -> None:
-        self.function, self.dims, self.draws = function, dims, function.draws
+    def __init__(self, function: Function, has_rows: Sequence[bool]) -> None:
+        self.function, self.has_rows, self.draws = function, has_rows, function.draws
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """The wanted values of all rows."""
-        rows = [t if dim is None else t.unbind(0) for t, dim in zip(tensors, self.dims, strict=True)]
-        number = next(len(row) for row, dim in zip(rows, self.dims, strict=True) if dim is not None)
+        number = next(len(tensor) for tensor, own in zip(tensors, self.has_rows, strict=True) if own)
         found = []
-        for i in range(number):
+        for row in rows_of(number, tensors, self.has_rows):
             with drawing(self.function):  # the same noise in each row
-                found.append(self.function(*(row if isinstance(row, Tensor) else row[i] for row in rows)))
+                found.append(self.function(*row))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 

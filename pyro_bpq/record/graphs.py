@@ -15,10 +15,6 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
     It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
     more variance.
     """
-    return build_graph(traced, _dense_reads(traced))
-
-
-def _dense_reads(traced: TracedRun) -> Reads:
     names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
     position = {name: i for i, name in enumerate(names)}
     for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
@@ -26,7 +22,7 @@ def _dense_reads(traced: TracedRun) -> Reads:
             # The log-probability of a latent site's own draw. Data of the guide have no position.
             earlier |= 1 << position[name] if name in position else 0
         bits[cost] = earlier
-    return Reads(names, bits)
+    return build_graph(traced, Reads(names, bits))
 
 
 def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:

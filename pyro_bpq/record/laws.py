@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from pyro.distributions import Delta, OneHotCategorical
 from pyro.poutine.runtime import effectful
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Transform
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from pyro_bpq.record.tape import noted
+from pyro_bpq.record.tape import Tape
+from pyro_bpq.record.values import unwrapped
 from pyro_bpq.rollout.features import finite_components
 
 # What transforms and conditional distributions remember of their last call.
@@ -52,7 +54,7 @@ class Draw:
 
     def noted(self, *tensors: Tensor) -> Any:
         """The same; a tape writes it down as a draw."""
-        return noted(self, [tensor.clone() for tensor in tensors])
+        return _noted(self, [tensor.clone() for tensor in tensors])
 
     def rows(self, index: Tensor, *tensors: Tensor) -> Any:
         """A value for each number in ``index``, which has a dimension that the caller does not see."""
@@ -91,9 +93,13 @@ class DrawRows:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """The values, ``(rows, batch, event)``."""
-        rows = [tensor.unbind(0) if own else None for tensor, own in zip(tensors, self.has_rows, strict=True)]
-        pairs = [*zip(tensors, rows, strict=True)]
-        return torch.stack([self.draw(*(t if own is None else own[i] for t, own in pairs)) for i in range(self.number)])
+        return torch.stack([self.draw(*row) for row in rows_of(self.number, tensors, self.has_rows)])
+
+
+def rows_of(number: int, tensors: Sequence[Tensor], has_rows: Sequence[bool]) -> list[tuple[Tensor, ...]]:
+    """The tensors of each of so many rows; some of them have rows, others are the same for all."""
+    columns = [t.unbind(0) if own else (t,) * number for t, own in zip(tensors, has_rows, strict=True)]
+    return [tuple(column[i] for column in columns) for i in range(number)]
 
 
 class _Rows(torch.autograd.Function):
@@ -111,7 +117,18 @@ class _Rows(torch.autograd.Function):
     def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:
         own = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims[2:], strict=True)]
         every = DrawRows(draw, info.batch_size, tuple(dim is not None for dim in dims[2:]))
-        return noted(every, own), 0
+        return _noted(every, own), 0
+
+
+def _noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Calls a function; a tape that is active writes it down in place of the operators that it runs."""
+    tape = next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Tape)), None)
+    if tape is None:
+        return function(*tensors)
+    with tape.paused:
+        result = unwrapped(function(*tensors))
+    tape.made(function, tuple(tensors), result)
+    return result
 
 
 def tensors_of(fn: Any) -> list[Tensor]:
@@ -149,8 +166,8 @@ def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> di
 
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
-    """Log-probability at a value that may lie between support values: that of a one-hot site is linear in it."""
-    return rebased(fn, _linear, _validate_args=False).log_prob(value)
+    """Log-probability of a one-hot site at a value that may lie between support values, and linear in it."""
+    return rebased(fn, _LinearOneHot.of, _validate_args=False).log_prob(value)
 
 
 def unchecked(fn: Any) -> Any:
@@ -169,12 +186,10 @@ def rebased(fn: Any, change: Callable[[Any], Any], **own: Any) -> Any:
 
 
 class _LinearOneHot(OneHotCategorical):
+    @classmethod
+    def of(cls, fn: Any) -> _LinearOneHot:
+        return cls(logits=fn.logits, validate_args=False)
+
     def log_prob(self, value: Tensor) -> Tensor:
         # A value of probability zero has a logit of -inf; the clamp keeps 0 * -inf from becoming NaN.
         return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)
-
-
-def _linear(fn: Any) -> Any:
-    """A one-hot distribution that is linear in the value; any other as it is."""
-    is_one_hot = isinstance(fn, torch.distributions.OneHotCategorical)
-    return _LinearOneHot(logits=fn.logits, validate_args=False) if is_one_hot else fn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, InRows, arguments_of, called, drawing, flat, results_of, values_in
+from pyro_bpq.record.function import Function, InRows, arguments_of, drawing, flat, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
@@ -26,6 +26,8 @@ from pyro_bpq.record.values import Value
 
 # Largest number of cost elements in rows that run at once.
 MOST_ELEMENTS = 1 << 21
+# Bits of what a value reads directly: what nothing makes again, random numbers besides the values of sites, sites.
+_LOST, _NOISE, _FIRST_SITE = 1, 2, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +111,13 @@ class Recorded:
 
     def take_over(self, other: Recorded) -> None:
         """Takes over what an earlier run that did the same has been asked."""
-        if self._made is other._made:
-            return
         known = ("_made", "met", "patterns", "cuts", "core", "_direct")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
         own, before = self.recording.tensors, other.recording.tensors
         for value in self.recording.constants & before.keys() & own.keys():
             # Compiled steps know constants by their tensors.
-            own[value] = before[value] if torch.equal(own[value], before[value]) else own[value]
+            if torch.equal(own[value], before[value]):
+                own[value] = before[value]
 
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
@@ -135,13 +136,9 @@ class Recorded:
 
     def read_parameters(self) -> frozenset[str]:
         """The parameters of the guide that its operators read; views read no numbers."""
-        names, read = {value: name for name, value in self.parameters.items()}, set[str]()
-        for node in self.recording.nodes[: self.num_of_guide]:
-            found = {names[value] for value in arguments_of(node) if value in names}
-            if found and effects_of(node.func).is_view:
-                names.update(dict.fromkeys(values_in(node.result), found.pop()))
-            read |= found
-        return frozenset(read)
+        guide = replace(self.core, nodes=tuple(self.recording.nodes[: self.num_of_guide]))
+        reading = {name: guide.reading({value}) for name, value in self.parameters.items()}
+        return frozenset(n for n, nodes in reading.items() if not all(effects_of(node.func).is_view for node in nodes))
 
     def bound(
         self,
@@ -168,11 +165,11 @@ class Recorded:
 
     def can_compute(self, cost: str) -> bool:
         """Whether a cost can be computed again."""
-        return cost in self._laws_and_costs and self._direct[self._laws_and_costs[cost]] < self._noise << 1
+        return cost in self.named and not self._direct[self.named[cost]] & _LOST
 
     def can_cut(self, cost: str, site: str) -> bool:
         """Whether a cost is known at other values of a site."""
-        return self.can_compute(cost) and bool(self._direct[self.named[cost]] >> [*self.drawn].index(site) & 1)
+        return self.can_compute(cost) and bool(self._direct[self.named[cost]] & self._direct[self.drawn[site].value])
 
     @staticmethod
     def law(child: str) -> str:
@@ -189,37 +186,28 @@ class Recorded:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """For each cost and law what it reads directly."""
-        return tuple(self._direct[value] for value in self._laws_and_costs.values())
-
-    @cached_property
-    def _laws_and_costs(self) -> dict[str, Value]:
-        return {**{self.law(name): value for name, value in self.laws.items()}, **self.costs}
-
-    @property
-    def _noise(self) -> int:
-        """The bit of random numbers besides the values of sites, behind those of sites; behind it that of the lost."""
-        return 1 << len(self.drawn)
+        """What all that may be asked for reads directly."""
+        return tuple(self._direct[value] for value in self.named.values())
 
     @cached_property
     def _direct(self) -> list[int]:
-        """For each value the sites that it reads other than through a draw, as bits; noise, and what nothing makes."""
-        recording, noise, lost = self.recording, self._noise, self._noise << 1
-        bits = {site.value: 1 << i for i, site in enumerate(self.drawn.values())}
-        found = [lost] * len(recording.masks)
-        for value in recording.leaves:
-            found[value] = noise if value in recording.noise else bits.get(value, 0)
+        """For each value the sites that it reads other than through a draw, as bits, and the other bits."""
+        recording = self.recording
+        bits = {site.value: _FIRST_SITE << i for i, site in enumerate(self.drawn.values())}
+        found = [_LOST] * len(recording.masks)
+        for value in recording.tensors:
+            found[value] = _NOISE if value in recording.noise else bits.get(value, 0)
         of_node = list[int]()
         for node in recording.nodes:
-            mask = noise if isinstance(node.func, Draw) or effects_of(node.func).is_random else 0
+            mask = _NOISE if isinstance(node.func, Draw) or effects_of(node.func).is_random else 0
             for value in arguments_of(node):
                 mask |= found[value]
             for i in node.after:
                 mask |= of_node[i]
             of_node.append(mask)
             for value in results_of(node):
-                if value not in recording.leaves:
-                    found[value] = mask | lost if value in recording.opaque else mask
+                if value not in recording.tensors:
+                    found[value] = mask | _LOST if value in recording.opaque else mask
         return found
 
     def num_elements(self, cost: str) -> int:
@@ -271,7 +259,7 @@ class Recorded:
 
     def draws(self, cost: str) -> bool:
         """Whether it reads random numbers besides the values of sites."""
-        return bool(self._direct[self.named[cost]] & self._noise)
+        return bool(self._direct[self.named[cost]] & _NOISE)
 
     def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
         """Costs at the values of a run, in double precision if asked.
@@ -283,13 +271,11 @@ class Recorded:
 
     def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
-        names, sites, number = tuple(costs), tuple(moved), len(next(iter(moved.values())))
-        size = sum(math.prod(self.recording.shapes[self.named[c]]) for c in names)
+        names, number = tuple(costs), len(next(iter(moved.values())))
+        size = sum(math.prod(self.recording.shapes[self.named[name]]) for name in names)
         rows = max(1, min(number, MOST_ELEMENTS // max(size, 1)))
-        parts = []
-        for start in range(0, number, rows):
-            own = {name: value[start : start + rows] for name, value in moved.items()}
-            parts.append(self._at_few(names, sites, bound, own))
+        few = zip(*(value.split(rows) for value in moved.values()), strict=True)
+        parts = [self._at_few(names, bound, dict(zip(moved, values, strict=True))) for values in few]
         return {name: bound.weighted(name, torch.cat([part[i] for part in parts])) for i, name in enumerate(names)}
 
     def many(self, number: int, bound: Bound) -> dict[Value, Tensor]:
@@ -309,74 +295,68 @@ class Recorded:
         recording, sites = self.recording, frozenset(site.value for site in self.drawn.values())
         wanted = tuple(dict.fromkeys(value for value in self.traced if recording.masks[value]))
         function = recording.cut(wanted, (), sites)
-        if not recording.lasts(function.given) or any(effects_of(node.func).is_random for node in function.nodes):
+        given, tensors = function.given, [bound.tensors[value] for value in function.given]
+        if not recording.lasts(given) or any(effects_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
-        given = function.given
-        tensors = [bound.tensors[value] for value in given]
         # The draws of this are for nobody.
         with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
             function, constants = function.without_writes(tensors)
-            dims = (0, *(None for _ in (*given, *constants)))
 
-            def rows(index: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-                return tuple(function.with_draws(lambda draw: partial(draw.rows, index))(*own))
+            def rows(index: Tensor, *own: Tensor) -> list[Tensor]:
+                return function.with_draws(lambda draw: partial(draw.rows, index))(*own)
 
-            run = torch.func.vmap(rows, dims, randomness="different")
+            shared = [None] * (len(tensors) + len(constants))
+            run = torch.func.vmap(rows, (0, *shared), randomness="different")
             function, more = flat(run, [torch.arange(number), *tensors, *constants])
         return wanted, function, given, constants + more
 
     @torch.no_grad()
-    def _at_few(
-        self, costs: tuple[str, ...], sites: tuple[str, ...], bound: Bound, moved: Mapping[str, Tensor]
-    ) -> list[Tensor]:
-        number = len(next(iter(moved.values())))
-        tensors = {**bound.tensors, **{self.drawn[name].value: value for name, value in moved.items()}}
-        values = {self.drawn[name].value for name in sites}
+    def _at_few(self, costs: tuple[str, ...], bound: Bound, moved: Mapping[str, Tensor]) -> list[Tensor]:
+        wanted, number = [self.named[name] for name in costs], len(next(iter(moved.values())))
+        values = {self.drawn[name].value: own for name, own in moved.items()}
+        tensors = {**bound.tensors, **values}
 
         def made() -> Any:
-            return self.in_rows(self.recording.cut([self.named[name] for name in costs], values), values, tensors)
+            return self.in_rows(self.recording.cut(wanted, values), values.keys(), tensors)
 
-        function, given, constants = self.kept((costs, sites, number), made)
+        function, given, constants = self.kept((costs, tuple(moved), number), made)
         with drawing(function):
             found = function(*(tensors[value] for value in given), *constants)
-        shapes = [self.recording.shapes[self.named[name]] for name in costs]
-        pairs = zip(found, shapes, strict=True)
+        pairs = zip(found, (self.recording.shapes[value] for value in wanted), strict=True)
         return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
 
     def in_rows(
         self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
     ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
         """A function of all rows, the values that it takes, and constants; some values have rows."""
-        given = function.given
+        given, asked = function.given, [tensors[value] for value in function.given]
         with torch.random.fork_rng():
-            row = [tensors[value][0] if value in moved else tensors[value] for value in given]
+            row = [tensor[0] if value in moved else tensor for value, tensor in zip(given, asked, strict=True)]
             function, constants = function.without_writes(row)
-            dims = (*(0 if value in moved else None for value in given), *(None for _ in constants))
-            if all(dim is None for dim in dims):
+            has_rows = [value in moved for value in given] + [False] * len(constants)
+            if not any(has_rows):
                 return function, given, constants
-            asked = [tensors[value] for value in given]
             # With noise of its own the row of the sample would differ from the others in more than its value.
-            run = torch.func.vmap(called(function), dims, randomness="same")
+            run = torch.func.vmap(function, tuple(0 if own else None for own in has_rows), randomness="same")
             try:
                 many, more = flat(run, [*asked, *constants])
             except (NotImplementedError, RuntimeError):
                 # Torch does not run an operator for many rows at once.
-                return InRows(function, dims), given, constants
+                return InRows(function, has_rows), given, constants
         return many, given, constants + more
 
 
 def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:
     """The tensors of a call that a tape has met, by position, and the parameters; none that was written into.
 
-    Also the tensors of parameters that the run has made.
+    Also the tensors of these parameters: the run may have made them.
     """
-    values = {id(tensor): value for value, tensor in tape.inputs.items() if value not in tape.before}
-    stored = dict(pyro.get_param_store().named_parameters())
-    met = {*map(id, tape.inputs.values())}
-    new = {name: own for name, own in stored.items() if id(own) not in met and tape.knows(own)}
-    made = {name: tape.value_of(own) for name, own in new.items() if not tape.mask_of(own)}
-    return (
-        {i: values[id(tensor)] for i, tensor in enumerate(call.tensors) if id(tensor) in values},
-        {name: values[id(own)] for name, own in stored.items() if id(own) in values} | made,
-        {value: new[name] for name, value in made.items()},
-    )
+    written = {id(tape.inputs[value]) for value in tape.before}
+
+    def is_input(own: Tensor) -> bool:
+        return tape.knows(own) and id(own) not in written and not tape.mask_of(own)
+
+    reached = {i: tape.value_of(own) for i, own in enumerate(call.tensors) if is_input(own)}
+    stored = {name: own for name, own in pyro.get_param_store().named_parameters() if is_input(own)}
+    values = {name: tape.value_of(own) for name, own in stored.items()}
+    return reached, values, {values[name]: own for name, own in stored.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.elements import Labels, Reader, Unknown
-from pyro_bpq.record.function import Function, makers, pruned
+from pyro_bpq.record.function import Function
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Notes, Value
 
@@ -26,8 +26,7 @@ class Recording(Notes):
     """A run as operators.
 
     Args:
-        leaves: Values that no operator has made: inputs, values of sites, noise.
-        tensors: Their tensors in the run.
+        tensors: What no operator has made, by value: inputs, values of sites, noise.
         noise: Leaves that are random numbers.
         written: Leaves that the run has written into: the tensor, and what was in it before.
         marked: Values whose elements will be asked for.
@@ -35,7 +34,6 @@ class Recording(Notes):
     For the rest see :class:`Notes`.
     """
 
-    leaves: Set[Value] = frozenset()
     tensors: dict[Value, Tensor] = field(default_factory=dict)
     noise: Set[Value] = frozenset()
     written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -49,11 +47,11 @@ class Recording(Notes):
         tensors = {**tape.inputs, **tape.before, **tape.noise, **given}
         written = {value: (tape.inputs[value], kept) for value, kept in tape.before.items()}
         noise, marks = frozenset(tape.noise), tuple(dict.fromkeys(marked))
-        return cls(**notes, leaves=frozenset(tensors), tensors=tensors, noise=noise, written=written, marked=marks)
+        return cls(**notes, tensors=tensors, noise=noise, written=written, marked=marks)
 
     @cached_property
-    def _maker(self) -> dict[Value, int]:
-        return makers(self.nodes)
+    def _whole(self) -> Function:
+        return Function(tuple(self.nodes), (), (), self.shapes, self.dtypes)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -72,18 +70,18 @@ class Recording(Notes):
     @cached_property
     def known(self) -> Callable[[Value], Tensor | None]:
         """Gives the numbers of a value that are the same in every run, as those of ``torch.arange``."""
-        return functools.cache(self._known)
 
-    def _known(self, value: Value) -> Tensor | None:
-        if self.masks[value]:
-            return None
-        try:
-            function = self.cut([value])
-        except Uncut:
-            return None
-        if function.given and not all(given in self.constants for given in function.given):
-            return None
-        return function(*(self.tensors[given] for given in function.given))[0]
+        @functools.cache
+        def known(value: Value) -> Tensor | None:
+            try:
+                function = None if self.masks[value] else self.cut([value])
+            except Uncut:
+                return None
+            if function is None or not self.constants.issuperset(function.given):
+                return None
+            return function(*(self.tensors[given] for given in function.given))[0]
+
+        return known
 
     def labels(
         self, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
@@ -95,13 +93,11 @@ class Recording(Notes):
             starts: The labels of the source, and of what was drawn from it, by value.
         """
         function, known, moved = self.cut(wanted, starts, sees_all=True), self.known, {value: value for value in starts}
-        reading = function.only_reading({*starts})
-        if not reading.writes:
-            function = reading
-        elif function.writes:
+        function = replace(function, nodes=tuple(function.reading(starts.keys())))
+        if function.writes:
             try:
                 whole, moved = self._without_writes(self.marked if {*wanted} <= {*self.marked} else tuple(wanted))
-                function = whole.giving([moved[value] for value in wanted])
+                function = whole.cut([moved[value] for value in wanted], {*whole.given})
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
             known = lambda value: None  # noqa: E731
@@ -134,8 +130,9 @@ class Recording(Notes):
         Raises:
             Uncut: If a value on the way cannot be made again.
         """
-        wanted, known = tuple(wanted), {*self.leaves, *given} - redrawn
-        nodes, taken = pruned(self.nodes, self._maker, wanted, known if sees_all else known | self.opaque.keys())
-        if not sees_all and (lost := next((value for value in taken if value not in known), None)) is not None:
-            raise Uncut(self.opaque.get(lost, "a tensor from elsewhere"))
-        return Function(nodes, tuple(sorted(taken)), wanted, self.shapes, self.dtypes)
+        known = {*self.tensors, *given} - redrawn
+        function = self._whole.cut(wanted, known if sees_all else known | self.opaque.keys())
+        lost = [] if sees_all else [value for value in function.given if value not in known]
+        if lost:
+            raise Uncut(self.opaque.get(lost[0], "a tensor from elsewhere"))
+        return function

@@ -567,6 +567,17 @@ def test_buffers_that_outlive_a_run_start_clean() -> None:
         assert tape.sources_of(memory) == frozenset()
 
 
+@pytest.mark.parametrize("write", [lambda t, z: t.add_(1.0), lambda t, z: t.__setitem__(z, 1.0)], ids=["whole", "at"])
+def test_what_is_written_into_is_kept(write: Callable[[Tensor, Tensor], Any]) -> None:
+    memory = torch.zeros(3)
+    with Tape() as tape:
+        z = tape.source("z", torch.tensor(1))
+        whole, part = tape.value_of(memory), tape.value_of(memory[1:])
+        write(memory, z)
+    assert part not in tape.inputs and [*tape.before] == [whole]
+    assert torch.equal(tape.before[whole], torch.zeros(3)) and not torch.equal(memory, torch.zeros(3))
+
+
 def test_reused_memory_has_no_old_sources() -> None:
     with Tape() as tape:
         z = tape.source("z", torch.ones(64))
@@ -588,7 +599,7 @@ def test_memory_is_released_during_and_after_a_run() -> None:
     alive = weakref.ref(z)
     del z, _
     assert alive() is None
-    assert not tape._tensors and not tape._storages
+    assert not tape._tensors and not tape.storages
 
 
 @pytest.mark.filterwarnings("ignore")  # of objects that gc happens to list
