@@ -45,7 +45,7 @@ class CrossedCosts(Constants):
         result holds the changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats.
         """
         own = costs[self.k]
-        own, names = own[self.constant("at", lambda: self.at, own.device)], list(self.sites)
+        own, names = own[self.indices("at", own, lambda: self.at)], list(self.sites)
         size = rollout.runs[0].sites[self.sites[names[0]][0]].value.numel()
         parts = [names] if size < _LARGE else [[name] for name in names]
         pairs = torch.cat([self._pairs(rollout, part, own) for part in parts])

@@ -1,28 +1,80 @@
-"""Batches the sites of a graph: classes of like-shaped sites, matrices between them, and what critics read."""
+r"""Batches the sites of a graph: classes of like-shaped sites, matrices between them, and what critics read.
+
+Three matrices of zeros and ones say what is left of a site's cost-to-go; they sum stacked tensors, class by class:
+
+    R_X = Σ_f counted[X, f] f - Σ_f known[X, f] f - Σ_A predicted[X, A] A
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pyro_bpq.batching.classes import Constants, ContextPlan, CostClass, Known, QGroup, SiteClass, SiteSpec
 from pyro_bpq.batching.crossed import CrossedCosts, crossed_groups
-from pyro_bpq.batching.matrix import Columns, Matrix
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.graph.bitsets import highest, ones
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.relations import Crossings, crossed, later_within
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
+from pyro_bpq.rollout.sums import Sums, in_single, subset_sums
 
 T = TypeVar("T")
 # Number of critic inputs that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
 # Immediate costs of a site that are known by one table: its own log-probabilities, and others of the model.
 TABLES = frozenset({Known.LOG_Q, Known.LOG_P}), frozenset({Known.MODEL})
+
+
+class Columns(NamedTuple):
+    """Tensors with the same plates, which are stacked."""
+
+    plates: tuple[Plate, ...]
+    bits: Sequence[int]  # the bit of each tensor in a set of tensors
+    over_rows: bool = False  # whether a site gets the sum over all rows of its plates
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix(Constants):
+    """For each site a set of tensors; the matrices from classes of tensors to classes of sites are made once."""
+
+    classes: Sequence[SiteClass]
+    positions: Sequence[Sequence[int]]  # the positions of the sites of each class in program order
+    sets: Sequence[int]  # the tensors that are summed for each site, in program order, as bits
+    columns: Sequence[Columns]
+    # Factors of the entries for a class of sites and columns, where they are not one
+    factors: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def block(self, c: int, k: int, like: Tensor) -> Sums | None:
+        """The matrix from the ``k``-th columns to the sites of class ``c``; ``None`` if it is zero."""
+
+        def made() -> Sums | None:
+            found = subset_sums([self.sets[i] for i in self.positions[c]], self.columns[k].bits, like)
+            if found is None or (c, k) not in self.factors:
+                return found
+            return found.times(torch.as_tensor(self.factors[c, k], dtype=like.dtype).to(like.device))
+
+        return self.made((c, k), like, made)
+
+    def sums(self, c: int, stacked: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor | None:
+        """The sum for each site of class ``c``, of shape ``(G, M, plates)``; ``None`` if it is empty.
+
+        There is one tensor ``(columns, M, plates)`` for each of the columns, or ``None`` for zeros.
+        """
+        terms = []
+        for k, (columns, tensor) in enumerate(zip(self.columns, stacked, strict=True)):
+            block = None if tensor is None else self.block(c, k, tensor)
+            if tensor is not None and block is not None:
+                kept = () if columns.over_rows else self.classes[c].spec.plates
+                terms.append(block @ sum_to_plates(tensor, columns.plates, kept))
+        return sum(terms[1:], terms[0]).expand(shape) if terms else None
 
 
 @dataclass(frozen=True)
@@ -178,6 +230,35 @@ class Layout(Constants):
             return ()
         return crossed_groups(self.graph, self.crossings, self.specs, self.cost_classes)
 
+    def stack_costs(self, rollout: Rollout) -> list[Tensor]:
+        """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, detached.
+
+        They are in nats, and in single precision at least: their squares overflow in half precision.
+        """
+
+        def pick(run: Run, name: str) -> Tensor:
+            return in_single(run.costs[name].detach())
+
+        return [rollout.stack(pick, cls.names, cls.plates) for cls in self.cost_classes]
+
+    def cost_to_go(self, costs: Sequence[Tensor], c: int, zeros: Tensor) -> Tensor:
+        """The cost-to-go ``C_X`` of every site of a class, from zeros of its shape, ``(G, M, plates)``, in nats."""
+        total = self.counted.sums(c, (*costs, *costs), zeros.shape)
+        return zeros if total is None else zeros + total
+
+    def component_cost_to_go(self, rollout: Rollout, c: int, joint: Tensor) -> Tensor:
+        """The cost-to-go of each component, ``(G, M, plates, D)``, in nats.
+
+        It is the part ``joint``, ``(G, M, plates)``, that all components of a site share, and the costs that the sites
+        of the rollout charge to single components.
+        """
+
+        def charged(run: Run, name: str) -> Any:
+            return run.sites[name].charged
+
+        cls = self.classes[c]
+        return joint.unsqueeze(-1) + rollout.stack(charged, cls.names, cls.spec.plates, 1)
+
     def rows_meet(self, name: str) -> bool:
         """Whether a cost downstream of a site may depend on several rows of the site's plates."""
         return self._crossing[self.graph.index[name]] != 0 or self.graph.leaves_plates(name)
@@ -236,33 +317,23 @@ class Layout(Constants):
             seen, summed = seen + found, summed + (plan.rest[0].bit_count() - len(found) if plan.rest else 0)
         return tuple(self.graph.nodes[i].name for i in sorted(seen)), summed
 
-    def _others(self, node: QNode) -> int:
-        """The scope of a Q-node without the Q-node's site, as bits."""
-        return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
-
     def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
-        scopes, size = [self._others(node) for node in nodes], self._window(nodes[0].site)
+        graph, size = self.graph, self._window(nodes[0].site)
+        # The scopes without the sites of the Q-nodes.
+        scopes = [graph.bits_of(node.scope) & ~(1 << graph.index[node.site]) for node in nodes]
         is_full = self.is_steered and self.specs[nodes[0].site].share is not None
         plans = []
         for c, (mask, positions) in enumerate(zip(self._masks, self._positions, strict=True)):
             found = [scope & mask for scope in scopes]
             if not any(found):
                 continue
-            place = {position: i for i, position in enumerate(positions)}
             longest = size + 1 if is_full else max(members.bit_count() for members in found)
             window = np.full((len(nodes), min(size, longest)), len(positions))
             for q, members in enumerate(found):
-                latest = [place[i] for i in highest(members, window.shape[1])]
+                latest = [self.place[graph.names[i]][1] for i in highest(members, window.shape[1])]
                 window[q, : len(latest)] = latest
-            rest = tuple(found) if longest > window.shape[1] else None
-            plans.append(ContextPlan(c, window, positions, rest))
+            plans.append(ContextPlan(c, window, positions, tuple(found) if longest > window.shape[1] else None))
         return tuple(plans)
-
-    @cached_property
-    def rule_order(self) -> dict[str, int]:
-        """Position of each Q-node of the network in program order."""
-        assert self.network is not None
-        return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
 
 
 def _alike(names: Iterable[tuple[T, str]]) -> list[tuple[T, tuple[str, ...]]]:

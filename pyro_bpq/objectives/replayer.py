@@ -159,7 +159,7 @@ class Replayer:
             # The same seed: what the co-parents read is drawn alike for all their values.
             found = [self._rerun(owner, stored, each, seed) for each in merged]
             weighted = [(each.signals, _weight(each, names)) for each in found]
-            loss = expected_critic_loss(weighted, owner.critics, learning, own)
+            loss = expected_critic_loss(weighted, learning, own)
         else:
             chosen = own
             if is_whole or (plan is None and form == "redrawn"):
@@ -167,7 +167,7 @@ class Replayer:
                 chosen = {name for name in learners if sites is None or network.q_node(name).site in sites}
             elif plan is not None:
                 chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
-            loss = critic_loss([staged.signals], owner.critics, learning, chosen) if chosen else None
+            loss = critic_loss([staged.signals], learning, chosen) if chosen else None
         if loss is not None and not bool(torch.isfinite(loss)):
             raise StaleError("A stored value that has become impossible has infinite cost.")
         return loss

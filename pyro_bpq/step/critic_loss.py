@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
-from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Info, Learning, total
+from pyro_bpq.step.values import Learning, Notes, total
 
 # Decay of the running moments of targets.
 DECAY = 0.98
@@ -26,24 +24,18 @@ Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def critic_loss(
-    signals: Sequence[Signals],
-    bank: CriticBank,
-    learning: Learning,
-    chosen: Container[str] | None = None,
-    writes: list[Write] | None = None,
-    info: Info | None = None,
+    signals: Sequence[Signals], learning: Learning, chosen: Container[str] | None = None, notes: Notes | None = None
 ) -> Tensor | None:
     """Regression loss of the ``chosen`` Q-nodes' critics (``None``: of all); ``None`` if none learns.
 
     There is one of ``signals`` for all particles, or one for each in steered programs. Nothing is built or written:
-    new running statistics are added to ``writes``, and diagnostics of sites to ``info``.
+    new running statistics and diagnostics of sites are added to ``notes``.
     """
-    pairs = [(one, values_and_targets(one, learning)) for one in signals]
-    return _regress(pairs, bank, learning, [] if writes is None else writes, {} if info is None else info, chosen)
+    return _regress([(one, values_and_targets(one, learning)) for one in signals], learning, chosen, notes or Notes())
 
 
 def expected_critic_loss(
-    weighted: Sequence[tuple[Signals, Tensor]], bank: CriticBank, learning: Learning, chosen: Container[str]
+    weighted: Sequence[tuple[Signals, Tensor]], learning: Learning, chosen: Container[str]
 ) -> Tensor | None:
     r"""Regression loss of critics on a weighted sum of the targets of several rollouts.
 
@@ -58,28 +50,23 @@ def expected_critic_loss(
     for g, critic in first.critics.items():
         if any(node.name in chosen for node in critic.group.nodes):
             pairs[g] = critic.says.value, total([weight * own[g][1] for own, weight in found])
-    return _regress([(first, pairs)], bank, learning, [], {}, chosen)
+    return _regress([(first, pairs)], learning, chosen, Notes())
 
 
 def _regress(
-    rollouts: Sequence[tuple[Signals, Pairs]],
-    bank: CriticBank,
-    learning: Learning,
-    writes: list[Write],
-    info: Info,
-    chosen: Container[str] | None,
+    rollouts: Sequence[tuple[Signals, Pairs]], learning: Learning, chosen: Container[str] | None, notes: Notes
 ) -> Tensor | None:
     """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
     for one, pairs in rollouts:
         for g, (value, target) in pairs.items():
             critic, group = one.critics[g], one.critics[g].group
-            writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
+            notes.writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
             weight = learning.level_weight if critic.batch.cls.spec.has_params else 1.0
             # Particles of their own may have different Q-nodes.
             alone = len(rollouts) > 1
             for at in [slice(i, i + 1) for i in range(len(group.nodes))] if alone else [slice(None)]:
-                nodes, selection = group.nodes[at], bank.select(group.kind, group.keys[at], None)
+                nodes, selection = group.nodes[at], one.bank.select(group.kind, group.keys[at], None)
                 assert selection is not None
                 rows = CriticRows(tuple(node.site for node in nodes), selection, critic.unit[at])
                 key = (tuple(node.name for node in nodes), group.kind, value.shape[2:], weight)
@@ -90,15 +77,16 @@ def _regress(
         if not any(learns):
             continue
         start = time.perf_counter()
-        rows = replace(parts[0][0], unit=torch.cat([part[0].unit for part in parts], 1))
-        value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
+        all_rows, values, targets = zip(*parts, strict=True)
+        rows = replace(all_rows[0], unit=torch.cat([each.unit for each in all_rows], 1))
+        value, target = torch.cat(values, 1), torch.cat(targets, 1)
         mask = None if all(learns) else value.new_tensor(learns)
-        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
+        loss, writes, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
         losses.append(loss)
-        writes += wrote
+        notes.writes += writes
         for i, site in enumerate(rows.sites):
-            info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
-        add_time(info, rows.sites, start)
+            notes.show(site, **{name: values[i] for name, values in diagnostics.items()})
+        notes.add_time(rows.sites, start)
     return total(losses) if losses else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type
 from pyro_bpq.step.critic_step import CriticBatch
@@ -35,7 +36,7 @@ class Prediction(NamedTuple):
 def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
     """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
     found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
-    targets = lambda_returns(signals.layout, signals.costs, found, learning.lam, learning.gamma)
+    targets = lambda_returns(signals, found, learning.lam, learning.gamma)
     values = {g: critic.says.value for g, critic in signals.critics.items()}
     return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
 
@@ -47,12 +48,11 @@ def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
     if not wanted or not signals.critics:
         return {}
     if key not in signals.shared:
-        layout, costs, shifts = signals.layout, signals.costs, dict[int, Tensor]()
-        found = predictions(signals, signals.critics, gamma)
-        none = {g: Prediction(own.group, *(torch.zeros_like(own.value),) * 2) for g, own in found.items()}
-        plain = lambda_returns(layout, costs, none, 1.0, 1.0)
+        found, shifts = predictions(signals, signals.critics, gamma), dict[int, Tensor]()
+        zeros = {g: torch.zeros_like(own.value) for g, own in found.items()}
+        plain = lambda_returns(signals, {g: Prediction(found[g].group, z, z) for g, z in zeros.items()}, 1.0, 1.0)
         for lam in sorted(set(wanted.values())):
-            targets = lambda_returns(layout, costs, found, lam, gamma)
+            targets = lambda_returns(signals, found, lam, gamma)
             for g, (group, *_) in found.items():
                 if wanted.get(group.c) == lam:
                     # The cost-to-go, times gamma, contains the costs that are not immediate, too.
@@ -74,31 +74,31 @@ def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
     if exact is None:
         return mean
 
-    def is_whole() -> list[bool]:
-        return [set(node.immediate) >= set(tabled[node.site]) for node in group.nodes]
+    def is_whole() -> Tensor:
+        return mean.new_tensor([set(node.immediate) >= set(tabled[node.site]) for node in group.nodes])
 
-    whole = group.constant("whole", is_whole, mean.device, mean.dtype)
+    whole = group.made("whole", mean, is_whole)
     centred = group.pick(critic.batch.centred(exact if gamma == 1.0 else gamma * exact))
     return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
 
 
 def lambda_returns(
-    layout: Layout, costs: Sequence[Tensor], found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
+    signals: Signals, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
 ) -> dict[int, Tensor]:
     """Targets of all learned Q-nodes, ``(Q, M, plates)`` in nats, by group.
 
     They come from one triangular solve if all nodes and costs share their plates, else from a backward pass.
     """
-    if not found:
+    layout, network = signals.layout, signals.layout.network
+    if not found or network is None:
         return {}
-    assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
-    check_discount(layout.network, gamma)
-    is_like = len(plates) == 1 and 2 < len(layout.network.nodes) <= MOST_SOLVED
-    if is_like and (gamma == 1.0 or not layout.network.skips_levels):
-        return _solved(layout, costs[0], found, lam, gamma)
-    q, roots, expected = by_name(layout, costs, found, gamma)
-    returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
+    check_discount(network, gamma)
+    is_like = len(plates) == 1 and 2 < len(network.nodes) <= MOST_SOLVED
+    if is_like and (gamma == 1.0 or not network.skips_levels):
+        return _solved(layout, network, signals.costs[0], found, lam, gamma)
+    q, expected = by_name(signals, found, gamma)
+    returns = lambda_return(network, q, signals.costs_by_name, lam, gamma, expected)
     return {
         g: torch.stack([returns[node.name].expand(own.value.shape[1:]) for node in own.group.nodes])
         for g, own in found.items()
@@ -106,41 +106,37 @@ def lambda_returns(
 
 
 def _solved(
-    layout: Layout, costs: Tensor, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
+    layout: Layout,
+    network: BackpropQNetwork,
+    costs: Tensor,
+    found: Mapping[int, Prediction],
+    lam: float | Tensor,
+    gamma: float,
 ) -> dict[int, Tensor]:
     """The lambda-returns by one triangular solve."""
-    network, order = layout.network, layout.rule_order
-    assert network is not None
     # Costs are in single precision at least, as a solve needs.
     costs = costs.to(common_type(costs, *(part for own in found.values() for part in own[1:])))
-    size = (len(order), *costs.shape[1:])
+    rules = layout.made("rules", costs, lambda: network_rules(network, costs))
+    size, places = (len(rules.order), *costs.shape[1:]), dict[int, Tensor]()
     learned, mean, weight = costs.new_zeros(size), costs.new_zeros(size), costs.new_ones(size[0])
-    places = {}
     for g, (group, value, ahead) in found.items():
-        places[g] = rows = group.places(layout.rule_order, costs.device)
+        places[g] = rows = group.places(rules.order, costs)
         learned[rows], mean[rows] = value.to(costs), ahead.to(costs)
         weight = weight.index_fill(0, rows, lam)
-    rules = layout.made("rules", lambda: network_rules(network, order, costs), costs.device, costs.dtype)
     returns = solve_rules(rules, costs, mean, learned, weight, gamma)
     return {g: returns[rows] for g, rows in places.items()}
 
 
 def by_name(
-    layout: Layout, costs: Sequence[Tensor], found: Mapping[int, Prediction], gamma: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Q-values, costs, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
-    graph, roots = layout.graph, costs_by_name(layout, costs)
+    signals: Signals, found: Mapping[int, Prediction], gamma: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Q-values, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
+    graph, costs = signals.layout.graph, signals.costs_by_name
     q, expected = {}, {}
     for group, values, means in found.values():
         for node, own, mean in zip(group.nodes, values.unbind(0), means.unbind(0), strict=True):
             plates, q[node.name] = graph.node(node.site).plates, own
             for cost in node.immediate:
-                mean = mean + gamma * sum_to_plates(roots[cost], graph.cost(cost).plates, plates)
+                mean = mean + gamma * sum_to_plates(costs[cost], graph.cost(cost).plates, plates)
             expected[node.name] = mean
-    return q, roots, expected
-
-
-def costs_by_name(layout: Layout, costs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The costs ``(M, plates)`` by name, from the stacked costs of each class."""
-    pairs = zip(layout.cost_classes, costs, strict=True)
-    return {name: cost for cls, stacked in pairs for name, cost in zip(cls.names, stacked.unbind(0), strict=True)}
+    return q, expected

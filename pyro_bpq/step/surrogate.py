@@ -16,17 +16,17 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Write, average_writes
+from pyro_bpq.critics.blocks import average_writes
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.rollout.features import Standardised
 from pyro_bpq.step.critic_loss import critic_loss
-from pyro_bpq.step.estimate import add_time, estimate, may_learn
+from pyro_bpq.step.estimate import estimate, may_learn
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Info, Learning, Step, total
+from pyro_bpq.step.values import Learning, Notes, Step, total
 
 
 def step(
@@ -38,30 +38,27 @@ def step(
     step teaches nothing if it is not finite. Nothing in the bank changes, except that missing rows are built and that
     critics may learn in a sweep. Numbers leave the device only in :func:`may_learn`.
     """
-    build = is_learning and may_learn(loss, learning, _told(signals))
-    writes, terms, taught = list[Write](), [], None
-    info: Info = {}
-    if build:
+    learns, notes, terms, taught = is_learning and may_learn(loss, learning, _told(signals)), Notes(), [], None
+    if learns:
         classes = [cls for one in signals for cls in one.layout.classes]
-        info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
+        notes.info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
         if learning.sweep is not None:
             for one in signals:
-                sweep(one, bank, learning, writes, info)
+                sweep(one, learning, notes)
             signals = [one.again() for one in signals]
-    for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
-        start = time.perf_counter()
-        term = estimate(cls.spec.estimator, context, bank, learning.num_steps, build, writes, info, cls.width)
+    for cls, context in _contexts(signals, learning.gamma, learning.ranks if learns else None):
+        start, told = time.perf_counter(), notes if learns else None
+        term = estimate(cls.spec.estimator, context, bank, learning.num_steps, told, cls.width)
         terms.append((context.names, term))
-        if build:
-            add_time(info, context.names, start)
-    if build and learning.sweep is None and any(one.critics for one in signals):
-        taught = critic_loss(signals, bank, learning, writes=writes, info=info)
-    if len(signals) > 1:
-        # Several particles, or sites that share a critic, may write to the same row.
-        writes = average_writes(writes)
+        if learns:
+            notes.add_time(context.names, start)
+    if learns and learning.sweep is None and any(one.critics for one in signals):
+        taught = critic_loss(signals, learning, notes=notes)
+    # Several particles, or sites that share a critic, may write to the same row.
+    writes = average_writes(notes.writes) if len(signals) > 1 else notes.writes
     surrogate = total([term.sum() for _, term in terms])
     paths = total([run.differentiable for one in signals for run in one.rollout.runs])
-    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
+    return Step(loss, surrogate, taught, writes, notes.info, tuple(terms), learns, paths)
 
 
 def _told(signals: Sequence[Signals]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,24 @@ from pyro_bpq.rollout.distributed import Ranks
 Info = dict[str, dict[str, Any]]
 # Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.
 Seen = tuple[tuple[str, ...], float] | None
+
+
+@dataclass
+class Notes:
+    """What a step notes of what it learns: nothing of it takes effect before the step is over."""
+
+    writes: list[Write] = field(default_factory=list)  # New running statistics
+    info: Info = field(default_factory=dict)
+
+    def show(self, site: str, **found: Any) -> None:
+        """Adds diagnostics of a site."""
+        self.info.setdefault(site, {}).update(found)
+
+    def add_time(self, sites: Sequence[str], start: float) -> None:
+        """Adds the time since ``start`` to the sites of a batched call, in equal shares."""
+        ms = 1e3 * (time.perf_counter() - start) / len(sites)
+        for site in sites:
+            self.show(site, ms=self.info.get(site, {}).get("ms", 0.0) + ms)
 
 
 def total(values: Sequence[Tensor]) -> Tensor:

@@ -149,14 +149,16 @@ def lambda_return_solve(
 class Rules:
     """The rules of a network as matrices: averages over Q-nodes and over costs, and immediate costs."""
 
+    order: dict[str, int]  # Position of each Q-node, in program order
     within: Tensor  # Weights of Q-nodes in each rule, `(Q, Q)`, strictly upper triangular
     root: Sums | None  # Weights of costs in each rule, `(Q, costs)`
     immediate: Sums | None  # Immediate costs of each Q-node, `(Q, costs)`
 
 
-def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor) -> Rules:
-    """The rules of a network whose Q-nodes have the positions ``order``."""
-    graph, size = network.graph, len(order)
+def network_rules(network: BackpropQNetwork, like: Tensor) -> Rules:
+    """The rules of a network as matrices of the type of ``like``."""
+    graph, size = network.graph, len(network.nodes)
+    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
     edges, roots = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
     immediate = [0] * size
     for node in network.nodes:
@@ -168,7 +170,7 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
                 (edges if child in order else roots).append((i, at[child], 1.0 / len(average.children)))
     within = weighted_sums((size, size), edges, like).to_dense()
     root = weighted_sums((size, len(graph.costs)), roots, like) if roots else None
-    return Rules(within, root, subset_sums(immediate, range(len(graph.costs)), like))
+    return Rules(order, within, root, subset_sums(immediate, range(len(graph.costs)), like))
 
 
 def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:

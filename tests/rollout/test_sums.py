@@ -111,9 +111,8 @@ def dense(found: Sums | None, shape: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("seed", range(6))
 def test_rules_as_matrices(seed: int) -> None:
     network = random_network(seed)
-    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
-    size, num_costs = len(order), len(network.graph.costs)
-    rules = network_rules(network, order, LIKE)
+    size, num_costs = len(network.nodes), len(network.graph.costs)
+    rules = network_rules(network, LIKE)
     costs, mean, learned = (torch.randn(n, 2, dtype=torch.float64) for n in (num_costs, size, size))
     lam = torch.rand(size, dtype=torch.float64)
     root, immediate = (dense(part, (size, num_costs)) for part in (rules.root, rules.immediate))
