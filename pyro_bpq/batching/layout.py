@@ -8,18 +8,17 @@ Three matrices of zeros and ones say what is left of a site's cost-to-go; they s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import Constants, ContextPlan, CostClass, Known, QGroup, SiteClass, SiteSpec
 from pyro_bpq.batching.crossed import CrossedCosts, crossed_groups
 from pyro_bpq.critics.nets import CriticShape
-from pyro_bpq.graph.bitsets import highest, ones
+from pyro_bpq.graph.bitsets import highest
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.relations import Crossings, crossed, later_within
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
@@ -49,17 +48,12 @@ class Matrix(Constants):
     positions: Sequence[Sequence[int]]  # the positions of the sites of each class in program order
     sets: Sequence[int]  # the tensors that are summed for each site, in program order, as bits
     columns: Sequence[Columns]
-    # Factors of the entries for a class of sites and columns, where they are not one
-    factors: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def block(self, c: int, k: int, like: Tensor) -> Sums | None:
         """The matrix from the ``k``-th columns to the sites of class ``c``; ``None`` if it is zero."""
 
         def made() -> Sums | None:
-            found = subset_sums([self.sets[i] for i in self.positions[c]], self.columns[k].bits, like)
-            if found is None or (c, k) not in self.factors:
-                return found
-            return found.times(torch.as_tensor(self.factors[c, k], dtype=like.dtype).to(like.device))
+            return subset_sums([self.sets[i] for i in self.positions[c]], self.columns[k].bits, like)
 
         return self.made((c, k), like, made)
 
@@ -133,8 +127,8 @@ class Layout(Constants):
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
-    def _matrix(self, sets: Sequence[int], columns: Sequence[Columns], **factors: Any) -> Matrix:
-        return Matrix(self.classes, self._positions, sets, columns, **factors)
+    def _matrix(self, sets: Sequence[int], columns: Sequence[Columns]) -> Matrix:
+        return Matrix(self.classes, self._positions, sets, columns)
 
     @cached_property
     def counted(self) -> Matrix:
@@ -156,14 +150,7 @@ class Layout(Constants):
             sites, start = self._positions[own.c], len(parts)
             parts += [(sites[i], costs) for i, costs in zip(own.sites, own.costs, strict=True)]
             columns.append(Columns(self.classes[own.c].spec.plates, range(start, len(parts))))
-        decays = {c: cls.spec.estimator.trace_decay for c, cls in enumerate(self.classes)}
-        factors = {
-            (c, k): decay ** self.distance(c, own.c)[:, list(own.sites)]
-            for c, decay in decays.items()
-            for k, own in enumerate(self.variates)
-            if decay != 1.0
-        }
-        return self._matrix(later_within(self.graph, parts, self.is_steered), columns, factors=factors)
+        return self._matrix(later_within(self.graph, parts, self.is_steered), columns)
 
     @cached_property
     def crossed(self) -> Matrix:
@@ -207,21 +194,6 @@ class Layout(Constants):
             remote = [graph.cost_bits_of(node.sources) & ~graph.cost_bits_of(node.immediate) for node in group.nodes]
             found.append(Variates(group.c, group.sites, remote, group=g))
         return tuple(found)
-
-    def distance(self, row: int, column: int) -> np.ndarray:
-        """Number of steps from a site to a later one: the difference of their :attr:`depth`, at least 1."""
-        depth = [self.depth[name] for name in self.classes[row].names]
-        later = [self.depth[name] for name in self.classes[column].names]
-        return np.maximum(np.subtract.outer(later, depth).T, 1)
-
-    @cached_property
-    def depth(self) -> dict[str, int]:
-        """Number of steps on the longest way from a root to each stochastic node."""
-        depth = [0] * len(self.graph.nodes)
-        for i in range(len(depth)):
-            for j in ones(self.graph.child_bits[i]):
-                depth[j] = max(depth[j], depth[i] + 1)
-        return {node.name: d for node, d in zip(self.graph.nodes, depth, strict=True)}
 
     @cached_property
     def crossed_costs(self) -> tuple[CrossedCosts, ...]:

@@ -2,7 +2,6 @@ r"""The regression of critics on their targets, in units of the targets' running
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +75,6 @@ def _regress(
         learns = [chosen is None or name in chosen for name in names]
         if not any(learns):
             continue
-        start = time.perf_counter()
         all_rows, values, targets = zip(*parts, strict=True)
         rows = replace(all_rows[0], unit=torch.cat([each.unit for each in all_rows], 1))
         value, target = torch.cat(values, 1), torch.cat(targets, 1)
@@ -86,7 +84,6 @@ def _regress(
         notes.writes += writes
         for i, site in enumerate(rows.sites):
             notes.show(site, **{name: values[i] for name, values in diagnostics.items()})
-        notes.add_time(rows.sites, start)
     return total(losses) if losses else None
 
 

@@ -118,7 +118,7 @@ def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learn
     for (name, own), baseline in zip(run.estimators.items(), baselines.unbind(), strict=True) if learns else ():
         notes.show(name, estimator=own, baseline=baseline, cost_to_go=loss.expand(1))
     seen = (names, loss.item()) if learns else None
-    return Step(loss, term.sum(), None, [], notes.info, ((names, term),), learns, run.differentiable, seen=seen)
+    return Step(loss, term.sum(), None, [], notes.info, learns, run.differentiable, seen)
 
 
 def order_step(
@@ -140,10 +140,9 @@ def order_step(
     for estimator, names, score, cost in _groups(runs):
         context = SiteContext(names, score, cost, score.shape[1])
         notes.info |= {name: {"estimator": estimator} for name in names if learns}
-        term = estimate(estimator, context, bank, learning.num_steps, notes if learns else None)
-        terms.append((names, term))
-    surrogate, paths = total([term.sum() for _, term in terms]), total([run.differentiable for run in runs])
-    return Step(loss, surrogate, None, notes.writes, notes.info, tuple(terms), learns, paths)
+        terms.append(estimate(estimator, context, bank, learning.num_steps, notes if learns else None).sum())
+    paths = total([run.differentiable for run in runs])
+    return Step(loss, total(terms), None, notes.writes, notes.info, learns, paths)
 
 
 def _groups(runs: Sequence[RunInOrder]) -> Iterator[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:

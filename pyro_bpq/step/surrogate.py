@@ -6,7 +6,6 @@ different sites; then there is one call per site, for the particles that have it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -47,18 +46,14 @@ def step(
                 sweep(one, learning, notes)
             signals = [one.again() for one in signals]
     for cls, context in _contexts(signals, learning.gamma, learning.ranks if learns else None):
-        start, told = time.perf_counter(), notes if learns else None
-        term = estimate(cls.spec.estimator, context, bank, learning.num_steps, told, cls.width)
-        terms.append((context.names, term))
-        if learns:
-            notes.add_time(context.names, start)
+        told = notes if learns else None
+        terms.append(estimate(cls.spec.estimator, context, bank, learning.num_steps, told, cls.width).sum())
     if learns and learning.sweep is None and any(one.critics for one in signals):
         taught = critic_loss(signals, learning, notes=notes)
     # Several particles, or sites that share a critic, may write to the same row.
     writes = average_writes(notes.writes) if len(signals) > 1 else notes.writes
-    surrogate = total([term.sum() for _, term in terms])
     paths = total([run.differentiable for one in signals for run in one.rollout.runs])
-    return Step(loss, surrogate, taught, writes, notes.info, tuple(terms), learns, paths)
+    return Step(loss, total(terms), taught, writes, notes.info, learns, paths)
 
 
 def _told(signals: Sequence[Signals]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +28,6 @@ class Notes:
     def show(self, site: str, **found: Any) -> None:
         """Adds diagnostics of a site."""
         self.info.setdefault(site, {}).update(found)
-
-    def add_time(self, sites: Sequence[str], start: float) -> None:
-        """Adds the time since ``start`` to the sites of a batched call, in equal shares."""
-        ms = 1e3 * (time.perf_counter() - start) / len(sites)
-        for site in sites:
-            self.show(site, ms=self.info.get(site, {}).get("ms", 0.0) + ms)
 
 
 def total(values: Sequence[Tensor]) -> Tensor:
@@ -66,8 +59,6 @@ class Step:
     critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
     writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
     info: Info = field(default_factory=dict)
-    # The summands of the surrogate: names of the sites, and what the estimator returned
-    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
     learns: bool = False  # Whether the step counts as a training step
     # The costs through which pathwise gradients flow, summed over particles
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
