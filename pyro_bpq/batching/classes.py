@@ -72,6 +72,7 @@ class SiteClass:
 
     spec: SiteSpec
     names: tuple[str, ...]
+    positions: tuple[int, ...] = ()  # Their positions among all sites of the graph
 
     @property
     def value_ndim(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import Constants, CostClass, SiteSpec
 from pyro_bpq.graph.relations import Crossings
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
@@ -31,11 +31,11 @@ _LARGE = 1 << 14
 class CrossedCosts(Constants):
     """Log-probabilities of like-shaped sites that are known given another particle's past."""
 
-    cls: CostClass
-    k: int  # Position of that class
+    k: int  # Position of the class of costs
+    plates: tuple[Plate, ...]  # Its plates
     components: Components  # Finite components of the sites
-    at: tuple[int, ...]  # Positions of the costs in the class
-    sites: Mapping[str, tuple[str, bool]]  # Site of each cost, and whether the cost is the guide's, by name of the cost
+    costs: Mapping[str, CostNode]  # The costs by name
+    at: tuple[int, ...]  # Their positions in the class
 
     @torch.no_grad()
     def changes(self, rollout: Rollout, costs: Sequence[Tensor]) -> Tensor:
@@ -45,8 +45,8 @@ class CrossedCosts(Constants):
         result holds the changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats.
         """
         own = costs[self.k]
-        own, names = own[self.indices("at", own, lambda: self.at)], list(self.sites)
-        size = rollout.runs[0].sites[self.sites[names[0]][0]].value.numel()
+        own, names = own[self.indices("at", own, lambda: self.at)], list(self.costs)
+        size = rollout.runs[0].sites[self.costs[names[0]].site or ""].value.numel()
         parts = [names] if size < _LARGE else [[name] for name in names]
         pairs = torch.cat([self._pairs(rollout, part, own) for part in parts])
         change = torch.cat((pairs, pairs.transpose(1, 2))) - torch.cat((own, own)).unsqueeze(1)
@@ -64,10 +64,10 @@ class CrossedCosts(Constants):
 
         def stack(pick: Callable[[SiteRecord, bool], Tensor], event_ndim: int) -> Tensor:
             def from_run(run: Run, name: str) -> Tensor:
-                site, of_guide = self.sites[name]
-                return pick(run.sites[site], of_guide)
+                cost = self.costs[name]
+                return pick(run.sites[cost.site or ""], cost.is_of_guide)
 
-            return rollout.stack(from_run, names, self.cls.plates, event_ndim)
+            return rollout.stack(from_run, names, self.plates, event_ndim)
 
         def law(site: SiteRecord, of_guide: bool) -> Tensor:
             return components.parameters(site.fn if of_guide else site.prior)
@@ -92,15 +92,14 @@ def crossed_groups(
     classes: Sequence[CostClass],
 ) -> tuple[CrossedCosts, ...]:
     """The costs that are known given another past, by class of costs and finite components."""
-    found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
-    used, of_guide = set(graph.cost_names(crossings.used)), set(graph.cost_names(crossings.of_guide))
+    found: dict[tuple[int, Components], dict[str, int]] = {}
+    used = set(graph.cost_names(crossings.used))
     for k, cls in enumerate(classes):
         for i, name in enumerate(cls.names):
-            site = graph.cost(name).site
-            components = specs[site].components if name in used and site is not None else None
-            if site is not None and components is not None:
-                found.setdefault((k, components), {})[i] = (name, (site, name in of_guide))
+            components = specs[graph.cost(name).site or ""].components if name in used else None
+            if components is not None:
+                found.setdefault((k, components), {})[name] = i
     return tuple(
-        CrossedCosts(classes[k], k, components, tuple(costs), dict(costs.values()))
-        for (k, components), costs in found.items()
+        CrossedCosts(k, classes[k].plates, components, {name: graph.cost(name) for name in at}, tuple(at.values()))
+        for (k, components), at in found.items()
     )

@@ -45,7 +45,6 @@ class Matrix(Constants):
     """For each site a set of tensors; the matrices from classes of tensors to classes of sites are made once."""
 
     classes: Sequence[SiteClass]
-    positions: Sequence[Sequence[int]]  # the positions of the sites of each class in program order
     sets: Sequence[int]  # the tensors that are summed for each site, in program order, as bits
     columns: Sequence[Columns]
 
@@ -53,7 +52,7 @@ class Matrix(Constants):
         """The matrix from the ``k``-th columns to the sites of class ``c``; ``None`` if it is zero."""
 
         def made() -> Sums | None:
-            return subset_sums([self.sets[i] for i in self.positions[c]], self.columns[k].bits, like)
+            return subset_sums([self.sets[i] for i in self.classes[c].positions], self.columns[k].bits, like)
 
         return self.made((c, k), like, made)
 
@@ -116,41 +115,38 @@ class Layout(Constants):
         self.is_steered = is_steered
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled, self.charged, self.crossings = tabled, charged or {}, crossings
-        self.classes = tuple(SiteClass(*own) for own in _alike((specs[node.name], node.name) for node in graph.nodes))
+        alike = _alike((specs[node.name], node.name) for node in graph.nodes)
+        self.classes = tuple(SiteClass(spec, own, tuple(map(graph.index.__getitem__, own))) for spec, own in alike)
         self.cost_classes = tuple(CostClass(*own) for own in _alike((cost.plates, cost.name) for cost in graph.costs))
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
-        self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
-        self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
+        self._masks = tuple(sum(1 << i for i in cls.positions) for cls in self.classes)
         # The costs that one row of a site may affect in other rows.
         self._crossing = crossed(graph, cuts_plates)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
-    def _matrix(self, sets: Sequence[int], columns: Sequence[Columns]) -> Matrix:
-        return Matrix(self.classes, self._positions, sets, columns)
-
     @cached_property
     def counted(self) -> Matrix:
         """From all costs, row by row and then summed over rows, to the sites that they are downstream of."""
         size = len(self.graph.costs)
         over_rows = [Columns(cls.plates, [size + k for k in cls.bits], True) for cls in self._costs]
-        return self._matrix([near | far << size for near, far in self._downstream], [*self._costs, *over_rows])
+        return Matrix(self.classes, [near | far << size for near, far in self._downstream], [*self._costs, *over_rows])
 
     @cached_property
     def known(self) -> Matrix:
         """From all costs to the sites at whose every value they are known."""
-        return self._matrix([own | others for own, others in map(self._tabled, self.graph.names)], self._costs)
+        return Matrix(self.classes, [own | others for own, others in map(self._tabled, self.graph.names)], self._costs)
 
     @cached_property
     def predicted(self) -> Matrix:
         """From all :attr:`variates` to the earlier sites that their costs are downstream of."""
         parts, columns = list[tuple[int, int]](), list[Columns]()
         for own in self.variates:
-            sites, start = self._positions[own.c], len(parts)
-            parts += [(sites[i], costs) for i, costs in zip(own.sites, own.costs, strict=True)]
-            columns.append(Columns(self.classes[own.c].spec.plates, range(start, len(parts))))
-        return self._matrix(later_within(self.graph, parts, self.is_steered), columns)
+            cls, start = self.classes[own.c], len(parts)
+            parts += [(cls.positions[i], costs) for i, costs in zip(own.sites, own.costs, strict=True)]
+            columns.append(Columns(cls.spec.plates, range(start, len(parts))))
+        return Matrix(self.classes, later_within(self.graph, parts, self.is_steered), columns)
 
     @cached_property
     def crossed(self) -> Matrix:
@@ -158,10 +154,10 @@ class Layout(Constants):
         assert self.crossings is not None
         size, index, columns = len(self.graph.costs), self.graph.cost_index, []
         for group in self.crossed_costs:
-            own = [index[cost] for cost in group.sites]
-            columns.append(Columns(group.cls.plates, [*own, *(size + k for k in own)]))
+            own = [index[cost] for cost in group.costs]
+            columns.append(Columns(group.plates, [*own, *(size + k for k in own)]))
         known = zip(self.crossings.own_law, self.crossings.own_value, self._downstream, strict=True)
-        return self._matrix([law & near | (value & near) << size for law, value, (near, _) in known], columns)
+        return Matrix(self.classes, [law & near | (value & near) << size for law, value, (near, _) in known], columns)
 
     @cached_property
     def _downstream(self) -> list[tuple[int, int]]:
@@ -295,16 +291,17 @@ class Layout(Constants):
         scopes = [graph.bits_of(node.scope) & ~(1 << graph.index[node.site]) for node in nodes]
         is_full = self.is_steered and self.specs[nodes[0].site].share is not None
         plans = []
-        for c, (mask, positions) in enumerate(zip(self._masks, self._positions, strict=True)):
+        for c, (mask, cls) in enumerate(zip(self._masks, self.classes, strict=True)):
             found = [scope & mask for scope in scopes]
             if not any(found):
                 continue
             longest = size + 1 if is_full else max(members.bit_count() for members in found)
-            window = np.full((len(nodes), min(size, longest)), len(positions))
+            window = np.full((len(nodes), min(size, longest)), len(cls.names))
             for q, members in enumerate(found):
                 latest = [self.place[graph.names[i]][1] for i in highest(members, window.shape[1])]
                 window[q, : len(latest)] = latest
-            plans.append(ContextPlan(c, window, positions, tuple(found) if longest > window.shape[1] else None))
+            rest = tuple(found) if longest > window.shape[1] else None
+            plans.append(ContextPlan(c, window, cls.positions, rest))
         return tuple(plans)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ def evaluate_critics(
     In a steered program those are left out that are missing.
     """
     batch = batches[group.c]
-    selection = bank.select(group.kind, group.keys, _builder(group, bank, batch.like) if build else None)
+    selection = bank.select(group.kind, group.keys, partial(_built, group, bank, batch.like) if build else None)
     if selection is None and is_steered:
         # A site must not notice which other sites are missing, because that follows from sampled values.
         group = group.take([i for i, key in enumerate(group.keys) if bank.select(group.kind, (key,), None) is not None])
@@ -113,22 +114,20 @@ def _in_nats(group: QGroup, batch: SiteBatch, selection: Selection, output: Tens
     return Values(level, table, value, mean, (sampled.detach() - expected).sum(-1))
 
 
-def _builder(group: QGroup, bank: CriticBank, like: Tensor) -> Callable[[tuple[str, ...]], Block]:
-    def make(keys: tuple[str, ...]) -> Block:
-        n, shape, critic = len(keys), group.shape, group.critic
-        try:
-            module = critic.build(replace(shape, sites=n), bank.generator(group.kind, keys))
-        except OptionError as error:
-            raise OptionError(f"Sites {list(keys)}: {error}") from error
-        buffers = {"mean": torch.zeros(n), "spread_level": torch.ones(n), "spread_advantage": torch.ones(n)}
-        moments = {"context": shape.features, "value": shape.components if reads_value(critic) else 0}
-        for name, size in moments.items():
-            if size:
-                buffers |= {f"{name}_mean": torch.zeros(n, size), f"{name}_square": torch.ones(n, size)}
-        buffers |= {"rows": torch.ones(n), "count": torch.zeros(n)}
-        return Block(group.kind, keys, module, buffers, repr(critic)).to(like.device, like.dtype)
-
-    return make
+def _built(group: QGroup, bank: CriticBank, like: Tensor, keys: tuple[str, ...]) -> Block:
+    """New critics of some Q-nodes."""
+    n, shape, critic = len(keys), group.shape, group.critic
+    try:
+        module = critic.build(replace(shape, sites=n), bank.generator(group.kind, keys))
+    except OptionError as error:
+        raise OptionError(f"Sites {list(keys)}: {error}") from error
+    buffers = {"mean": torch.zeros(n), "spread_level": torch.ones(n), "spread_advantage": torch.ones(n)}
+    moments = {"context": shape.features, "value": shape.components if reads_value(critic) else 0}
+    for name, size in moments.items():
+        if size:
+            buffers |= {f"{name}_mean": torch.zeros(n, size), f"{name}_square": torch.ones(n, size)}
+    buffers |= {"rows": torch.ones(n), "count": torch.zeros(n)}
+    return Block(group.kind, keys, module, buffers, repr(critic)).to(like.device, like.dtype)
 
 
 def _forward(

@@ -23,7 +23,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
-from pyro_bpq.step.estimate import estimate, may_learn
+from pyro_bpq.step.surrogate import estimate, may_learn
 from pyro_bpq.step.values import Learning, Notes, Step, total
 
 

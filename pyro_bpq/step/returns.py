@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type
 from pyro_bpq.step.critic_step import CriticBatch
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.values import Learning, total
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return, network_rules, solve_rules
 
 if TYPE_CHECKING:
@@ -37,29 +36,28 @@ def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[
     """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
     found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
     targets = lambda_returns(signals, found, learning.lam, learning.gamma)
-    values = {g: critic.says.value for g, critic in signals.critics.items()}
-    return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+    return {g: (c.says.value, targets[g].expand_as(c.says.value)) for g, c in signals.critics.items()}
 
 
-def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
-    """Lambda-return minus cost-to-go by class, for estimators with a ``return_weight``."""
-    estimators, key = [cls.spec.estimator for cls in signals.layout.classes], ("bootstraps", gamma)
-    wanted = {c: lam for c in signals.active if (lam := estimators[c].return_weight) is not None}
-    if not wanted or not signals.critics:
-        return {}
-    if key not in signals.shared:
-        found, shifts = predictions(signals, signals.critics, gamma), dict[int, Tensor]()
-        zeros = {g: torch.zeros_like(own.value) for g, own in found.items()}
-        plain = lambda_returns(signals, {g: Prediction(found[g].group, z, z) for g, z in zeros.items()}, 1.0, 1.0)
-        for lam in sorted(set(wanted.values())):
-            targets = lambda_returns(signals, found, lam, gamma)
-            for g, (group, *_) in found.items():
-                if wanted.get(group.c) == lam:
-                    # The cost-to-go, times gamma, contains the costs that are not immediate, too.
-                    shift = group.sum_to_sites(targets[g] - (plain[g] if gamma == 1.0 else gamma * plain[g]))
-                    shifts[group.c] = shifts[group.c] + shift if group.c in shifts else shift
-        signals.shared[key] = shifts
-    return signals.shared[key]
+def bootstrap(signals: Signals, c: int, gamma: float) -> Tensor | None:
+    """Lambda-return minus cost-to-go of a class, for an estimator with a ``return_weight``; else ``None``."""
+    lam = signals.layout.classes[c].spec.estimator.return_weight
+    if lam is None:
+        return None
+
+    def returns() -> dict[int, Tensor]:
+        return lambda_returns(signals, predictions(signals, signals.critics, gamma), lam, gamma)
+
+    def plain() -> dict[int, Tensor]:
+        zeros = {g: torch.zeros_like(critic.says.value) for g, critic in signals.critics.items()}
+        none = {g: Prediction(signals.critics[g].group, zero, zero) for g, zero in zeros.items()}
+        return lambda_returns(signals, none, 1.0, 1.0)
+
+    mixed, summed = signals.once(("returns", lam, gamma), returns), signals.once("plain returns", plain)
+    groups = [(g, critic.group) for g, critic in signals.critics.items() if critic.group.c == c]
+    # The cost-to-go, times gamma, contains the costs that are not immediate, too.
+    shifts = [group.sum_to_sites(mixed[g] - gamma * summed[g]) for g, group in groups]
+    return total(shifts) if shifts else None
 
 
 def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> dict[int, Prediction]:
@@ -96,8 +94,8 @@ def lambda_returns(
     check_discount(network, gamma)
     is_like = len(plates) == 1 and 2 < len(network.nodes) <= MOST_SOLVED
     if is_like and (gamma == 1.0 or not network.skips_levels):
-        return _solved(layout, network, signals.costs[0], found, lam, gamma)
-    q, expected = by_name(signals, found, gamma)
+        return _solved(signals, network, found, lam, gamma)
+    q, expected = by_name(signals, network, found, gamma)
     returns = lambda_return(network, q, signals.costs_by_name, lam, gamma, expected)
     return {
         g: torch.stack([returns[node.name].expand(own.value.shape[1:]) for node in own.group.nodes])
@@ -106,17 +104,13 @@ def lambda_returns(
 
 
 def _solved(
-    layout: Layout,
-    network: BackpropQNetwork,
-    costs: Tensor,
-    found: Mapping[int, Prediction],
-    lam: float | Tensor,
-    gamma: float,
+    signals: Signals, network: BackpropQNetwork, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
 ) -> dict[int, Tensor]:
     """The lambda-returns by one triangular solve."""
     # Costs are in single precision at least, as a solve needs.
+    (costs,) = signals.costs
     costs = costs.to(common_type(costs, *(part for own in found.values() for part in own[1:])))
-    rules = layout.made("rules", costs, lambda: network_rules(network, costs))
+    rules = signals.layout.made("rules", costs, lambda: network_rules(network, costs))
     size, places = (len(rules.order), *costs.shape[1:]), dict[int, Tensor]()
     learned, mean, weight = costs.new_zeros(size), costs.new_zeros(size), costs.new_ones(size[0])
     for g, (group, value, ahead) in found.items():
@@ -128,15 +122,14 @@ def _solved(
 
 
 def by_name(
-    signals: Signals, found: Mapping[int, Prediction], gamma: float
+    signals: Signals, network: BackpropQNetwork, found: Mapping[int, Prediction], gamma: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Q-values, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
-    graph, costs = signals.layout.graph, signals.costs_by_name
-    q, expected = {}, {}
+    costs, plates, q, expected = signals.costs_by_name, network.plates, dict[str, Tensor](), dict[str, Tensor]()
     for group, values, means in found.values():
         for node, own, mean in zip(group.nodes, values.unbind(0), means.unbind(0), strict=True):
-            plates, q[node.name] = graph.node(node.site).plates, own
+            q[node.name] = own
             for cost in node.immediate:
-                mean = mean + gamma * sum_to_plates(costs[cost], graph.cost(cost).plates, plates)
+                mean = mean + gamma * sum_to_plates(costs[cost], plates[cost], plates[node.name])
             expected[node.name] = mean
     return q, expected

@@ -83,9 +83,9 @@ def crossed(signals: Signals, c: int) -> Tensor | None:
     layout, rollout = signals.layout, signals.rollout
     if rollout.num_particles == 1:
         return None
-    if "crossed" not in signals.shared:
-        signals.shared["crossed"] = [group.changes(rollout, signals.costs) for group in layout.crossed_costs]
-    return layout.crossed.sums(c, signals.shared["crossed"], signals.shape(c))
+    groups = layout.crossed_costs
+    changes = signals.once("crossed", lambda: [group.changes(rollout, signals.costs) for group in groups])
+    return layout.crossed.sums(c, changes, signals.shape(c))
 
 
 def parent_advantage(signals: Signals, c: int) -> Tensor | None:
@@ -103,7 +103,7 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
         return None
     key = f"advantage {estimator.lam}"
     if key not in signals.shared:
-        q, expected = by_name(signals, predictions(signals, signals.critics, 1.0), 1.0)
+        q, expected = by_name(signals, layout.network, predictions(signals, signals.critics, 1.0), 1.0)
         # All classes share one backward pass.
         signals.shared[key] = advantages(layout.network, q, signals.costs_by_name, estimator.lam, 1.0, expected)
     found, zero = signals.shared[key], signals.costs[0].new_zeros(())

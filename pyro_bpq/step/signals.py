@@ -9,10 +9,10 @@ sites, ``I_Y(y) - E_Y[I_Y]`` of known costs and ``Q_Y(y) - E_Y[Q_Y]`` of critics
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
-from pyro_bpq.step.returns import bootstraps
+from pyro_bpq.step.returns import bootstrap
+
+T = TypeVar("T")
 
 
 class Learned(NamedTuple):
@@ -112,6 +114,12 @@ class Signals:
         pairs = zip(self.layout.cost_classes, self.costs, strict=True)
         return {name: cost for cls, stacked in pairs for name, cost in zip(cls.names, stacked.unbind(0), strict=True)}
 
+    def once(self, name: Any, make: Callable[[], T]) -> T:
+        """What a function makes, once for all classes."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
     def shape(self, c: int) -> tuple[int, ...]:
         """The shape ``(G, M, plates)`` of a class."""
         return len(self.layout.classes[c].names), *self.batches[c].batch_shape
@@ -126,8 +134,8 @@ class Signals:
         """The immediate costs of some kinds at every value, ``(G, M, plates, D, K)``."""
         if (c, kinds) not in self.shared:
             cls, batch = self.layout.classes[c], self.batches[c]
-            parts = [batch.own_q] if Known.LOG_Q in kinds else []
-            parts += [batch.own_p] if Known.LOG_P in kinds else []
+            parts = [batch.own_q()] if Known.LOG_Q in kinds else []
+            parts += [batch.own_p()] if Known.LOG_P in kinds else []
             if Known.MODEL in kinds:
                 parts.append(torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names]))
             self.shared[c, kinds] = sum(parts[1:], parts[0]).masked_fill(batch.probs == 0, 0.0)
@@ -177,18 +185,18 @@ class Signals:
         if gamma != 1.0 and not estimator.takes_discount:
             names = ", ".join(map(repr, cls.names))
             raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
-        bootstrap, learned = bootstraps(self, gamma).get(c), self.learned.get(c)
+        shift, learned = bootstrap(self, c, gamma), self.learned.get(c)
         known = None if context.exact is None else self.known(c, shape)
         if gamma != 1.0 and estimator.replaces_costs:
             # An immediate cost is one level away.
             table = None if context.exact is None else gamma * context.exact
             known = None if known is None else gamma * known
             context = replace(context, cost=gamma * context.cost, exact=table)
-        if bootstrap is not None:
-            context = replace(context, cost=context.cost + bootstrap)
+        if shift is not None:
+            context = replace(context, cost=context.cost + shift)
         if not estimator.uses_critic:
             return context
-        predicted, later = self.later(c, shape) if bootstrap is None else (None, None)
+        predicted, later = self.later(c, shape) if shift is None else (None, None)
         return replace(
             context,
             exact_cost=known,
