@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Constants, CostClass, SiteSpec
-from pyro_bpq.graph.relations import Crossings
-from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph
+from pyro_bpq.batching.classes import Constants
+from pyro_bpq.graph.scg import CostNode, Plate
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
@@ -83,23 +82,3 @@ class CrossedCosts(Constants):
         weights = stack(weight, 0).unsqueeze(2)
         # Masked log-probabilities may be infinite or NaN.
         return torch.where(weights == 0.0, 0.0, weights * log_prob)
-
-
-def crossed_groups(
-    graph: StochasticComputationGraph,
-    crossings: Crossings,
-    specs: Mapping[str, SiteSpec],
-    classes: Sequence[CostClass],
-) -> tuple[CrossedCosts, ...]:
-    """The costs that are known given another past, by class of costs and finite components."""
-    found: dict[tuple[int, Components], dict[str, int]] = {}
-    used = set(graph.cost_names(crossings.used))
-    for k, cls in enumerate(classes):
-        for i, name in enumerate(cls.names):
-            components = specs[graph.cost(name).site or ""].components if name in used else None
-            if components is not None:
-                found.setdefault((k, components), {})[name] = i
-    return tuple(
-        CrossedCosts(k, classes[k].plates, components, {name: graph.cost(name) for name in at}, tuple(at.values()))
-        for (k, components), at in found.items()
-    )

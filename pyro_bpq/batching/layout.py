@@ -16,12 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from pyro_bpq.batching.classes import Constants, ContextPlan, CostClass, Known, QGroup, SiteClass, SiteSpec
-from pyro_bpq.batching.crossed import CrossedCosts, crossed_groups
+from pyro_bpq.batching.crossed import CrossedCosts
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.graph.bitsets import highest
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.relations import Crossings, crossed, later_within
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 from pyro_bpq.rollout.sums import Sums, in_single, subset_sums
 
@@ -193,10 +194,18 @@ class Layout(Constants):
 
     @cached_property
     def crossed_costs(self) -> tuple[CrossedCosts, ...]:
-        """The costs that are known given another past."""
-        if self.crossings is None:
-            return ()
-        return crossed_groups(self.graph, self.crossings, self.specs, self.cost_classes)
+        """The costs that are known given another past, by class of costs and finite components of their sites."""
+        found: dict[tuple[int, Components], dict[str, int]] = {}
+        used = set(self.graph.cost_names(self.crossings.used)) if self.crossings else set[str]()
+        for k, cls in enumerate(self.cost_classes):
+            for i, cost in enumerate(map(self.graph.cost, cls.names)):
+                components = self.specs[cost.site].components if cost.site and cost.name in used else None
+                if components is not None:
+                    found.setdefault((k, components), {})[cost.name] = i
+        return tuple(
+            CrossedCosts(k, self.cost_classes[k].plates, own, {n: self.graph.cost(n) for n in at}, tuple(at.values()))
+            for (k, own), at in found.items()
+        )
 
     def stack_costs(self, rollout: Rollout) -> list[Tensor]:
         """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, detached.

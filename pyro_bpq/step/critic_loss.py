@@ -140,13 +140,9 @@ def regression(
     # The first step only sets the statistics, because the level is still unknown.
     seen = (count > 0).to(loss.dtype)
     seen = seen if chosen is None else seen * chosen
-    writes = [
-        *selection.write("mean", new_mean),
-        *selection.write("spread_level", level),
-        *selection.write("spread_advantage", step),
-        *selection.write("rows", selection.read("rows") * 0.0 + number),
-        *selection.write("count", selection.read("count") + 1),
-    ]
+    new = {"mean": new_mean, "spread_level": level, "spread_advantage": step}
+    new |= {"rows": selection.read("rows") * 0.0 + number, "count": selection.read("count") + 1}
+    writes = [write for name, found in new.items() for write in selection.write(name, found)]
     with torch.no_grad():
         variance = site_mean(_centre(scaled).square())
         # A single particle and row has no variance.

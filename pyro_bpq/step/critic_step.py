@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import update_mean
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
+
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
 
 # The need of estimators that take the gradient of a critic with respect to the sampled value.
 NEEDS_LEAF = "q_slope"
@@ -55,21 +58,14 @@ class CriticBatch(NamedTuple):
     leaf: Tensor | None  # The sampled values `(Q, N, D)` that `value` has a gradient to, if an estimator asks for it
 
 
-def evaluate_critics(
-    group: QGroup,
-    batches: Sequence[SiteBatch],
-    bank: CriticBank,
-    build: bool,
-    slow: bool = False,
-    is_steered: bool = False,
-) -> CriticBatch | None:
+def evaluate_critics(signals: Signals, group: QGroup, build: bool = False, slow: bool = False) -> CriticBatch | None:
     """Evaluates the critics of a group, or their ``slow`` copies; ``None`` if some are missing and not built.
 
     In a steered program those are left out that are missing.
     """
-    batch = batches[group.c]
+    batches, batch, bank = signals.batches, signals.batches[group.c], signals.bank
     selection = bank.select(group.kind, group.keys, partial(_built, group, bank, batch.like) if build else None)
-    if selection is None and is_steered:
+    if selection is None and signals.layout.is_steered:
         # A site must not notice which other sites are missing, because that follows from sampled values.
         group = group.take([i for i, key in enumerate(group.keys) if bank.select(group.kind, (key,), None) is not None])
         selection = bank.select(group.kind, group.keys, None) if group.nodes else None

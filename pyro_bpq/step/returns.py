@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type
@@ -23,13 +22,9 @@ if TYPE_CHECKING:
 MOST_SOLVED = 2048
 
 
-class Prediction(NamedTuple):
-    """What critics say of a group of Q-nodes, ``(Q, M, plates)`` in nats, detached."""
-
-    group: QGroup
-    value: Tensor  # `q_X(x)`
-    # `E_X[q_X]`, plus what takes the (discounted) exact immediate costs to their expectation
-    ahead: Tensor
+# What critics say of each group of Q-nodes, `(Q, M, plates)` in nats, detached: `q_X(x)`, and `E_X[q_X]` plus what
+# takes the (discounted) exact immediate costs to their expectation.
+Told = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
@@ -50,8 +45,7 @@ def bootstrap(signals: Signals, c: int, gamma: float) -> Tensor | None:
 
     def plain() -> dict[int, Tensor]:
         zeros = {g: torch.zeros_like(critic.says.value) for g, critic in signals.critics.items()}
-        none = {g: Prediction(signals.critics[g].group, zero, zero) for g, zero in zeros.items()}
-        return lambda_returns(signals, none, 1.0, 1.0)
+        return lambda_returns(signals, {g: (zero, zero) for g, zero in zeros.items()}, 1.0, 1.0)
 
     mixed, summed = signals.once(("returns", lam, gamma), returns), signals.once("plain returns", plain)
     groups = [(g, critic.group) for g, critic in signals.critics.items() if critic.group.c == c]
@@ -60,9 +54,9 @@ def bootstrap(signals: Signals, c: int, gamma: float) -> Tensor | None:
     return total(shifts) if shifts else None
 
 
-def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> dict[int, Prediction]:
+def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> Told:
     """What critics say, by group."""
-    return {g: Prediction(c.group, c.says.value.detach(), _ahead(signals, c, gamma)) for g, c in critics.items()}
+    return {g: (critic.says.value.detach(), _ahead(signals, critic, gamma)) for g, critic in critics.items()}
 
 
 def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
@@ -80,56 +74,54 @@ def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
     return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
 
 
-def lambda_returns(
-    signals: Signals, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
-) -> dict[int, Tensor]:
+def lambda_returns(signals: Signals, told: Told, lam: float | Tensor, gamma: float) -> dict[int, Tensor]:
     """Targets of all learned Q-nodes, ``(Q, M, plates)`` in nats, by group.
 
     They come from one triangular solve if all nodes and costs share their plates, else from a backward pass.
     """
     layout, network = signals.layout, signals.layout.network
-    if not found or network is None:
+    if not told or network is None:
         return {}
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
     check_discount(network, gamma)
     is_like = len(plates) == 1 and 2 < len(network.nodes) <= MOST_SOLVED
     if is_like and (gamma == 1.0 or not network.skips_levels):
-        return _solved(signals, network, found, lam, gamma)
-    q, expected = by_name(signals, network, found, gamma)
+        return _solved(signals, network, told, lam, gamma)
+    q, expected = by_name(signals, network, told, gamma)
     returns = lambda_return(network, q, signals.costs_by_name, lam, gamma, expected)
     return {
-        g: torch.stack([returns[node.name].expand(own.value.shape[1:]) for node in own.group.nodes])
-        for g, own in found.items()
+        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in signals.critics[g].group.nodes])
+        for g, (value, _) in told.items()
     }
 
 
 def _solved(
-    signals: Signals, network: BackpropQNetwork, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
+    signals: Signals, network: BackpropQNetwork, told: Told, lam: float | Tensor, gamma: float
 ) -> dict[int, Tensor]:
     """The lambda-returns by one triangular solve."""
     # Costs are in single precision at least, as a solve needs.
     (costs,) = signals.costs
-    costs = costs.to(common_type(costs, *(part for own in found.values() for part in own[1:])))
+    costs = costs.to(common_type(costs, *(part for pair in told.values() for part in pair)))
     rules = signals.layout.made("rules", costs, lambda: network_rules(network, costs))
-    size, places = (len(rules.order), *costs.shape[1:]), dict[int, Tensor]()
+    places = {g: signals.critics[g].group.places(rules.order, costs) for g in told}
+    size = (len(rules.order), *costs.shape[1:])
     learned, mean, weight = costs.new_zeros(size), costs.new_zeros(size), costs.new_ones(size[0])
-    for g, (group, value, ahead) in found.items():
-        places[g] = rows = group.places(rules.order, costs)
-        learned[rows], mean[rows] = value.to(costs), ahead.to(costs)
-        weight = weight.index_fill(0, rows, lam)
+    for g, (value, ahead) in told.items():
+        learned[places[g]], mean[places[g]] = value.to(costs), ahead.to(costs)
+        weight = weight.index_fill(0, places[g], lam)
     returns = solve_rules(rules, costs, mean, learned, weight, gamma)
     return {g: returns[rows] for g, rows in places.items()}
 
 
 def by_name(
-    signals: Signals, network: BackpropQNetwork, found: Mapping[int, Prediction], gamma: float
+    signals: Signals, network: BackpropQNetwork, told: Told, gamma: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Q-values, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
     costs, plates, q, expected = signals.costs_by_name, network.plates, dict[str, Tensor](), dict[str, Tensor]()
-    for group, values, means in found.values():
-        for node, own, mean in zip(group.nodes, values.unbind(0), means.unbind(0), strict=True):
-            q[node.name] = own
+    for g, pair in told.items():
+        for node, value, ahead in zip(signals.critics[g].group.nodes, *pair, strict=True):
+            q[node.name] = value
             for cost in node.immediate:
-                mean = mean + gamma * sum_to_plates(costs[cost], plates[cost], plates[node.name])
-            expected[node.name] = mean
+                ahead = ahead + gamma * sum_to_plates(costs[cost], plates[cost], plates[node.name])
+            expected[node.name] = ahead
     return q, expected

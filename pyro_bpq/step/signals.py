@@ -80,13 +80,9 @@ class Signals:
         """The same with the critics as they are now; nothing is built."""
         return replace(self, build=False)
 
-    def evaluate(self, group: QGroup, build: bool = False, slow: bool = False) -> CriticBatch | None:
-        """The critics of some Q-nodes as they are now, or their slow copies; ``None`` if they are missing."""
-        return evaluate_critics(group, self.batches, self.bank, build, slow, self.layout.is_steered)
-
     def _evaluated(self, groups: Mapping[int, QGroup], build: bool, slow: bool = False) -> dict[int, CriticBatch]:
         """Critics by group, without those that are missing."""
-        found = {g: self.evaluate(group, build, slow) for g, group in groups.items()}
+        found = {g: evaluate_critics(self, group, build, slow) for g, group in groups.items()}
         return {g: critic for g, critic in found.items() if critic is not None}
 
     @cached_property

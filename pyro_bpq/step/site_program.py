@@ -23,8 +23,8 @@ def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
     if not total.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-    return torch.zeros_like(leaf) if gradient is None else gradient
+    (gradient,) = torch.autograd.grad(total, leaf, materialize_grads=True)
+    return gradient
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import writes_of_ranks
-from pyro_bpq.step.critic_step import CriticBatch
+from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning, Notes
 from pyro_bpq.targets.lambda_return import Backups
@@ -35,14 +35,14 @@ def sweep(signals: Signals, learning: Learning, notes: Notes) -> None:
         for node in others:
             backups.put(node, backups.target(node), None)
         for group in groups:
-            critic = signals.evaluate(group)
+            critic = evaluate_critics(signals, group)
             if critic is None:  # not built yet, in a steered program
                 continue
             value, nodes = critic.says.value, critic.group.nodes
             targets = torch.stack([backups.target(node).expand(value.shape[1:]) for node in nodes])
             loss = site_mean((value.detach() - targets).square())
             _descend(value / critic.unit, targets / critic.unit, critic, learning)
-            again = signals.evaluate(critic.group)
+            again = evaluate_critics(signals, critic.group)
             assert again is not None
             for node, target, own, error in zip(nodes, targets, again.says.value.detach(), loss, strict=True):
                 backups.put(node, target, own)
