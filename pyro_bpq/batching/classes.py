@@ -1,4 +1,4 @@
-"""Classes of like-shaped sites, costs and Q-nodes, which are stacked and served by one call."""
+"""Classes of like-shaped sites and Q-nodes, which are stacked and served by one call."""
 
 from __future__ import annotations
 
@@ -86,14 +86,6 @@ class SiteClass:
         if components is None:
             return math.prod(self.spec.event_shape)
         return components.size * (components.cardinality if components.cardinality > 2 else 1)
-
-
-@dataclass(frozen=True)
-class CostClass:
-    """Costs with the same plates."""
-
-    plates: tuple[Plate, ...]
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ Three matrices of zeros and ones say what is left of a site's cost-to-go; they s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Constants, ContextPlan, CostClass, Known, QGroup, SiteClass, SiteSpec
+from pyro_bpq.batching.classes import Constants, ContextPlan, Known, QGroup, SiteClass, SiteSpec
 from pyro_bpq.batching.crossed import CrossedCosts
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.graph.bitsets import highest
@@ -38,6 +38,7 @@ class Columns(NamedTuple):
 
     plates: tuple[Plate, ...]
     bits: Sequence[int]  # the bit of each tensor in a set of tensors
+    names: tuple[str, ...] = ()  # the names of costs
     over_rows: bool = False  # whether a site gets the sum over all rows of its plates
 
 
@@ -116,9 +117,9 @@ class Layout(Constants):
         self.is_steered = is_steered
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled, self.charged, self.crossings = tabled, charged or {}, crossings
-        alike = _alike((specs[node.name], node.name) for node in graph.nodes)
-        self.classes = tuple(SiteClass(spec, own, tuple(map(graph.index.__getitem__, own))) for spec, own in alike)
-        self.cost_classes = tuple(CostClass(*own) for own in _alike((cost.plates, cost.name) for cost in graph.costs))
+        costs = {cost.name: cost.plates for cost in graph.costs}
+        self.classes = tuple(SiteClass(*own) for own in _alike({name: specs[name] for name in graph.names}))
+        self.cost_classes = tuple(Columns(plates, at, names) for plates, names, at in _alike(costs))
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
         self._masks = tuple(sum(1 << i for i in cls.positions) for cls in self.classes)
         # The costs that one row of a site may affect in other rows.
@@ -131,13 +132,15 @@ class Layout(Constants):
     def counted(self) -> Matrix:
         """From all costs, row by row and then summed over rows, to the sites that they are downstream of."""
         size = len(self.graph.costs)
-        over_rows = [Columns(cls.plates, [size + k for k in cls.bits], True) for cls in self._costs]
-        return Matrix(self.classes, [near | far << size for near, far in self._downstream], [*self._costs, *over_rows])
+        over_rows = [Columns(cls.plates, [size + k for k in cls.bits], over_rows=True) for cls in self.cost_classes]
+        sets = [near | far << size for near, far in self._downstream]
+        return Matrix(self.classes, sets, [*self.cost_classes, *over_rows])
 
     @cached_property
     def known(self) -> Matrix:
         """From all costs to the sites at whose every value they are known."""
-        return Matrix(self.classes, [own | others for own, others in map(self._tabled, self.graph.names)], self._costs)
+        sets = [own | others for own, others in map(self._tabled, self.graph.names)]
+        return Matrix(self.classes, sets, self.cost_classes)
 
     @cached_property
     def predicted(self) -> Matrix:
@@ -167,11 +170,6 @@ class Layout(Constants):
         left = [~graph.cost_bits_of(self.charged.get(name, ())) for name in graph.names]
         rows = zip(graph.downstream_bits, self._crossing, left, strict=True)
         return [(bits & ~far & own, far & own) for bits, far, own in rows]
-
-    @cached_property
-    def _costs(self) -> list[Columns]:
-        index = self.graph.cost_index
-        return [Columns(cls.plates, [index[name] for name in cls.names]) for cls in self.cost_classes]
 
     def _tabled(self, name: str) -> tuple[int, int]:
         """The costs, as bits, that are known at every value of a site: its own log-probabilities, and others."""
@@ -314,9 +312,9 @@ class Layout(Constants):
         return tuple(plans)
 
 
-def _alike(names: Iterable[tuple[T, str]]) -> list[tuple[T, tuple[str, ...]]]:
-    """Names with equal keys together."""
-    found: dict[T, list[str]] = {}
-    for key, name in names:
-        found.setdefault(key, []).append(name)
-    return [(key, tuple(own)) for key, own in found.items()]
+def _alike(keys: Mapping[str, T]) -> list[tuple[T, tuple[str, ...], tuple[int, ...]]]:
+    """Names with equal keys together, and their positions."""
+    found: dict[T, dict[str, int]] = {}
+    for position, (name, key) in enumerate(keys.items()):
+        found.setdefault(key, {})[name] = position
+    return [(key, tuple(own), tuple(own.values())) for key, own in found.items()]
