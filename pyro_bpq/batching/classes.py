@@ -1,4 +1,4 @@
-"""Classes of like-shaped sites, costs and Q-nodes, which are stacked and served by one call."""
+"""Classes of like-shaped sites and Q-nodes, which are stacked and served by one call."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class SiteSpec:
     by_component: bool = False  # Whether the estimator gets a cost-to-go for each component
 
     @property
+    def shows_value(self) -> bool:
+        """Whether a critic reads the site's value."""
+        return self.components is not None or self.has_moments
+
+    @property
     def parts(self) -> tuple[int, int]:
         """Number of components, and number of entries per component in a critic's table."""
         if self.components is not None:
@@ -67,6 +72,7 @@ class SiteClass:
 
     spec: SiteSpec
     names: tuple[str, ...]
+    positions: tuple[int, ...] = ()  # Their positions among all sites of the graph
 
     @property
     def value_ndim(self) -> int:
@@ -82,32 +88,22 @@ class SiteClass:
         return components.size * (components.cardinality if components.cardinality > 2 else 1)
 
 
-@dataclass(frozen=True)
-class CostClass:
-    """Costs with the same plates."""
-
-    plates: tuple[Plate, ...]
-    names: tuple[str, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Constants:
     """Numbers that are the same in every step; they are made and copied to a device once, because each copy blocks."""
 
     _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def made(self, name: Any, make: Callable[[], T], device: torch.device, dtype: torch.dtype) -> T:
-        """What a function makes, once for a device and a type."""
-        key = (name, device, dtype)
+    def made(self, name: Any, like: Tensor, make: Callable[[], T]) -> T:
+        """What a function makes, once for the device and the type of a tensor."""
+        key = (name, like.device, like.dtype)
         if key not in self._constants:
             self._constants[key] = make()
         return self._constants[key]
 
-    def constant(
-        self, name: Any, given: Callable[[], Any], device: torch.device, dtype: torch.dtype = torch.long
-    ) -> Tensor:
-        """The numbers that a function gives, on a device."""
-        return self.made(name, lambda: torch.as_tensor(given(), dtype=dtype).to(device), device, dtype)
+    def indices(self, name: Any, like: Tensor, given: Callable[[], Any]) -> Tensor:
+        """The positions that a function gives, on the device of a tensor."""
+        return self.made(name, like, lambda: torch.as_tensor(given(), dtype=torch.long).to(like.device))
 
 
 @dataclass(frozen=True)
@@ -162,15 +158,17 @@ class QGroup(Constants):
 
     def pick(self, tensor: Tensor) -> Tensor:
         """Picks the rows of the Q-nodes' sites from a tensor with a leading axis of the class's sites."""
-        return tensor if self.is_whole else tensor[self.constant("sites", lambda: self.sites, tensor.device)]
+        return tensor if self.is_whole else tensor[self.indices("sites", tensor, lambda: self.sites)]
 
-    def places(self, order: Mapping[str, int], device: torch.device) -> Tensor:
+    def places(self, order: Mapping[str, int], like: Tensor) -> Tensor:
         """Positions of the Q-nodes in an order of names."""
-        return self.constant("places", lambda: [order[node.name] for node in self.nodes], device)
+        return self.indices("places", like, lambda: [order[node.name] for node in self.nodes])
 
-    def window(self, k: int, device: torch.device) -> Tensor:
-        """Positions ``(Q, W)`` of the window of context ``k``."""
-        return self.constant(("window", k), lambda: self.contexts[k].window, device)
+    def window(self, k: int, values: Tensor) -> list[Tensor]:
+        """The rows of values that each place in the window of context ``k`` shows the Q-nodes; zeros where none."""
+        padded = torch.cat((values, torch.zeros_like(values[:1])))
+        window = self.indices(("window", k), values, lambda: self.contexts[k].window)
+        return [padded[window[:, w]] for w in range(window.shape[1])]
 
     def sum_to_sites(self, tensor: Tensor) -> Tensor:
         """Sums ``(Q, ...)`` over the Q-nodes of each site to ``(G, ...)``."""
@@ -179,7 +177,7 @@ class QGroup(Constants):
             own = [sum(1 << k for k, i in enumerate(self.sites) if i == site) for site in range(self.size)]
             return subset_sums(own, range(len(self.sites)), tensor)
 
-        member = None if self.is_whole else self.made("members", members, tensor.device, tensor.dtype)
+        member = None if self.is_whole else self.made("members", tensor, members)
         return tensor if member is None else member @ tensor
 
     def rest(self, k: int, like: Tensor) -> Sums | None:
@@ -192,7 +190,7 @@ class QGroup(Constants):
             scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
             return subset_sums(rest, columns, like, scale)
 
-        return self.made(("rest", k), sums, like.device, like.dtype)
+        return self.made(("rest", k), like, sums)
 
     def take(self, chosen: Sequence[int]) -> QGroup:
         """The group of some of these Q-nodes, by position."""
@@ -201,7 +199,7 @@ class QGroup(Constants):
             return tuple(values[i] for i in chosen)
 
         contexts = tuple(
-            replace(plan, window=plan.window[list(chosen)], rest=None if plan.rest is None else some(plan.rest))
+            replace(plan, window=plan.window[list(chosen)], rest=plan.rest and some(plan.rest))
             for plan in self.contexts
         )
         return replace(self, nodes=some(self.nodes), sites=some(self.sites), contexts=contexts)

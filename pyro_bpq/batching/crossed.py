@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Constants, CostClass, SiteSpec
-from pyro_bpq.graph.relations import Crossings
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.batching.classes import Constants
+from pyro_bpq.graph.scg import CostNode, Plate
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
@@ -31,11 +30,11 @@ _LARGE = 1 << 14
 class CrossedCosts(Constants):
     """Log-probabilities of like-shaped sites that are known given another particle's past."""
 
-    cls: CostClass
-    k: int  # Position of that class
+    k: int  # Position of the class of costs
+    plates: tuple[Plate, ...]  # Its plates
     components: Components  # Finite components of the sites
-    at: tuple[int, ...]  # Positions of the costs in the class
-    sites: Mapping[str, tuple[str, bool]]  # Site of each cost, and whether the cost is the guide's, by name of the cost
+    costs: Mapping[str, CostNode]  # The costs by name
+    at: tuple[int, ...]  # Their positions in the class
 
     @torch.no_grad()
     def changes(self, rollout: Rollout, costs: Sequence[Tensor]) -> Tensor:
@@ -45,8 +44,8 @@ class CrossedCosts(Constants):
         result holds the changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats.
         """
         own = costs[self.k]
-        own, names = own[self.constant("at", lambda: self.at, own.device)], list(self.sites)
-        size = rollout.runs[0].sites[self.sites[names[0]][0]].value.numel()
+        own, names = own[self.indices("at", own, lambda: self.at)], list(self.costs)
+        size = rollout.runs[0].sites[self.costs[names[0]].site or ""].value.numel()
         parts = [names] if size < _LARGE else [[name] for name in names]
         pairs = torch.cat([self._pairs(rollout, part, own) for part in parts])
         change = torch.cat((pairs, pairs.transpose(1, 2))) - torch.cat((own, own)).unsqueeze(1)
@@ -64,10 +63,10 @@ class CrossedCosts(Constants):
 
         def stack(pick: Callable[[SiteRecord, bool], Tensor], event_ndim: int) -> Tensor:
             def from_run(run: Run, name: str) -> Tensor:
-                site, of_guide = self.sites[name]
-                return pick(run.sites[site], of_guide)
+                cost = self.costs[name]
+                return pick(run.sites[cost.site or ""], cost.is_of_guide)
 
-            return rollout.stack(from_run, names, self.cls.plates, event_ndim)
+            return rollout.stack(from_run, names, self.plates, event_ndim)
 
         def law(site: SiteRecord, of_guide: bool) -> Tensor:
             return components.parameters(site.fn if of_guide else site.prior)
@@ -83,24 +82,3 @@ class CrossedCosts(Constants):
         weights = stack(weight, 0).unsqueeze(2)
         # Masked log-probabilities may be infinite or NaN.
         return torch.where(weights == 0.0, 0.0, weights * log_prob)
-
-
-def crossed_groups(
-    graph: StochasticComputationGraph,
-    crossings: Crossings,
-    specs: Mapping[str, SiteSpec],
-    classes: Sequence[CostClass],
-) -> tuple[CrossedCosts, ...]:
-    """The costs that are known given another past, by class of costs and finite components."""
-    found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
-    used, of_guide = set(graph.cost_names(crossings.used)), set(graph.cost_names(crossings.of_guide))
-    for k, cls in enumerate(classes):
-        for i, name in enumerate(cls.names):
-            site = graph.cost(name).site
-            components = specs[site].components if name in used and site is not None else None
-            if site is not None and components is not None:
-                found.setdefault((k, components), {})[i] = (name, (site, name in of_guide))
-    return tuple(
-        CrossedCosts(classes[k], k, components, tuple(costs), dict(costs.values()))
-        for (k, components), costs in found.items()
-    )

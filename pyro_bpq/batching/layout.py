@@ -1,28 +1,75 @@
-"""Batches the sites of a graph: classes of like-shaped sites, matrices between them, and what critics read."""
+r"""Batches the sites of a graph: classes of like-shaped sites, matrices between them, and what critics read.
+
+Three matrices of zeros and ones say what is left of a site's cost-to-go; they sum stacked tensors, class by class:
+
+    R_X = Σ_f counted[X, f] f - Σ_f known[X, f] f - Σ_A predicted[X, A] A
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from torch import Tensor
 
-from pyro_bpq.batching.classes import Constants, ContextPlan, CostClass, Known, QGroup, SiteClass, SiteSpec
-from pyro_bpq.batching.crossed import CrossedCosts, crossed_groups
-from pyro_bpq.batching.matrix import Columns, Matrix
+from pyro_bpq.batching.classes import Constants, ContextPlan, Known, QGroup, SiteClass, SiteSpec
+from pyro_bpq.batching.crossed import CrossedCosts
 from pyro_bpq.critics.nets import CriticShape
-from pyro_bpq.graph.bitsets import highest, ones
+from pyro_bpq.graph.bitsets import highest
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.relations import Crossings, crossed, later_within
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
+from pyro_bpq.rollout.sums import Sums, in_single, subset_sums
 
 T = TypeVar("T")
 # Number of critic inputs that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
 # Immediate costs of a site that are known by one table: its own log-probabilities, and others of the model.
 TABLES = frozenset({Known.LOG_Q, Known.LOG_P}), frozenset({Known.MODEL})
+
+
+class Columns(NamedTuple):
+    """Tensors with the same plates, which are stacked."""
+
+    plates: tuple[Plate, ...]
+    bits: Sequence[int]  # the bit of each tensor in a set of tensors
+    names: tuple[str, ...] = ()  # the names of costs
+    over_rows: bool = False  # whether a site gets the sum over all rows of its plates
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix(Constants):
+    """For each site a set of tensors; the matrices from classes of tensors to classes of sites are made once."""
+
+    classes: Sequence[SiteClass]
+    sets: Sequence[int]  # the tensors that are summed for each site, in program order, as bits
+    columns: Sequence[Columns]
+
+    def block(self, c: int, k: int, like: Tensor) -> Sums | None:
+        """The matrix from the ``k``-th columns to the sites of class ``c``; ``None`` if it is zero."""
+
+        def made() -> Sums | None:
+            return subset_sums([self.sets[i] for i in self.classes[c].positions], self.columns[k].bits, like)
+
+        return self.made((c, k), like, made)
+
+    def sums(self, c: int, stacked: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor | None:
+        """The sum for each site of class ``c``, of shape ``(G, M, plates)``; ``None`` if it is empty.
+
+        There is one tensor ``(columns, M, plates)`` for each of the columns, or ``None`` for zeros.
+        """
+        terms = []
+        for k, (columns, tensor) in enumerate(zip(self.columns, stacked, strict=True)):
+            block = None if tensor is None else self.block(c, k, tensor)
+            if tensor is not None and block is not None:
+                kept = () if columns.over_rows else self.classes[c].spec.plates
+                terms.append(block @ sum_to_plates(tensor, columns.plates, kept))
+        return sum(terms[1:], terms[0]).expand(shape) if terms else None
 
 
 @dataclass(frozen=True)
@@ -70,48 +117,40 @@ class Layout(Constants):
         self.is_steered = is_steered
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled, self.charged, self.crossings = tabled, charged or {}, crossings
-        self.classes = tuple(SiteClass(*own) for own in _alike((specs[node.name], node.name) for node in graph.nodes))
-        self.cost_classes = tuple(CostClass(*own) for own in _alike((cost.plates, cost.name) for cost in graph.costs))
+        costs = {cost.name: cost.plates for cost in graph.costs}
+        self.classes = tuple(SiteClass(*own) for own in _alike({name: specs[name] for name in graph.names}))
+        self.cost_classes = tuple(Columns(plates, at, names) for plates, names, at in _alike(costs))
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
-        self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
-        self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
+        self._masks = tuple(sum(1 << i for i in cls.positions) for cls in self.classes)
         # The costs that one row of a site may affect in other rows.
         self._crossing = crossed(graph, cuts_plates)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
-    def _matrix(self, sets: Sequence[int], columns: Sequence[Columns], **factors: Any) -> Matrix:
-        return Matrix(self.classes, self._positions, sets, columns, **factors)
-
     @cached_property
     def counted(self) -> Matrix:
         """From all costs, row by row and then summed over rows, to the sites that they are downstream of."""
         size = len(self.graph.costs)
-        over_rows = [Columns(cls.plates, [size + k for k in cls.bits], True) for cls in self._costs]
-        return self._matrix([near | far << size for near, far in self._downstream], [*self._costs, *over_rows])
+        over_rows = [Columns(cls.plates, [size + k for k in cls.bits], over_rows=True) for cls in self.cost_classes]
+        sets = [near | far << size for near, far in self._downstream]
+        return Matrix(self.classes, sets, [*self.cost_classes, *over_rows])
 
     @cached_property
     def known(self) -> Matrix:
         """From all costs to the sites at whose every value they are known."""
-        return self._matrix([own | others for own, others in map(self._tabled, self.graph.names)], self._costs)
+        sets = [own | others for own, others in map(self._tabled, self.graph.names)]
+        return Matrix(self.classes, sets, self.cost_classes)
 
     @cached_property
     def predicted(self) -> Matrix:
         """From all :attr:`variates` to the earlier sites that their costs are downstream of."""
         parts, columns = list[tuple[int, int]](), list[Columns]()
         for own in self.variates:
-            sites, start = self._positions[own.c], len(parts)
-            parts += [(sites[i], costs) for i, costs in zip(own.sites, own.costs, strict=True)]
-            columns.append(Columns(self.classes[own.c].spec.plates, range(start, len(parts))))
-        decays = {c: cls.spec.estimator.trace_decay for c, cls in enumerate(self.classes)}
-        factors = {
-            (c, k): decay ** self.distance(c, own.c)[:, list(own.sites)]
-            for c, decay in decays.items()
-            for k, own in enumerate(self.variates)
-            if decay != 1.0
-        }
-        return self._matrix(later_within(self.graph, parts, self.is_steered), columns, factors=factors)
+            cls, start = self.classes[own.c], len(parts)
+            parts += [(cls.positions[i], costs) for i, costs in zip(own.sites, own.costs, strict=True)]
+            columns.append(Columns(cls.spec.plates, range(start, len(parts))))
+        return Matrix(self.classes, later_within(self.graph, parts, self.is_steered), columns)
 
     @cached_property
     def crossed(self) -> Matrix:
@@ -119,10 +158,10 @@ class Layout(Constants):
         assert self.crossings is not None
         size, index, columns = len(self.graph.costs), self.graph.cost_index, []
         for group in self.crossed_costs:
-            own = [index[cost] for cost in group.sites]
-            columns.append(Columns(group.cls.plates, [*own, *(size + k for k in own)]))
+            own = [index[cost] for cost in group.costs]
+            columns.append(Columns(group.plates, [*own, *(size + k for k in own)]))
         known = zip(self.crossings.own_law, self.crossings.own_value, self._downstream, strict=True)
-        return self._matrix([law & near | (value & near) << size for law, value, (near, _) in known], columns)
+        return Matrix(self.classes, [law & near | (value & near) << size for law, value, (near, _) in known], columns)
 
     @cached_property
     def _downstream(self) -> list[tuple[int, int]]:
@@ -131,11 +170,6 @@ class Layout(Constants):
         left = [~graph.cost_bits_of(self.charged.get(name, ())) for name in graph.names]
         rows = zip(graph.downstream_bits, self._crossing, left, strict=True)
         return [(bits & ~far & own, far & own) for bits, far, own in rows]
-
-    @cached_property
-    def _costs(self) -> list[Columns]:
-        index = self.graph.cost_index
-        return [Columns(cls.plates, [index[name] for name in cls.names]) for cls in self.cost_classes]
 
     def _tabled(self, name: str) -> tuple[int, int]:
         """The costs, as bits, that are known at every value of a site: its own log-probabilities, and others."""
@@ -156,27 +190,49 @@ class Layout(Constants):
             found.append(Variates(group.c, group.sites, remote, group=g))
         return tuple(found)
 
-    def distance(self, row: int, column: int) -> np.ndarray:
-        """Number of steps from a site to a later one: the difference of their :attr:`depth`, at least 1."""
-        depth = [self.depth[name] for name in self.classes[row].names]
-        later = [self.depth[name] for name in self.classes[column].names]
-        return np.maximum(np.subtract.outer(later, depth).T, 1)
-
-    @cached_property
-    def depth(self) -> dict[str, int]:
-        """Number of steps on the longest way from a root to each stochastic node."""
-        depth = [0] * len(self.graph.nodes)
-        for i in range(len(depth)):
-            for j in ones(self.graph.child_bits[i]):
-                depth[j] = max(depth[j], depth[i] + 1)
-        return {node.name: d for node, d in zip(self.graph.nodes, depth, strict=True)}
-
     @cached_property
     def crossed_costs(self) -> tuple[CrossedCosts, ...]:
-        """The costs that are known given another past."""
-        if self.crossings is None:
-            return ()
-        return crossed_groups(self.graph, self.crossings, self.specs, self.cost_classes)
+        """The costs that are known given another past, by class of costs and finite components of their sites."""
+        found: dict[tuple[int, Components], dict[str, int]] = {}
+        used = set(self.graph.cost_names(self.crossings.used)) if self.crossings else set[str]()
+        for k, cls in enumerate(self.cost_classes):
+            for i, cost in enumerate(map(self.graph.cost, cls.names)):
+                components = self.specs[cost.site].components if cost.site and cost.name in used else None
+                if components is not None:
+                    found.setdefault((k, components), {})[cost.name] = i
+        return tuple(
+            CrossedCosts(k, self.cost_classes[k].plates, own, {n: self.graph.cost(n) for n in at}, tuple(at.values()))
+            for (k, own), at in found.items()
+        )
+
+    def stack_costs(self, rollout: Rollout) -> list[Tensor]:
+        """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, detached.
+
+        They are in nats, and in single precision at least: their squares overflow in half precision.
+        """
+
+        def pick(run: Run, name: str) -> Tensor:
+            return in_single(run.costs[name].detach())
+
+        return [rollout.stack(pick, cls.names, cls.plates) for cls in self.cost_classes]
+
+    def cost_to_go(self, costs: Sequence[Tensor], c: int, zeros: Tensor) -> Tensor:
+        """The cost-to-go ``C_X`` of every site of a class, from zeros of its shape, ``(G, M, plates)``, in nats."""
+        total = self.counted.sums(c, (*costs, *costs), zeros.shape)
+        return zeros if total is None else zeros + total
+
+    def component_cost_to_go(self, rollout: Rollout, c: int, joint: Tensor) -> Tensor:
+        """The cost-to-go of each component, ``(G, M, plates, D)``, in nats.
+
+        It is the part ``joint``, ``(G, M, plates)``, that all components of a site share, and the costs that the sites
+        of the rollout charge to single components.
+        """
+
+        def charged(run: Run, name: str) -> Any:
+            return run.sites[name].charged
+
+        cls = self.classes[c]
+        return joint.unsqueeze(-1) + rollout.stack(charged, cls.names, cls.spec.plates, 1)
 
     def rows_meet(self, name: str) -> bool:
         """Whether a cost downstream of a site may depend on several rows of the site's plates."""
@@ -236,38 +292,29 @@ class Layout(Constants):
             seen, summed = seen + found, summed + (plan.rest[0].bit_count() - len(found) if plan.rest else 0)
         return tuple(self.graph.nodes[i].name for i in sorted(seen)), summed
 
-    def _others(self, node: QNode) -> int:
-        """The scope of a Q-node without the Q-node's site, as bits."""
-        return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
-
     def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
-        scopes, size = [self._others(node) for node in nodes], self._window(nodes[0].site)
+        graph, size = self.graph, self._window(nodes[0].site)
+        # The scopes without the sites of the Q-nodes.
+        scopes = [graph.bits_of(node.scope) & ~(1 << graph.index[node.site]) for node in nodes]
         is_full = self.is_steered and self.specs[nodes[0].site].share is not None
         plans = []
-        for c, (mask, positions) in enumerate(zip(self._masks, self._positions, strict=True)):
+        for c, (mask, cls) in enumerate(zip(self._masks, self.classes, strict=True)):
             found = [scope & mask for scope in scopes]
             if not any(found):
                 continue
-            place = {position: i for i, position in enumerate(positions)}
             longest = size + 1 if is_full else max(members.bit_count() for members in found)
-            window = np.full((len(nodes), min(size, longest)), len(positions))
+            window = np.full((len(nodes), min(size, longest)), len(cls.names))
             for q, members in enumerate(found):
-                latest = [place[i] for i in highest(members, window.shape[1])]
+                latest = [self.place[graph.names[i]][1] for i in highest(members, window.shape[1])]
                 window[q, : len(latest)] = latest
             rest = tuple(found) if longest > window.shape[1] else None
-            plans.append(ContextPlan(c, window, positions, rest))
+            plans.append(ContextPlan(c, window, cls.positions, rest))
         return tuple(plans)
 
-    @cached_property
-    def rule_order(self) -> dict[str, int]:
-        """Position of each Q-node of the network in program order."""
-        assert self.network is not None
-        return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
 
-
-def _alike(names: Iterable[tuple[T, str]]) -> list[tuple[T, tuple[str, ...]]]:
-    """Names with equal keys together."""
-    found: dict[T, list[str]] = {}
-    for key, name in names:
-        found.setdefault(key, []).append(name)
-    return [(key, tuple(own)) for key, own in found.items()]
+def _alike(keys: Mapping[str, T]) -> list[tuple[T, tuple[str, ...], tuple[int, ...]]]:
+    """Names with equal keys together, and their positions."""
+    found: dict[T, dict[str, int]] = {}
+    for position, (name, key) in enumerate(keys.items()):
+        found.setdefault(key, {})[name] = position
+    return [(key, tuple(own), tuple(own.values())) for key, own in found.items()]

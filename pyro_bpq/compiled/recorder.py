@@ -103,7 +103,6 @@ class Recording:
             (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
             for site, entry in (result.info if result.learns else {}).items()
             for key, value in entry.items()
-            if key != "ms"
         ]
         tensors = [*found, *watch.drawn, *watch.scheduled, *numbers]
         everything = distinct(tensors, watch.inputs)

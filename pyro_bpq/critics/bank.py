@@ -8,6 +8,7 @@ their block exists.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq.critics.blocks import Block, Selection, Write, named_tensors
+from pyro_bpq.errors import BPQWarning
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
@@ -259,11 +261,31 @@ class CriticBank(nn.Module):
             return
         own = block.state_dict(keep_vars=True)
         names = [(block.kind, name) for name in block.keys]
+        self._warn_of_others(block.kind, block.keys)
         found = self._take(names, key)
         for row, name in enumerate(names):
             for tensor, value in found.get(name, {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:
                     own[tensor][row] = value.to(own[tensor])
+
+    def _warn_of_others(self, kind: str, names: Sequence[str]) -> None:
+        """Warns if critics start anew because the loaded ones are of another kind."""
+        own = _critic_of(kind)
+        loaded = {name: critic for other, name in self._waiting if (critic := _critic_of(other)) not in ("", own)}
+        anew = [name for name in names if name in loaded and (kind, name) not in self._waiting]
+        if own and anew:
+            warnings.warn(
+                f"The critics of {anew} start anew as {own}: the state that was loaded has "
+                f"{loaded[anew[0]]} there. Write the same critic= as in the run that was saved to go on with its "
+                "critics.",
+                BPQWarning,
+                stacklevel=2,
+            )
+
+
+def _critic_of(kind: str) -> str:
+    """The critic in words, without the sizes of its input; empty for other rows."""
+    return kind.removeprefix("critic ").rsplit(" ", 4)[0] if kind.startswith("critic ") else ""
 
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, option, past, positive, share
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, option, past, positive
 from pyro_bpq.estimators.requirements import alternative, needs_finite
 from pyro_bpq.estimators.scales import CRITIC, EXACT, Adaptive, ScaledTerms
 
@@ -37,8 +37,6 @@ class AllAction(Adaptive):
         adaptive: Whether the scales adapt; otherwise they are 1.
         decay: Weight of the past in running moments; it is raised if a step has few samples.
         max_scale: Upper end of the scales.
-        trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y; any number in ``[0, 1]``
-            is unbiased.
 
     Raises:
         OptionError: If an option is out of range.
@@ -52,7 +50,6 @@ class AllAction(Adaptive):
     adaptive: bool = True
     decay: float = past(0.98)
     max_scale: float = positive(1.2)
-    trace: float = share(1.0)
 
     needs = frozenset({"table"})
     by_component = True
@@ -107,7 +104,6 @@ class QProp(Adaptive):
         adaptive: Whether the scales adapt; otherwise they are 1.
         decay: Weight of the past in the running moments.
         max_scale: Upper end of the scales.
-        trace: ``A_Y`` is weighted by ``trace ** distance``; the distance is the number of steps from X to Y.
 
     References:
         | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
@@ -117,7 +113,6 @@ class QProp(Adaptive):
     adaptive: bool = True
     decay: float = past(0.995)
     max_scale: float = positive(1.2)
-    trace: float = share(1.0)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves sites without finite components."""

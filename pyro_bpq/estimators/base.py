@@ -227,7 +227,6 @@ class Estimator:
         by_component: Whether each component of a site may get its own cost-to-go, in a dimension behind the plates. The
             estimator then treats further dimensions of a site like plates. Subclasses do not inherit it.
         exact_costs: Whether it asks for the model's immediate costs at every value; ``"auto"``: only if that pays.
-        trace_decay: The control variate of a later site has the weight ``trace_decay ** distance`` to that site.
         return_weight: Weight of the return against the critics if the cost-to-go is a lambda-return, else ``None``.
     """
 
@@ -243,7 +242,6 @@ class Estimator:
     needs: Any = frozenset({"table"})
     by_component: Any = False
     exact_costs: Any = False
-    trace_decay: Any = 1.0
     return_weight: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:

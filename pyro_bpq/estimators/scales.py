@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -33,11 +32,9 @@ class Adaptive(Estimator):
     adaptive: bool
     decay: float
     max_scale: float
-    trace: float
 
     is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
-    trace_decay = property(attrgetter("trace"))
 
     def statistics(self) -> Statistics:
         """Products of control variates with each other and the plain gradient, squares, means, and scales."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from textwrap import wrap
@@ -25,7 +25,7 @@ from typing import Literal, get_args
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError, check_choice
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.graph.scg import Form, Plate, StochasticComputationGraph
 from pyro_bpq.short import aligned
 
 
@@ -183,6 +183,12 @@ class BackpropQNetwork:
         return any(average.levels for node in self.nodes for average in node.rule)
 
     @cached_property
+    def plates(self) -> dict[str, tuple[Plate, ...]]:
+        """Plates of each cost and Q-node."""
+        plates = {cost.name: cost.plates for cost in self.graph.costs}
+        return plates | {node.name: self.graph.node(node.site).plates for node in self.nodes}
+
+    @cached_property
     def _by_name(self) -> dict[str, QNode]:
         return {node.name: node for node in self.nodes}
 
@@ -192,17 +198,6 @@ class BackpropQNetwork:
         for node in self.nodes:
             by_site[node.site].append(node)
         return {site: tuple(nodes) for site, nodes in by_site.items()}
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.graph, self.nodes))
-
-    def __getstate__(self) -> dict[str, object]:
-        # String hashes differ between processes, so cached values are not pickled.
-        return {option.name: getattr(self, option.name) for option in fields(self)}
 
     def rule_text(self, node: QNode) -> str:
         """The rule of a Q-node as a formula, ``Q_y^f1 + (Q_y^f2 + Q_z^f2)/2``."""
@@ -241,9 +236,7 @@ class _Assembly:
     scopes: dict[int, Sequence[str]] = field(default_factory=dict)
 
     def nodes(self) -> tuple[QNode, ...]:
-        nodes: list[QNode] = []
-        for i in reversed(range(len(self.graph.nodes))):
-            nodes += self._site(i)
+        nodes = [node for i in reversed(range(len(self.graph.nodes))) for node in self._site(i)]
         taken = {cost.name for cost in self.graph.costs}
         for node in nodes:
             if node.name in taken:

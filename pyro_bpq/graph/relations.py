@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from pyro_bpq.graph.bitsets import closure, ones, transposed, union
@@ -61,7 +61,6 @@ class Crossings(NamedTuple):
     # Log-probabilities of values that do not depend on the site, under distributions that read the site and its
     # descendants only
     own_value: tuple[int, ...]
-    of_guide: int  # the costs of the guide, as bits. Other costs are the model's.
 
     @property
     def used(self) -> int:
@@ -70,7 +69,7 @@ class Crossings(NamedTuple):
         return union(sets, (1 << len(sets)) - 1)
 
 
-def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> Crossings:
+def crossings(graph: StochasticComputationGraph, costs: Collection[str]) -> Crossings:
     """Finds the log-probabilities, among ``costs``, that are known given another past."""
     above = graph.ancestor_bits
     own_law, own_value = [0] * len(graph.costs), [0] * len(graph.costs)
@@ -88,6 +87,4 @@ def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> C
         for parent in ones(read):
             common &= closure(above, 1 << parent)
         own_value[k] = common
-    by_law, by_value = (tuple(transposed(rows, len(graph.nodes))) for rows in (own_law, own_value))
-    of_guide = graph.cost_bits_of(name for name, is_own in costs.items() if is_own and name in graph.cost_index)
-    return Crossings(by_law, by_value, of_guide)
+    return Crossings(*(tuple(transposed(rows, len(graph.nodes))) for rows in (own_law, own_value)))

@@ -108,7 +108,7 @@ class CriticTrainer:
         for _ in range(self.options.steps - 1):
             # The tensors of the step with the critics as they are now; nothing is built.
             again = [staged.signals.again() for staged in items]
-            loss = critic_loss(again, self.critics, owner.learning())
+            loss = critic_loss(again, owner.learning())
             if loss is not None:
                 self._commit((), self._gradients(loss))
         if self.replayer is not None:

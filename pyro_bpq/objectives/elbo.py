@@ -100,9 +100,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             exact costs, level and differences of the critic, later sites, and exact costs of later sites. ``td_loss``:
             squared error of the critic in units of its targets' spread, with ``sweep`` in squared nats. ``explained``:
             share of the targets' variance that the critic explains, between the particles of a data point or, with one
-            particle, between data points; absent with ``sweep``. ``ms``: milliseconds of the host in the estimator and
-            the critic's regression. The time of a batched call is shared equally among its sites. A site that is summed
-            over all values has only ``estimator``.
+            particle, between data points; absent with ``sweep``. A site that is summed over all values has only
+            ``estimator``.
         ms: Milliseconds of the host in the last step without ``backward``: ``runs`` for the programs, the graph and the
             critics, ``signals`` for estimators and regression.
 

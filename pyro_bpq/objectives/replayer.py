@@ -154,7 +154,7 @@ class Replayer:
             chosen = {name for name in learners if sites is None or network.q_node(name).site in sites}
         elif plan is not None:
             chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
-        loss = critic_loss([staged.signals], owner.critics, learning, chosen) if chosen else None
+        loss = critic_loss([staged.signals], learning, chosen) if chosen else None
         if loss is not None and not bool(torch.isfinite(loss)):
             raise StaleError("A stored value that has become impossible has infinite cost.")
         return loss

@@ -72,10 +72,6 @@ class Sums:
         assert self.columns is not None
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.columns.device)
 
-    def times(self, weights: Tensor) -> Sums:
-        """Returns the matrix multiplied elementwise by ``weights``."""
-        return Sums(self.shape, self.dtype, self.to_dense() * weights)
-
 
 def subset_sums(
     rows: Sequence[int], columns: Sequence[int], like: Tensor, scale: Sequence[float] | None = None

@@ -2,7 +2,6 @@ r"""The regression of critics on their targets, in units of the targets' running
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
-from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Info, Learning, total
+from pyro_bpq.step.values import Learning, Notes, total
 
 # Decay of the running moments of targets.
 DECAY = 0.98
@@ -26,41 +23,24 @@ Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def critic_loss(
-    signals: Sequence[Signals],
-    bank: CriticBank,
-    learning: Learning,
-    chosen: Container[str] | None = None,
-    writes: list[Write] | None = None,
-    info: Info | None = None,
+    signals: Sequence[Signals], learning: Learning, chosen: Container[str] | None = None, notes: Notes | None = None
 ) -> Tensor | None:
     """Regression loss of the ``chosen`` Q-nodes' critics (``None``: of all); ``None`` if none learns.
 
     There is one of ``signals`` for all particles, or one for each in steered programs. Nothing is built or written:
-    new running statistics are added to ``writes``, and diagnostics of sites to ``info``.
+    new running statistics and diagnostics of sites are added to ``notes``.
     """
-    pairs = [(one, values_and_targets(one, learning)) for one in signals]
-    return _regress(pairs, bank, learning, [] if writes is None else writes, {} if info is None else info, chosen)
-
-
-def _regress(
-    rollouts: Sequence[tuple[Signals, Pairs]],
-    bank: CriticBank,
-    learning: Learning,
-    writes: list[Write],
-    info: Info,
-    chosen: Container[str] | None,
-) -> Tensor | None:
-    """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
+    notes = notes or Notes()
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
-    for one, pairs in rollouts:
-        for g, (value, target) in pairs.items():
+    for one in signals:
+        for g, (value, target) in values_and_targets(one, learning).items():
             critic, group = one.critics[g], one.critics[g].group
-            writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
+            notes.writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
             weight = learning.level_weight if critic.batch.cls.spec.has_params else 1.0
             # Particles of their own may have different Q-nodes.
-            alone = len(rollouts) > 1
+            alone = len(signals) > 1
             for at in [slice(i, i + 1) for i in range(len(group.nodes))] if alone else [slice(None)]:
-                nodes, selection = group.nodes[at], bank.select(group.kind, group.keys[at], None)
+                nodes, selection = group.nodes[at], one.bank.select(group.kind, group.keys[at], None)
                 assert selection is not None
                 rows = CriticRows(tuple(node.site for node in nodes), selection, critic.unit[at])
                 key = (tuple(node.name for node in nodes), group.kind, value.shape[2:], weight)
@@ -70,16 +50,15 @@ def _regress(
         learns = [chosen is None or name in chosen for name in names]
         if not any(learns):
             continue
-        start = time.perf_counter()
-        rows = replace(parts[0][0], unit=torch.cat([part[0].unit for part in parts], 1))
-        value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
+        all_rows, values, targets = zip(*parts, strict=True)
+        rows = replace(all_rows[0], unit=torch.cat([each.unit for each in all_rows], 1))
+        value, target = torch.cat(values, 1), torch.cat(targets, 1)
         mask = None if all(learns) else value.new_tensor(learns)
-        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
+        loss, writes, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
         losses.append(loss)
-        writes += wrote
+        notes.writes += writes
         for i, site in enumerate(rows.sites):
-            info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
-        add_time(info, rows.sites, start)
+            notes.show(site, **{name: values[i] for name, values in diagnostics.items()})
     return total(losses) if losses else None
 
 
@@ -136,13 +115,9 @@ def regression(
     # The first step only sets the statistics, because the level is still unknown.
     seen = (count > 0).to(loss.dtype)
     seen = seen if chosen is None else seen * chosen
-    writes = [
-        *selection.write("mean", new_mean),
-        *selection.write("spread_level", level),
-        *selection.write("spread_advantage", step),
-        *selection.write("rows", selection.read("rows") * 0.0 + number),
-        *selection.write("count", selection.read("count") + 1),
-    ]
+    new = {"mean": new_mean, "spread_level": level, "spread_advantage": step}
+    new |= {"rows": selection.read("rows") * 0.0 + number, "count": selection.read("count") + 1}
+    writes = [write for name, found in new.items() for write in selection.write(name, found)]
     with torch.no_grad():
         variance = site_mean(_centre(scaled).square())
         # A single particle and row has no variance.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import update_mean
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
+
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
 
 # The need of estimators that take the gradient of a critic with respect to the sampled value.
 NEEDS_LEAF = "q_slope"
@@ -50,25 +54,18 @@ class CriticBatch(NamedTuple):
     selection: Selection  # Their rows in the bank
     unit: Tensor  # Scale of the sites (subsampling); targets are divided by it
     says: Values
-    writes: tuple[Write, ...]  # New running moments of the context features
+    writes: list[Write]  # New running moments of the context features
     leaf: Tensor | None  # The sampled values `(Q, N, D)` that `value` has a gradient to, if an estimator asks for it
 
 
-def evaluate_critics(
-    group: QGroup,
-    batches: Sequence[SiteBatch],
-    bank: CriticBank,
-    build: bool,
-    slow: bool = False,
-    is_steered: bool = False,
-) -> CriticBatch | None:
+def evaluate_critics(signals: Signals, group: QGroup, build: bool = False, slow: bool = False) -> CriticBatch | None:
     """Evaluates the critics of a group, or their ``slow`` copies; ``None`` if some are missing and not built.
 
     In a steered program those are left out that are missing.
     """
-    batch = batches[group.c]
-    selection = bank.select(group.kind, group.keys, _builder(group, bank, batch.like) if build else None)
-    if selection is None and is_steered:
+    batches, batch, bank = signals.batches, signals.batches[group.c], signals.bank
+    selection = bank.select(group.kind, group.keys, partial(_built, group, bank, batch.like) if build else None)
+    if selection is None and signals.layout.is_steered:
         # A site must not notice which other sites are missing, because that follows from sampled values.
         group = group.take([i for i, key in enumerate(group.keys) if bank.select(group.kind, (key,), None) is not None])
         selection = bank.select(group.kind, group.keys, None) if group.nodes else None
@@ -77,7 +74,7 @@ def evaluate_critics(
     context, writes = standardised(context_of(group, batches), selection)
     cells = cells_of(group, batches) if group.shape.cells else None
     is_joint = isinstance(group.critic, JointCritic)
-    site, leaf, moved = site_value(group, batch, selection) if is_joint else (None, None, ())
+    site, leaf, moved = site_value(group, batch, selection) if is_joint else (None, None, [])
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
     expected = (len(group.nodes), context.shape[1], group.shape.outputs)
     if not is_joint and output.shape != expected:
@@ -87,17 +84,14 @@ def evaluate_critics(
         )
     unit = group.pick(batch.scale)
     says = _in_nats(group, batch, selection, output, unit)
-    return CriticBatch(group, batch, selection, unit, says, (*writes, *moved), leaf)
+    return CriticBatch(group, batch, selection, unit, says, [*writes, *moved], leaf)
 
 
 def _in_nats(group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor, unit: Tensor) -> Values:
     """The values from outputs in units of running statistics."""
-    spec, lead, names = (
-        batch.cls.spec,
-        (-1, *(1,) * len(batch.batch_shape)),
-        ("mean", "spread_level", "spread_advantage"),
-    )
-    mean, spread, step = (selection.read(name, batch.like.dtype).reshape(lead) for name in names)
+    spec, lead = batch.cls.spec, (-1, *(1,) * len(batch.batch_shape))
+    read = (selection.read(name, batch.like.dtype) for name in ("mean", "spread_level", "spread_advantage"))
+    mean, spread, step = (part.reshape(lead) for part in read)
     output = output.reshape(-1, *batch.batch_shape, output.shape[-1])
     level, step = unit * (mean + spread * output[..., 0]), unit * step
     if isinstance(group.critic, JointCritic):
@@ -116,22 +110,20 @@ def _in_nats(group: QGroup, batch: SiteBatch, selection: Selection, output: Tens
     return Values(level, table, value, mean, (sampled.detach() - expected).sum(-1))
 
 
-def _builder(group: QGroup, bank: CriticBank, like: Tensor) -> Callable[[tuple[str, ...]], Block]:
-    def make(keys: tuple[str, ...]) -> Block:
-        n, shape, critic = len(keys), group.shape, group.critic
-        try:
-            module = critic.build(replace(shape, sites=n), bank.generator(group.kind, keys))
-        except OptionError as error:
-            raise OptionError(f"Sites {list(keys)}: {error}") from error
-        buffers = {"mean": torch.zeros(n), "spread_level": torch.ones(n), "spread_advantage": torch.ones(n)}
-        moments = {"context": shape.features, "value": shape.components if reads_value(critic) else 0}
-        for name, size in moments.items():
-            if size:
-                buffers |= {f"{name}_mean": torch.zeros(n, size), f"{name}_square": torch.ones(n, size)}
-        buffers |= {"rows": torch.ones(n), "count": torch.zeros(n)}
-        return Block(group.kind, keys, module, buffers).to(like.device, like.dtype)
-
-    return make
+def _built(group: QGroup, bank: CriticBank, like: Tensor, keys: tuple[str, ...]) -> Block:
+    """New critics of some Q-nodes."""
+    n, shape, critic = len(keys), group.shape, group.critic
+    try:
+        module = critic.build(replace(shape, sites=n), bank.generator(group.kind, keys))
+    except OptionError as error:
+        raise OptionError(f"Sites {list(keys)}: {error}") from error
+    buffers = {"mean": torch.zeros(n), "spread_level": torch.ones(n), "spread_advantage": torch.ones(n)}
+    moments = {"context": shape.features, "value": shape.components if reads_value(critic) else 0}
+    for name, size in moments.items():
+        if size:
+            buffers |= {f"{name}_mean": torch.zeros(n, size), f"{name}_square": torch.ones(n, size)}
+    buffers |= {"rows": torch.ones(n), "count": torch.zeros(n)}
+    return Block(group.kind, keys, module, buffers).to(like.device, like.dtype)
 
 
 def _forward(
@@ -153,31 +145,25 @@ def _forward(
     return output.to(dtype)
 
 
-def standardised(context: Tensor, selection: Selection) -> tuple[Tensor, tuple[Write, ...]]:
+def standardised(context: Tensor, selection: Selection) -> tuple[Tensor, list[Write]]:
     """Context features in units of their spread in earlier steps, and the moments' writes."""
     if not context.shape[-1]:
-        return context, ()
+        return context, []
     mean, variance, writes = _moments("context", context, selection, CONTEXT_DECAY)
     # A feature that hardly varied so far is held down, not blown up, when it moves.
     return ((context - mean) / variance.clamp(min=1e-4).sqrt()).clamp(-6.0, 6.0), writes
 
 
-def _moments(
-    name: str, features: Tensor, selection: Selection, decay: float
-) -> tuple[Tensor, Tensor, tuple[Write, ...]]:
+def _moments(name: str, features: Tensor, selection: Selection, decay: float) -> tuple[Tensor, Tensor, list[Write]]:
     """Running mean and variance ``(Q, 1, F)`` of features ``(Q, N, F)`` in earlier steps, and their writes."""
     names = (f"{name}_mean", f"{name}_square", "count")
     mean, square, count = (selection.read(each, features.dtype) for each in names)
-    writes = (
-        *selection.write(names[0], update_mean(mean, features.mean(1), count, decay)),
-        *selection.write(names[1], update_mean(square, features.square().mean(1), count, decay)),
-    )
-    return mean.unsqueeze(1), (square - mean.square()).unsqueeze(1), writes
+    moved = selection.write(names[0], update_mean(mean, features.mean(1), count, decay))
+    moved += selection.write(names[1], update_mean(square, features.square().mean(1), count, decay))
+    return mean.unsqueeze(1), (square - mean.square()).unsqueeze(1), moved
 
 
-def site_value(
-    group: QGroup, batch: SiteBatch, selection: Selection
-) -> tuple[SiteValue, Tensor | None, tuple[Write, ...]]:
+def site_value(group: QGroup, batch: SiteBatch, selection: Selection) -> tuple[SiteValue, Tensor | None, list[Write]]:
     """What critics that read a value as a whole are told of it, rows flattened.
 
     Args:
@@ -195,14 +181,14 @@ def site_value(
 
     moments, is_read, is_asked = batch.moments, reads_value(spec.critic), NEEDS_LEAF in spec.estimator.needs
     if not is_read and not is_asked:
-        return SiteValue(powers=flat(moments.powers)), None, ()
+        return SiteValue(powers=flat(moments.powers)), None, []
     mean, spread = flat(moments.mean), flat(moments.spread)
     leaf = flat(batch.value.reshape(*batch.value.shape[:lead], -1)).to(mean.dtype).detach()
     leaf = leaf.requires_grad_() if is_asked else leaf
     unit, is_random = (leaf - mean) / spread, flat((moments.powers != 0).any(-1))
     powers = torch.stack((unit, unit.square() - 1.0), -1) * is_random.unsqueeze(-1)
     if not is_read:
-        return SiteValue(powers=powers), leaf, ()
+        return SiteValue(powers=powers), leaf, []
     centre, variance, writes = _moments("value", leaf.detach(), selection, VALUE_DECAY)
     # One row in the first steps has no spread yet; its distribution has.
     scale = torch.maximum(variance, spread.square().mean(1, keepdim=True)).sqrt()
@@ -218,15 +204,14 @@ def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
         # Plates that the target is outside of are averaged over.
         dims = [plate.dim - 1 for plate in source.plates if plate not in batch.plates]
         values = source.encoded.mean(dims, keepdim=True) if dims else source.encoded
-        padded, window = torch.cat((values, torch.zeros_like(values[:1]))), group.window(k, values.device)
-        parts += [padded[window[:, w]] for w in range(window.shape[1])]
+        parts += group.window(k, values)
         if plan.rest is not None:
             rest = group.rest(k, values)
             parts.append(values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values)
     if spec.share is not None:
-        index = group.constant("index", lambda: [index_features(n.site) for n in group.nodes], like.device, like.dtype)
+        index = group.made("index", like, lambda: like.new_tensor([index_features(n.site) for n in group.nodes]))
         parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1))
-    if spec.has_params and (spec.components is not None or spec.has_moments):
+    if spec.has_params and spec.shows_value:
         parts.append(group.pick(batch.parameters))
     if spec.context:
         parts.append(group.pick(batch.context).to(like.dtype))
@@ -254,11 +239,9 @@ def cells_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
                 f"TabularCritic of {list(batch.cls.names)}: its scope has sites in plates that it lacks; "
                 "write critic=MLPCritic() instead."
             )
-        padded = torch.cat((source.index, torch.zeros_like(source.index[:1])))
-        window = group.window(k, cell.device)
-        for w in range(window.shape[1]):
-            for d in range(source.components.size):
-                cell = cell * source.components.cardinality + padded[window[:, w]][..., d]
+        for shown in group.window(k, source.index):
+            for component in shown.unbind(-1):
+                cell = cell * source.components.cardinality + component
     return cell.reshape(queries, -1)
 
 
@@ -276,24 +259,18 @@ def _reads(layout: Layout, node: QNode) -> str:
     critic = spec.critic
     if critic is None:
         return "no critic"
-    parts = []
-    if spec.components is not None:
-        parts.append(f"{node.site}'s value")
-    elif reads_value(critic):
-        parts.append(f"{node.site}'s value as it is")
-    elif spec.has_moments:
-        parts.append(f"{node.site}'s value by its first two powers")
     seen, summed = layout.members(node)
-    if seen and not summed:
-        parts.append(f"all {len(seen)} others" if len(seen) > 4 else ", ".join(seen))
-    elif seen:
-        parts.append(f"{', '.join(seen)}, the sum of {summed} more")
+    how = " as it is" if reads_value(critic) else " by its first two powers" if spec.components is None else ""
+    others = f"all {len(seen)} others" if len(seen) > 4 and not summed else ", ".join(seen)
+    parts = [
+        f"{node.site}'s value{how}" if spec.shows_value else "",
+        f"{others}, the sum of {summed} more" if summed else others,
+    ]
     if isinstance(critic, TabularCritic):
-        return f"table of {'; '.join(parts) or 'one number'}"
-    if spec.has_params and (spec.components is not None or spec.has_moments):
-        parts.append(f"{node.site}'s distribution")
-    if spec.context:
-        parts.append(f"{spec.context} feature{'s' if spec.context > 1 else ''} of context")
-    if spec.share is not None:
-        parts.append("the number in its name")
-    return "; ".join(parts) or "nothing: it is one number"
+        return f"table of {'; '.join(filter(None, parts)) or 'one number'}"
+    parts += [
+        f"{node.site}'s distribution" if spec.has_params and spec.shows_value else "",
+        f"{spec.context} feature{'s' if spec.context > 1 else ''} of context" if spec.context else "",
+        "" if spec.share is None else "the number in its name",
+    ]
+    return "; ".join(filter(None, parts)) or "nothing: it is one number"

@@ -20,44 +20,28 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
-from pyro_bpq.step.estimate import estimate, may_learn
-from pyro_bpq.step.values import Info, Learning, Step, total
+from pyro_bpq.step.surrogate import estimate, may_learn
+from pyro_bpq.step.values import Learning, Notes, Step, total
 
 
 @dataclass(frozen=True, eq=False)
-class RunInOrder:
-    """What a run tells in program order.
-
-    Args:
-        estimators: Estimators of the sites that have a score, by name, in the order of draws.
-        scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
-        loss: The loss of the run, a scalar in nats, detached.
-        differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
-        traces: Pyro's traces of model and guide.
-    """
+class RunInOrder(PlainRun):
+    """A run in program order, and the estimators of its sites that have a score, by name, in the order of draws."""
 
     estimators: Mapping[str, Estimator]
-    scores: Tensor
-    loss: Tensor
-    differentiable: Tensor
-    traces: tuple[Any, Any]
 
 
-def in_order(traced: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
+def in_order(run: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
     """Reads a run in program order, with the estimators of its sites that have a score."""
-    if isinstance(traced, PlainRun):
-        return RunInOrder(estimators, traced.scores, traced.loss, traced.differentiable, traced.traces)
-    run, scores = traced.run, []
-    for name in estimators:
-        score = run.sites[name].score
-        assert score is not None
-        scores.append(score.sum() if score.dim() else score)
-    stacked = torch.stack(scores) if scores else torch.zeros(0)
-    return RunInOrder(estimators, stacked, run.loss.detach(), run.differentiable, traced.traces)
+    if isinstance(run, TracedRun):
+        own = [run.run.sites[name].score for name in estimators]
+        scores = [score.sum() if score.dim() else score for score in own if score is not None]
+        stacked = torch.stack(scores) if scores else torch.zeros(0)
+        run = PlainRun({}, stacked, run.run.loss.detach(), run.run.differentiable, run.traces)
+    return RunInOrder(**vars(run), estimators=estimators)
 
 
 def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
@@ -128,15 +112,13 @@ def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learn
         The step.
     """
     names, loss = tuple(run.estimators), run.loss
-    build = is_learning and may_learn(loss, learning)
+    learns, notes = is_learning and may_learn(loss, learning), Notes()
     baselines = torch.tensor(recent.baselines(names), dtype=loss.dtype, device=loss.device)
     term = (loss - baselines) * run.scores
-    info: Info = {}
-    if build:
-        told, cost = zip(run.estimators.items(), baselines.unbind(), strict=True), loss.expand(1)
-        info = {name: {"estimator": own, "baseline": b, "cost_to_go": cost} for (name, own), b in told}
-    seen = (names, loss.item()) if build else None
-    return Step(loss, term.sum(), None, [], info, ((names, term),), build, run.differentiable, seen=seen)
+    for (name, own), baseline in zip(run.estimators.items(), baselines.unbind(), strict=True) if learns else ():
+        notes.show(name, estimator=own, baseline=baseline, cost_to_go=loss.expand(1))
+    seen = (names, loss.item()) if learns else None
+    return Step(loss, term.sum(), None, [], notes.info, learns, run.differentiable, seen)
 
 
 def order_step(
@@ -154,16 +136,13 @@ def order_step(
     Returns:
         The step.
     """
-    build = is_learning and may_learn(loss, learning)
-    writes: list[Write] = []
-    info: Info = {}
-    terms = []
+    learns, notes, terms = is_learning and may_learn(loss, learning), Notes(), []
     for estimator, names, score, cost in _groups(runs):
         context = SiteContext(names, score, cost, score.shape[1])
-        info |= {name: {"estimator": estimator} for name in names if build}
-        terms.append((names, estimate(estimator, context, bank, learning.num_steps, build, writes, info)))
-    surrogate, paths = total([term.sum() for _, term in terms]), total([run.differentiable for run in runs])
-    return Step(loss, surrogate, None, writes, info, tuple(terms), build, paths)
+        notes.info |= {name: {"estimator": estimator} for name in names if learns}
+        terms.append(estimate(estimator, context, bank, learning.num_steps, notes if learns else None).sum())
+    paths = total([run.differentiable for run in runs])
+    return Step(loss, total(terms), None, notes.writes, notes.info, learns, paths)
 
 
 def _groups(runs: Sequence[RunInOrder]) -> Iterator[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import QGroup
-from pyro_bpq.batching.layout import Layout
+from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type
 from pyro_bpq.step.critic_step import CriticBatch
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.values import Learning, total
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return, network_rules, solve_rules
 
 if TYPE_CHECKING:
@@ -23,48 +22,41 @@ if TYPE_CHECKING:
 MOST_SOLVED = 2048
 
 
-class Prediction(NamedTuple):
-    """What critics say of a group of Q-nodes, ``(Q, M, plates)`` in nats, detached."""
-
-    group: QGroup
-    value: Tensor  # `q_X(x)`
-    # `E_X[q_X]`, plus what takes the (discounted) exact immediate costs to their expectation
-    ahead: Tensor
+# What critics say of each group of Q-nodes, `(Q, M, plates)` in nats, detached: `q_X(x)`, and `E_X[q_X]` plus what
+# takes the (discounted) exact immediate costs to their expectation.
+Told = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
     """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
     found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
-    targets = lambda_returns(signals.layout, signals.costs, found, learning.lam, learning.gamma)
-    values = {g: critic.says.value for g, critic in signals.critics.items()}
-    return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+    targets = lambda_returns(signals, found, learning.lam, learning.gamma)
+    return {g: (c.says.value, targets[g].expand_as(c.says.value)) for g, c in signals.critics.items()}
 
 
-def bootstraps(signals: Signals, gamma: float) -> dict[int, Tensor]:
-    """Lambda-return minus cost-to-go by class, for estimators with a ``return_weight``."""
-    estimators, key = [cls.spec.estimator for cls in signals.layout.classes], ("bootstraps", gamma)
-    wanted = {c: lam for c in signals.active if (lam := estimators[c].return_weight) is not None}
-    if not wanted or not signals.critics:
-        return {}
-    if key not in signals.shared:
-        layout, costs, shifts = signals.layout, signals.costs, dict[int, Tensor]()
-        found = predictions(signals, signals.critics, gamma)
-        none = {g: Prediction(own.group, *(torch.zeros_like(own.value),) * 2) for g, own in found.items()}
-        plain = lambda_returns(layout, costs, none, 1.0, 1.0)
-        for lam in sorted(set(wanted.values())):
-            targets = lambda_returns(layout, costs, found, lam, gamma)
-            for g, (group, *_) in found.items():
-                if wanted.get(group.c) == lam:
-                    # The cost-to-go, times gamma, contains the costs that are not immediate, too.
-                    shift = group.sum_to_sites(targets[g] - (plain[g] if gamma == 1.0 else gamma * plain[g]))
-                    shifts[group.c] = shifts[group.c] + shift if group.c in shifts else shift
-        signals.shared[key] = shifts
-    return signals.shared[key]
+def bootstrap(signals: Signals, c: int, gamma: float) -> Tensor | None:
+    """Lambda-return minus cost-to-go of a class, for an estimator with a ``return_weight``; else ``None``."""
+    lam = signals.layout.classes[c].spec.estimator.return_weight
+    if lam is None:
+        return None
+
+    def returns() -> dict[int, Tensor]:
+        return lambda_returns(signals, predictions(signals, signals.critics, gamma), lam, gamma)
+
+    def plain() -> dict[int, Tensor]:
+        zeros = {g: torch.zeros_like(critic.says.value) for g, critic in signals.critics.items()}
+        return lambda_returns(signals, {g: (zero, zero) for g, zero in zeros.items()}, 1.0, 1.0)
+
+    mixed, summed = signals.once(("returns", lam, gamma), returns), signals.once("plain returns", plain)
+    groups = [(g, critic.group) for g, critic in signals.critics.items() if critic.group.c == c]
+    # The cost-to-go, times gamma, contains the costs that are not immediate, too.
+    shifts = [group.sum_to_sites(mixed[g] - gamma * summed[g]) for g, group in groups]
+    return total(shifts) if shifts else None
 
 
-def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> dict[int, Prediction]:
+def predictions(signals: Signals, critics: Mapping[int, CriticBatch], gamma: float) -> Told:
     """What critics say, by group."""
-    return {g: Prediction(c.group, c.says.value.detach(), _ahead(signals, c, gamma)) for g, c in critics.items()}
+    return {g: (critic.says.value.detach(), _ahead(signals, critic, gamma)) for g, critic in critics.items()}
 
 
 def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
@@ -74,73 +66,62 @@ def _ahead(signals: Signals, critic: CriticBatch, gamma: float) -> Tensor:
     if exact is None:
         return mean
 
-    def is_whole() -> list[bool]:
-        return [set(node.immediate) >= set(tabled[node.site]) for node in group.nodes]
+    def is_whole() -> Tensor:
+        return mean.new_tensor([set(node.immediate) >= set(tabled[node.site]) for node in group.nodes])
 
-    whole = group.constant("whole", is_whole, mean.device, mean.dtype)
+    whole = group.made("whole", mean, is_whole)
     centred = group.pick(critic.batch.centred(exact if gamma == 1.0 else gamma * exact))
     return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
 
 
-def lambda_returns(
-    layout: Layout, costs: Sequence[Tensor], found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
-) -> dict[int, Tensor]:
+def lambda_returns(signals: Signals, told: Told, lam: float | Tensor, gamma: float) -> dict[int, Tensor]:
     """Targets of all learned Q-nodes, ``(Q, M, plates)`` in nats, by group.
 
     They come from one triangular solve if all nodes and costs share their plates, else from a backward pass.
     """
-    if not found:
+    layout, network = signals.layout, signals.layout.network
+    if not told or network is None:
         return {}
-    assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
-    check_discount(layout.network, gamma)
-    is_like = len(plates) == 1 and 2 < len(layout.network.nodes) <= MOST_SOLVED
-    if is_like and (gamma == 1.0 or not layout.network.skips_levels):
-        return _solved(layout, costs[0], found, lam, gamma)
-    q, roots, expected = by_name(layout, costs, found, gamma)
-    returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
+    check_discount(network, gamma)
+    is_like = len(plates) == 1 and 2 < len(network.nodes) <= MOST_SOLVED
+    if is_like and (gamma == 1.0 or not network.skips_levels):
+        return _solved(signals, network, told, lam, gamma)
+    q, expected = by_name(signals, network, told, gamma)
+    returns = lambda_return(network, q, signals.costs_by_name, lam, gamma, expected)
     return {
-        g: torch.stack([returns[node.name].expand(own.value.shape[1:]) for node in own.group.nodes])
-        for g, own in found.items()
+        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in signals.critics[g].group.nodes])
+        for g, (value, _) in told.items()
     }
 
 
 def _solved(
-    layout: Layout, costs: Tensor, found: Mapping[int, Prediction], lam: float | Tensor, gamma: float
+    signals: Signals, network: BackpropQNetwork, told: Told, lam: float | Tensor, gamma: float
 ) -> dict[int, Tensor]:
     """The lambda-returns by one triangular solve."""
-    network, order = layout.network, layout.rule_order
-    assert network is not None
     # Costs are in single precision at least, as a solve needs.
-    costs = costs.to(common_type(costs, *(part for own in found.values() for part in own[1:])))
-    size = (len(order), *costs.shape[1:])
+    (costs,) = signals.costs
+    costs = costs.to(common_type(costs, *(part for pair in told.values() for part in pair)))
+    rules = signals.layout.made("rules", costs, lambda: network_rules(network, costs))
+    places = {g: signals.critics[g].group.places(rules.order, costs) for g in told}
+    size = (len(rules.order), *costs.shape[1:])
     learned, mean, weight = costs.new_zeros(size), costs.new_zeros(size), costs.new_ones(size[0])
-    places = {}
-    for g, (group, value, ahead) in found.items():
-        places[g] = rows = group.places(layout.rule_order, costs.device)
-        learned[rows], mean[rows] = value.to(costs), ahead.to(costs)
-        weight = weight.index_fill(0, rows, lam)
-    rules = layout.made("rules", lambda: network_rules(network, order, costs), costs.device, costs.dtype)
+    for g, (value, ahead) in told.items():
+        learned[places[g]], mean[places[g]] = value.to(costs), ahead.to(costs)
+        weight = weight.index_fill(0, places[g], lam)
     returns = solve_rules(rules, costs, mean, learned, weight, gamma)
     return {g: returns[rows] for g, rows in places.items()}
 
 
 def by_name(
-    layout: Layout, costs: Sequence[Tensor], found: Mapping[int, Prediction], gamma: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Q-values, costs, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
-    graph, roots = layout.graph, costs_by_name(layout, costs)
-    q, expected = {}, {}
-    for group, values, means in found.values():
-        for node, own, mean in zip(group.nodes, values.unbind(0), means.unbind(0), strict=True):
-            plates, q[node.name] = graph.node(node.site).plates, own
+    signals: Signals, network: BackpropQNetwork, told: Told, gamma: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Q-values, and expected Q-values plus immediate costs, by name, ``(M, plates)``."""
+    costs, plates, q, expected = signals.costs_by_name, network.plates, dict[str, Tensor](), dict[str, Tensor]()
+    for g, pair in told.items():
+        for node, value, ahead in zip(signals.critics[g].group.nodes, *pair, strict=True):
+            q[node.name] = value
             for cost in node.immediate:
-                mean = mean + gamma * sum_to_plates(roots[cost], graph.cost(cost).plates, plates)
-            expected[node.name] = mean
-    return q, roots, expected
-
-
-def costs_by_name(layout: Layout, costs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The costs ``(M, plates)`` by name, from the stacked costs of each class."""
-    pairs = zip(layout.cost_classes, costs, strict=True)
-    return {name: cost for cls, stacked in pairs for name, cost in zip(cls.names, stacked.unbind(0), strict=True)}
+                ahead = ahead + gamma * sum_to_plates(costs[cost], plates[cost], plates[node.name])
+            expected[node.name] = ahead
+    return q, expected

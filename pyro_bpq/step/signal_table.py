@@ -68,8 +68,7 @@ def q_slope(signals: Signals, c: int) -> Tensor:
 
 def _per_site(signals: Signals, c: int, pick: Callable[[CriticBatch], Tensor | None], *event: int) -> Tensor:
     """Sums what is picked of critics over the Q-nodes of each site of a class."""
-    batch = signals.batches[c]
-    total = batch.score.detach().new_zeros(len(batch.cls.names), *batch.batch_shape, *event)
+    total = signals.batches[c].score.detach().new_zeros(*signals.shape(c), *event)
     for critic in signals.critics.values():
         part = pick(critic) if critic.group.c == c else None
         total = total if part is None else total + critic.group.sum_to_sites(part)
@@ -81,19 +80,18 @@ def crossed(signals: Signals, c: int) -> Tensor | None:
 
     The change is averaged over the other particles. ``None`` if no change is known.
     """
-    layout, rollout, batch = signals.layout, signals.rollout, signals.batches[c]
+    layout, rollout = signals.layout, signals.rollout
     if rollout.num_particles == 1:
         return None
-    if "crossed" not in signals.shared:
-        signals.shared["crossed"] = [group.changes(rollout, signals.costs) for group in layout.crossed_costs]
-    found = layout.crossed.sums(c, signals.shared["crossed"])
-    return None if found is None else found.expand(len(layout.classes[c].names), *batch.batch_shape)
+    groups = layout.crossed_costs
+    changes = signals.once("crossed", lambda: [group.changes(rollout, signals.costs) for group in groups])
+    return layout.crossed.sums(c, changes, signals.shape(c))
 
 
 def parent_advantage(signals: Signals, c: int) -> Tensor | None:
     """The advantage over what the parents' critics predicted, ``(G, M, plates)`` in nats; ``None`` without critics."""
-    layout, batch = signals.layout, signals.batches[c]
-    estimator, names = layout.classes[c].spec.estimator, layout.classes[c].names
+    layout, names = signals.layout, signals.layout.classes[c].names
+    estimator = layout.classes[c].spec.estimator
     assert isinstance(estimator, ParentAdvantage)
     if layout.is_steered:
         # Which sites come after a site, and so which count as siblings, follows from its value.
@@ -105,13 +103,11 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
         return None
     key = f"advantage {estimator.lam}"
     if key not in signals.shared:
-        told = predictions(signals, signals.critics, 1.0)
-        q, costs, expected = by_name(layout, signals.costs, told, 1.0)
+        q, expected = by_name(signals, layout.network, predictions(signals, signals.critics, 1.0), 1.0)
         # All classes share one backward pass.
-        signals.shared[key] = advantages(layout.network, q, costs, estimator.lam, 1.0, expected)
-    found = signals.shared[key]
-    shape, zero = batch.batch_shape, signals.costs[0].new_zeros(())
-    return torch.stack([found.get(name, zero).expand(shape) for name in names])
+        signals.shared[key] = advantages(layout.network, q, signals.costs_by_name, estimator.lam, 1.0, expected)
+    found, zero = signals.shared[key], signals.costs[0].new_zeros(())
+    return torch.stack([found.get(name, zero).expand(signals.shape(c)[1:]) for name in names])
 
 
 SIGNALS: Mapping[str, Callable[[Signals, int], Any]] = MappingProxyType(

@@ -9,24 +9,25 @@ sites, ``I_Y(y) - E_Y[I_Y]`` of known costs and ``Q_Y(y) - E_Y[Q_Y]`` of critics
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import Known, QGroup
 from pyro_bpq.batching.layout import TABLES, Layout
-from pyro_bpq.batching.matrix import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
-from pyro_bpq.step.returns import bootstraps
+from pyro_bpq.step.returns import bootstrap
+
+T = TypeVar("T")
 
 
 class Learned(NamedTuple):
@@ -37,6 +38,7 @@ class Learned(NamedTuple):
     own: Tensor | None  # Residual of mean zero of a joint critic, `(G, M, plates)`, or `None`
 
 
+@dataclass(eq=False, repr=False)
 class Signals:
     """The tensors of one rollout that sites ask for, by position of the class of sites or of the group of Q-nodes.
 
@@ -53,39 +55,34 @@ class Signals:
             ``(M, plates)``.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rollout: Rollout,
-        tables: Mapping[str, Tensor],
-        bank: CriticBank,
-        build: bool,
-        rerun: Any = None,
-        by_value: bool = True,
-        shifts: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
-        self.rerun, self.shifts, self.by_value = rerun, shifts, by_value
-        # Tensors that are computed once for all classes, by name.
-        self.shared: dict[Any, Any] = {}
-        self.batches = [
-            SiteBatch(cls, rollout, by_value or "table" in cls.spec.estimator.needs) for cls in layout.classes
-        ]
-        self.costs = stack_costs(layout, rollout)
-        self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
-        self.critics = self._evaluated(dict(enumerate(layout.groups)), build)
+    layout: Layout
+    rollout: Rollout
+    tables: Mapping[str, Tensor]
+    bank: CriticBank
+    build: InitVar[bool]
+    rerun: Any = None
+    by_value: bool = True
+    shifts: Mapping[str, Tensor] = field(default_factory=dict)
+    # Tensors that are computed once for all classes, by name.
+    shared: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, build: bool) -> None:
+        classes, rollout, by_value = self.layout.classes, self.rollout, self.by_value
+        self.batches = [SiteBatch(cls, rollout, by_value or "table" in cls.spec.estimator.needs) for cls in classes]
+        self.costs = self.layout.stack_costs(rollout)
+        self.active = [c for c, cls in enumerate(classes) if not cls.spec.estimator.is_pathwise]
+        self.critics = self._evaluated(dict(enumerate(self.layout.groups)), build)
 
     def __repr__(self) -> str:
         return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
 
     def again(self) -> Signals:
         """The same with the critics as they are now; nothing is built."""
-        return Signals(self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.by_value, self.shifts)
+        return replace(self, build=False)
 
     def _evaluated(self, groups: Mapping[int, QGroup], build: bool, slow: bool = False) -> dict[int, CriticBatch]:
         """Critics by group, without those that are missing."""
-        is_steered = self.layout.is_steered
-        found = {g: evaluate_critics(q, self.batches, self.bank, build, slow, is_steered) for g, q in groups.items()}
+        found = {g: evaluate_critics(self, group, build, slow) for g, group in groups.items()}
         return {g: critic for g, critic in found.items() if critic is not None}
 
     @cached_property
@@ -99,13 +96,29 @@ class Signals:
         """The critics' outputs by class."""
         found: dict[int, Learned] = {}
         for critic in self.critics.values():
-            says, is_joint = critic.says, critic.batch.cls.spec.has_moments
+            c, says, is_joint = critic.group.c, critic.says, critic.batch.cls.spec.has_moments
             parts = (says.level, says.table, says.residual if is_joint else None)
             own = [None if part is None else critic.group.sum_to_sites(part.detach()) for part in parts]
-            if (old := found.get(critic.group.c)) is not None:
-                own = [None if a is None or b is None else a + b for a, b in zip(old, own, strict=True)]
-            found[critic.group.c] = Learned(*own)  # type: ignore[arg-type]
+            if c in found:
+                own = [None if a is None or b is None else a + b for a, b in zip(found[c], own, strict=True)]
+            found[c] = Learned(*own)  # type: ignore[arg-type]
         return found
+
+    @cached_property
+    def costs_by_name(self) -> dict[str, Tensor]:
+        """The costs ``(M, plates)`` by name."""
+        pairs = zip(self.layout.cost_classes, self.costs, strict=True)
+        return {name: cost for cls, stacked in pairs for name, cost in zip(cls.names, stacked.unbind(0), strict=True)}
+
+    def once(self, name: Any, make: Callable[[], T]) -> T:
+        """What a function makes, once for all classes."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
+    def shape(self, c: int) -> tuple[int, ...]:
+        """The shape ``(G, M, plates)`` of a class."""
+        return len(self.layout.classes[c].names), *self.batches[c].batch_shape
 
     def exact(self, c: int) -> Tensor | None:
         """Immediate costs at every value of every component, up to a constant per component; ``None`` if unknown."""
@@ -117,8 +130,8 @@ class Signals:
         """The immediate costs of some kinds at every value, ``(G, M, plates, D, K)``."""
         if (c, kinds) not in self.shared:
             cls, batch = self.layout.classes[c], self.batches[c]
-            parts = [batch.own_q] if Known.LOG_Q in kinds else []
-            parts += [batch.own_p] if Known.LOG_P in kinds else []
+            parts = [batch.own_q()] if Known.LOG_Q in kinds else []
+            parts += [batch.own_p()] if Known.LOG_P in kinds else []
             if Known.MODEL in kinds:
                 parts.append(torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names]))
             self.shared[c, kinds] = sum(parts[1:], parts[0]).masked_fill(batch.probs == 0, 0.0)
@@ -139,8 +152,7 @@ class Signals:
         found, whole = critic.says.residual, self.layout.groups[g]
         if found is None or critic.group is whole:
             return found
-        names = {node.name: i for i, node in enumerate(whole.nodes)}
-        places = torch.tensor([names[node.name] for node in critic.group.nodes], device=found.device)
+        places = torch.tensor([whole.nodes.index(node) for node in critic.group.nodes], device=found.device)
         return found.new_zeros(len(whole.nodes), *found.shape[1:]).index_copy(0, places, found)
 
     def context(self, c: int, gamma: float = 1.0) -> SiteContext:
@@ -150,64 +162,67 @@ class Signals:
             c: Position of the class.
             gamma: Discount per level, for estimators that replace costs by Q-functions.
         """
-        cls, batch = self.layout.classes[c], self.batches[c]
-        estimator, shape = cls.spec.estimator, (len(cls.names), *batch.batch_shape)
-        is_apart = not (self.layout.is_steered or any(map(self.layout.rows_meet, cls.names)))
-        num_apart = len(batch.batch_shape) - 1 if is_apart else 0
-        score = batch.component_score if cls.spec.by_component else batch.score
-        counted = cost_to_go(self.layout, self.costs, c, score.detach().new_zeros(shape))
-        log_probs, index = (batch.log_probs, batch.index) if batch.by_value else (None, None)
-        table = self.exact(c) if estimator.uses_critic else None
-        if cls.spec.by_component:
-            # Components, each with a cost-to-go of its own, are a further plate.
-            return SiteContext(
-                names=cls.names,
-                score=score,
-                cost=component_cost_to_go(self.layout, self.rollout, c, counted),
-                num_particles=self.rollout.num_particles,
-                num_rows_apart=num_apart,
-                log_probs=None if log_probs is None else log_probs.unsqueeze(-2),
-                index=None if index is None else index.unsqueeze(-1),
-                exact=None if table is None else table.unsqueeze(-2),
-                exact_cost=None if table is None else batch.sampled(table),
-            )
-        known = None if table is None else self.known(c)
-        if gamma != 1.0 and estimator.replaces_costs:
-            # An immediate cost is one level away.
-            counted = gamma * counted
-            table, known = (None if part is None else gamma * part for part in (table, known))
+        layout, cls, batch = self.layout, self.layout.classes[c], self.batches[c]
+        estimator, by_component, shape = cls.spec.estimator, cls.spec.by_component, self.shape(c)
+        is_apart = not (layout.is_steered or any(map(layout.rows_meet, cls.names)))
+        score = batch.component_score if by_component else batch.score
+        context = SiteContext(
+            cls.names,
+            score,
+            layout.cost_to_go(self.costs, c, score.detach().new_zeros(shape)),
+            self.rollout.num_particles,
+            log_probs=batch.log_probs if batch.by_value else None,
+            index=batch.index if batch.by_value else None,
+            exact=self.exact(c) if estimator.uses_critic else None,
+            num_rows_apart=len(batch.batch_shape) - 1 if is_apart else 0,
+        )
+        if by_component:
+            return self._by_component(context, c)
         if gamma != 1.0 and not estimator.takes_discount:
             names = ", ".join(map(repr, cls.names))
             raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
-        bootstrap = bootstraps(self, gamma).get(c)
-        learned = self.learned.get(c) if estimator.uses_critic else None
-        predicted, known_later = (None, None) if bootstrap is not None or not estimator.uses_critic else self.later(c)
-        return SiteContext(
-            names=cls.names,
-            score=score,
-            cost=counted if bootstrap is None else counted + bootstrap,
-            num_particles=self.rollout.num_particles,
-            num_rows_apart=num_apart,
-            log_probs=log_probs,
-            index=index,
-            exact=table,
-            exact_cost=None if known is None else known.expand(shape),
+        shift, learned = bootstrap(self, c, gamma), self.learned.get(c)
+        known = None if context.exact is None else self.known(c, shape)
+        if gamma != 1.0 and estimator.replaces_costs:
+            # An immediate cost is one level away.
+            table = None if context.exact is None else gamma * context.exact
+            known = None if known is None else gamma * known
+            context = replace(context, cost=gamma * context.cost, exact=table)
+        if shift is not None:
+            context = replace(context, cost=context.cost + shift)
+        if not estimator.uses_critic:
+            return context
+        predicted, later = self.later(c, shape) if shift is None else (None, None)
+        return replace(
+            context,
+            exact_cost=known,
             learned=None if learned is None else learned.table,
             level=None if learned is None else learned.level,
             own=None if learned is None else learned.own,
-            moments=batch.moments if estimator.uses_critic and cls.spec.has_moments else None,
-            correction=None if predicted is None else predicted.expand(shape),
-            exact_correction=None if known_later is None else known_later.expand(shape),
+            moments=batch.moments if cls.spec.has_moments else None,
+            correction=predicted,
+            exact_correction=later,
         )
 
-    def known(self, c: int) -> Tensor | None:
+    def _by_component(self, context: SiteContext, c: int) -> SiteContext:
+        """Components, each with a cost-to-go of its own, are a further plate."""
+        log_probs, index, table = context.log_probs, context.index, context.exact
+        return replace(
+            context,
+            cost=self.layout.component_cost_to_go(self.rollout, c, context.cost),
+            log_probs=None if log_probs is None else log_probs.unsqueeze(-2),
+            index=None if index is None else index.unsqueeze(-1),
+            exact=None if table is None else table.unsqueeze(-2),
+            exact_cost=None if table is None else self.batches[c].sampled(table),
+        )
+
+    def known(self, c: int, shape: tuple[int, ...]) -> Tensor | None:
         """What the tables say of the costs of the sample; outdated tables do not say what the runs have cost."""
-        cost, names = self.layout.known.sums(c, self.costs), self.layout.classes[c].names
+        cost, names = self.layout.known.sums(c, self.costs, shape), self.layout.classes[c].names
         if cost is None or any(name not in self.shifts for name in names):
             return cost
-        return cost + torch.stack([self.shifts[name].expand(self.batches[c].batch_shape) for name in names])
+        return cost + torch.stack([self.shifts[name].expand(shape[1:]) for name in names])
 
-    def later(self, c: int) -> tuple[Tensor | None, Tensor | None]:
+    def later(self, c: int, shape: tuple[int, ...]) -> list[Tensor | None]:
         """The sums of later sites' control variates: of those that critics predict, and of those of known costs."""
-        predicted, known = self._variates
-        return self.layout.predicted.sums(c, predicted), self.layout.predicted.sums(c, known)
+        return [self.layout.predicted.sums(c, variates, shape) for variates in self._variates]

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout
-from pyro_bpq.batching.matrix import component_cost_to_go, cost_to_go, stack_costs
-from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Run
 
@@ -26,40 +23,30 @@ def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
     if not total.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-    return torch.zeros_like(leaf) if gradient is None else gradient
+    (gradient,) = torch.autograd.grad(total, leaf, materialize_grads=True)
+    return gradient
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SiteProgramRuns:
     """A :class:`~pyro_bpq.estimators.base.SiteProgram` for a class of sites, which takes a run for each site.
 
     Args:
-        layout: Classes of sites and costs of the graph.
+        signals: The tensors of the rollout, and what runs the program at other values.
         c: Position of the class.
-        batch: Tensors of its sites.
-        rerun: Runs the program at other values: :class:`pyro_bpq.reruns.at_values.Reruns`.
         downstream: For each site, the runs in which sites downstream of it keep their values. ``None`` draws these
             sites afresh.
         means: Whether sites downstream that are not held take their means.
     """
 
-    layout: Layout
+    signals: Signals
     c: int
-    batch: SiteBatch
-    rerun: Any
     downstream: Sequence[tuple[Run, ...] | None] | None = None
     means: bool = False
 
-    @property
-    def generator(self) -> torch.Generator:
-        """Generator for the noise that the estimator itself draws; on the CPU."""
-        return self.rerun.generator
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the sites."""
-        return self.layout.classes[self.c].names
+    def __post_init__(self) -> None:
+        self.layout, self.batch, self.rerun = self.signals.layout, self.signals.batches[self.c], self.signals.rerun
+        self.names, self.generator = self.batch.cls.names, self.rerun.generator
 
     @property
     def value(self) -> Tensor:
@@ -84,9 +71,9 @@ class SiteProgramRuns:
         """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""
         runs = self.rerun.fresh
         total = self._cost_to_go(runs)
-        if not self.layout.classes[self.c].spec.by_component:
+        if not self.batch.cls.spec.by_component:
             return total
-        return component_cost_to_go(self.layout, replace(self.batch.rollout, runs=runs), self.c, total)
+        return self.layout.component_cost_to_go(replace(self.batch.rollout, runs=runs), self.c, total)
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go at other values, and the gradient of all costs downstream."""
@@ -101,13 +88,12 @@ class SiteProgramRuns:
 
     def slope(self) -> Tensor:
         """The gradient of all costs downstream at the sampled values."""
-        rollout, spec = self.batch.rollout, self.layout.classes[self.c].spec
+        rollout, cls = self.batch.rollout, self.batch.cls
         try:
             if any(self.layout.graph.descendants(name) for name in self.names):
                 return self.gradient(self.value)[1]
             slopes = {id(run): own for run, own in zip(rollout.runs, self.rerun.slopes, strict=True)}
-            ndim = len(spec.event_shape)
-            return rollout.stack(lambda run, name: slopes[id(run)][name], self.names, spec.plates, ndim)
+            return rollout.stack(lambda run, name: slopes[id(run)][name], self.names, cls.spec.plates, cls.value_ndim)
         except BPQError:
             raise
         except RuntimeError as error:
@@ -133,11 +119,9 @@ class SiteProgramRuns:
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values from indices of finite components."""
-        split = self.batch.components
-        if split.kind != "support":
-            return split.value(index).to(self.value.dtype)
-        fn = self.batch.rollout.runs[0].sites[self.names[0]].fn
-        return split.value(index, fn).to(self.value.dtype).squeeze(-1)
+        split, fn = self.batch.components, self.batch.rollout.runs[0].sites[self.names[0]].fn
+        value = split.value(index, fn).to(self.value.dtype)
+        return value.squeeze(-1) if split.kind == "support" else value
 
     def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
         """Stacks a tensor of the sites' distributions."""
@@ -150,8 +134,8 @@ class SiteProgramRuns:
 
     def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` of other runs."""
-        costs = stack_costs(self.layout, replace(self.batch.rollout, runs=runs))
-        return cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
+        costs = self.layout.stack_costs(replace(self.batch.rollout, runs=runs))
+        return self.layout.cost_to_go(costs, self.c, costs[0].new_zeros(self.signals.shape(self.c)))
 
 
 def of_class(signals: Signals, c: int) -> SiteProgramRuns:
@@ -162,4 +146,4 @@ def of_class(signals: Signals, c: int) -> SiteProgramRuns:
             f"Sites {', '.join(map(repr, cls.names))}: sampled values steer this program, so {cls.spec.estimator} "
             "cannot compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
         )
-    return SiteProgramRuns(signals.layout, c, signals.batches[c], signals.rerun)
+    return SiteProgramRuns(signals, c)

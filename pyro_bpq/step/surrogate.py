@@ -6,8 +6,8 @@ different sites; then there is one call per site, for the particles that have it
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,17 +16,16 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Write, average_writes
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.critics.blocks import Block, Selection, average_writes
+from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
+from pyro_bpq.rollout.distributed import Ranks, writes_of_ranks
 from pyro_bpq.rollout.features import Standardised
 from pyro_bpq.step.critic_loss import critic_loss
-from pyro_bpq.step.estimate import add_time, estimate, may_learn
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Info, Learning, Step, total
+from pyro_bpq.step.values import Learning, Notes, Step, total
 
 
 def step(
@@ -38,30 +37,23 @@ def step(
     step teaches nothing if it is not finite. Nothing in the bank changes, except that missing rows are built and that
     critics may learn in a sweep. Numbers leave the device only in :func:`may_learn`.
     """
-    build = is_learning and may_learn(loss, learning, _told(signals))
-    writes, terms, taught = list[Write](), [], None
-    info: Info = {}
-    if build:
+    learns, notes, terms, taught = is_learning and may_learn(loss, learning, _told(signals)), Notes(), [], None
+    if learns:
         classes = [cls for one in signals for cls in one.layout.classes]
-        info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
+        notes.info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
         if learning.sweep is not None:
             for one in signals:
-                sweep(one, bank, learning, writes, info)
+                sweep(one, learning, notes)
             signals = [one.again() for one in signals]
-    for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
-        start = time.perf_counter()
-        term = estimate(cls.spec.estimator, context, bank, learning.num_steps, build, writes, info, cls.width)
-        terms.append((context.names, term))
-        if build:
-            add_time(info, context.names, start)
-    if build and learning.sweep is None and any(one.critics for one in signals):
-        taught = critic_loss(signals, bank, learning, writes=writes, info=info)
-    if len(signals) > 1:
-        # Several particles, or sites that share a critic, may write to the same row.
-        writes = average_writes(writes)
-    surrogate = total([term.sum() for _, term in terms])
+    for cls, context in _contexts(signals, learning.gamma, learning.ranks if learns else None):
+        told = notes if learns else None
+        terms.append(estimate(cls.spec.estimator, context, bank, learning.num_steps, told, cls.width).sum())
+    if learns and learning.sweep is None and any(one.critics for one in signals):
+        taught = critic_loss(signals, learning, notes=notes)
+    # Several particles, or sites that share a critic, may write to the same row.
+    writes = average_writes(notes.writes) if len(signals) > 1 else notes.writes
     paths = total([run.differentiable for one in signals for run in one.rollout.runs])
-    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
+    return Step(loss, total(terms), taught, writes, notes.info, learns, paths)
 
 
 def _told(signals: Sequence[Signals]) -> Iterator[str]:
@@ -126,3 +118,72 @@ def _joined(parts: Sequence[tuple[Any, int]]) -> Any:
         names = dict.fromkeys(name for value, _ in parts for name in value)
         return {name: _joined([(value.get(name), i) for value, i in parts]) for name in names}
     return like
+
+
+def estimate(
+    estimator: Estimator, context: SiteContext, bank: CriticBank, step: int, notes: Notes | None, width: int = 1
+) -> Tensor:
+    """The surrogate of a class of sites, by the estimator with the running statistics of the sites.
+
+    New statistics and diagnostics are added to ``notes``; without them nothing is learned. ``width`` is the number of
+    features of an encoded value.
+    """
+    rows, statistics = _statistics(estimator, context, bank, width, notes is not None)
+    context = replace(context, statistics=statistics, count=statistics.get("count"))
+    try:
+        term = estimator.at(step)(context)
+    except UnsupportedSiteError as error:
+        raise error.at(*context.names) from error
+    surrogate = term.surrogate
+    if context.excess is not None:
+        surrogate = surrogate.reshape(*context.score.shape, -1).sum(-1) + context.excess * context.score
+    if notes is None:
+        return surrogate
+    if rows is not None:
+        new = [write for name, value in term.statistics.items() for write in rows.write(name, value)]
+        notes.writes += writes_of_ranks(context.ranks, new, context.cost[0].numel())
+        count = statistics["count"]
+        # Half precision cannot count far.
+        notes.writes += rows.write("count", (rows.read("count") if count.element_size() < 4 else count) + 1)
+    shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
+    for i, name in enumerate(context.names):
+        notes.show(name, **{k: v[i] for k, v in shown.items()})
+    return surrogate
+
+
+def _statistics(
+    estimator: Estimator, context: SiteContext, bank: CriticBank, width: int, build: bool
+) -> tuple[Selection | None, dict[str, Tensor]]:
+    """Running statistics of a class of sites; initial values for sites that have none yet."""
+    initial, names, like = initial_statistics(estimator, width), context.names, context.cost
+    if not initial:
+        return None, {}
+
+    def make(keys: tuple[str, ...]) -> Block:
+        tensors = {k: torch.as_tensor(v) for k, v in initial.items()}
+        buffers = {k: v.repeat(len(keys), *(1,) * v.dim()) for k, v in tensors.items()}
+        return Block(kind, keys, None, {**buffers, "count": torch.zeros(len(keys))}).to(like.device, like.dtype)
+
+    sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
+    # torch.compile does not find a formatted string in a dict.
+    kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
+    selection = bank.select(kind, names, make if build else None)
+    if selection is not None:
+        return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
+    # A site must not notice which other sites are missing, because that follows from sampled values.
+    rows, new = [bank.select(kind, (site,), None) for site in names], make(names)
+
+    def read(name: str) -> Tensor:
+        values = [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
+        return torch.cat([value.to(like.dtype) for value in values])
+
+    return None, {name: read(name) for name in (*initial, "count")}
+
+
+def may_learn(loss: Tensor, learning: Learning, told: Iterable[str] = ()) -> bool:
+    """Whether the loss is finite, on all ranks; ``told`` are texts that have to be the same on all of them."""
+    if learning.is_recorded:
+        return True
+    if learning.ranks is None:
+        return math.isfinite(loss.item())
+    return learning.ranks.agree([f"step {learning.num_steps}", *told], torch.isfinite(loss.detach()))

@@ -12,46 +12,43 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Write
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
-from pyro_bpq.step.returns import costs_by_name
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Info, Learning
+from pyro_bpq.step.values import Learning, Notes
 from pyro_bpq.targets.lambda_return import Backups
 
 
-def sweep(signals: Signals, bank: CriticBank, learning: Learning, writes: list[Write], info: Info) -> None:
+def sweep(signals: Signals, learning: Learning, notes: Notes) -> None:
     """Takes one step of each critic, in place, from the Q-nodes next to the costs backwards.
 
-    New moments of the context features are added to ``writes``, and to ``info`` each site's ``"td_loss"``, the squared
-    error before the step, in squared nats.
+    It notes new moments of the context features, and for each site ``"td_loss"``, the squared error before the step, in
+    squared nats.
     """
     layout, ranks = signals.layout, learning.ranks
     if layout.network is None:
         return
-    backups = Backups(layout.network, costs_by_name(layout, signals.costs), learning.lam, learning.gamma)
+    backups = Backups(layout.network, signals.costs_by_name, learning.lam, learning.gamma)
     for groups, others in _waves(layout):
         for node in others:
             backups.put(node, backups.target(node), None)
         for group in groups:
-            critic = evaluate_critics(group, signals.batches, bank, False, is_steered=layout.is_steered)
+            critic = evaluate_critics(signals, group)
             if critic is None:  # not built yet, in a steered program
                 continue
             value, nodes = critic.says.value, critic.group.nodes
             targets = torch.stack([backups.target(node).expand(value.shape[1:]) for node in nodes])
             loss = site_mean((value.detach() - targets).square())
             _descend(value / critic.unit, targets / critic.unit, critic, learning)
-            again = evaluate_critics(critic.group, signals.batches, bank, False)
+            again = evaluate_critics(signals, critic.group)
             assert again is not None
             for node, target, own, error in zip(nodes, targets, again.says.value.detach(), loss, strict=True):
                 backups.put(node, target, own)
-                info.setdefault(node.site, {})["td_loss"] = error
-            writes += writes_of_ranks(ranks, critic.writes, value[0].numel())
-            writes += critic.selection.write("count", critic.selection.read("count") + 1)
+                notes.show(node.site, td_loss=error)
+            notes.writes += writes_of_ranks(ranks, critic.writes, value[0].numel())
+            notes.writes += critic.selection.write("count", critic.selection.read("count") + 1)
 
 
 def _descend(value: Tensor, target: Tensor, critic: CriticBatch, learning: Learning) -> None:

@@ -18,6 +18,18 @@ Info = dict[str, dict[str, Any]]
 Seen = tuple[tuple[str, ...], float] | None
 
 
+@dataclass
+class Notes:
+    """What a step notes of what it learns: nothing of it takes effect before the step is over."""
+
+    writes: list[Write] = field(default_factory=list)  # New running statistics
+    info: Info = field(default_factory=dict)
+
+    def show(self, site: str, **found: Any) -> None:
+        """Adds diagnostics of a site."""
+        self.info.setdefault(site, {}).update(found)
+
+
 def total(values: Sequence[Tensor]) -> Tensor:
     """The sum of tensors; zero for none."""
     return sum(values[1:], values[0]) if values else torch.zeros(())
@@ -47,8 +59,6 @@ class Step:
     critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
     writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
     info: Info = field(default_factory=dict)
-    # The summands of the surrogate: names of the sites, and what the estimator returned
-    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
     learns: bool = False  # Whether the step counts as a training step
     # The costs through which pathwise gradients flow, summed over particles
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))

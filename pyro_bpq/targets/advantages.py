@@ -29,7 +29,6 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import lambda_return
 
@@ -75,7 +74,7 @@ def advantages(
             "different readers. Write gamma=1.0, or leave out of the graph the edges that a longer way leads around."
         )
     returns = lambda_return(network, q, costs, lam, gamma, expected)
-    totals, plates = {name: cost.detach() for name, cost in costs.items()}, _plates(network)
+    totals, plates = {name: cost.detach() for name, cost in costs.items()}, network.plates
     for node in network.nodes:
         own = plates[node.name]
         found_here = [sum_to_plates(totals[c], plates[c], own) for c in node.immediate]
@@ -95,7 +94,7 @@ def _baseline(
     network: BackpropQNetwork, site: str, q: Mapping[str, Tensor], ahead: Mapping[str, Tensor], gamma: float
 ) -> Tensor:
     """The readers' prediction of a site: a weighted mean over the readers of each of its Q-nodes."""
-    plates, own, costs = _plates(network), network.graph.node(site).plates, network.graph.cost_index
+    plates, own, costs = network.plates, network.graph.node(site).plates, network.graph.cost_index
     names = {node.name for node in network.q_nodes(site)}
     # The return of a reader that nobody learned contains what came of the site's own value.
     readers = [node for node in network.nodes if node.name in q and names & set(network.children(node.name))]
@@ -119,12 +118,6 @@ def _baseline(
         pooled = [plate.dim for plate in outer if plate not in own]
         total = total + weight * (prediction.mean(pooled, keepdim=True) if pooled else prediction)
     return total
-
-
-def _plates(network: BackpropQNetwork) -> dict[str, tuple[Plate, ...]]:
-    """Plates of each cost and Q-node."""
-    plates = {cost.name: cost.plates for cost in network.graph.costs}
-    return plates | {node.name: network.graph.node(node.site).plates for node in network.nodes}
 
 
 def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) -> list[float]:

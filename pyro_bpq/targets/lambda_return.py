@@ -83,14 +83,13 @@ class Backups:
         check_discount(network, gamma)
         self.network, self.lam, self.gamma = network, lam, gamma
         self.found = {name: cost.detach() for name, cost in costs.items()}
-        self._plates = {cost.name: cost.plates for cost in network.graph.costs}
         self._zero = next((cost.new_zeros(()) for cost in self.found.values()), torch.zeros(()))
 
     def target(self, node: QNode) -> Tensor:
         """The lambda-return of a Q-node whose children are known."""
-        own, total = self.network.graph.node(node.site).plates, self._zero
+        total = self._zero
         for average in node.rule:
-            children = [sum_to_plates(self.found[child], self._plates[child], own) for child in average.children]
+            children = [self._summed(child, node) for child in average.children]
             if average.levels:
                 children = [self.gamma**k * child for k, child in zip(average.levels, children, strict=True)]
                 part = sum(children[1:], children[0])
@@ -99,18 +98,18 @@ class Backups:
             total = total + part / len(children)
         return total
 
+    def _summed(self, name: str, node: QNode) -> Tensor:
+        """What a cost or Q-node says, summed over the plates that the reader is outside of."""
+        return sum_to_plates(self.found[name], self.network.plates[name], self.network.plates[node.name])
+
     def put(self, node: QNode, target: Tensor, learned: Tensor | None, ahead: Tensor | None = None) -> None:
         """Notes what a Q-node says, from its target, ``q_Y(y)``, and ``E_Y[Q_Y]`` where that is known."""
-        self._plates[node.name] = own = self.network.graph.node(node.site).plates
-        immediate = self._zero
-        for cost in node.immediate:
-            immediate = immediate + sum_to_plates(self.found[cost], self._plates[cost], own)
-        immediate = immediate if self.gamma == 1.0 else self.gamma * immediate
+        immediate = self.gamma * sum((self._summed(cost, node) for cost in node.immediate), self._zero)
         if learned is None:
             self.found[node.name] = immediate + target
-            return
-        ahead = immediate + learned if ahead is None else ahead
-        self.found[node.name] = ahead + self.lam * (target - learned)
+        else:
+            ahead = immediate + learned if ahead is None else ahead
+            self.found[node.name] = ahead + self.lam * (target - learned)
 
 
 def check_discount(network: BackpropQNetwork, gamma: float) -> None:
@@ -149,14 +148,16 @@ def lambda_return_solve(
 class Rules:
     """The rules of a network as matrices: averages over Q-nodes and over costs, and immediate costs."""
 
+    order: dict[str, int]  # Position of each Q-node, in program order
     within: Tensor  # Weights of Q-nodes in each rule, `(Q, Q)`, strictly upper triangular
     root: Sums | None  # Weights of costs in each rule, `(Q, costs)`
     immediate: Sums | None  # Immediate costs of each Q-node, `(Q, costs)`
 
 
-def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor) -> Rules:
-    """The rules of a network whose Q-nodes have the positions ``order``."""
-    graph, size = network.graph, len(order)
+def network_rules(network: BackpropQNetwork, like: Tensor) -> Rules:
+    """The rules of a network as matrices of the type of ``like``."""
+    graph, size = network.graph, len(network.nodes)
+    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
     edges, roots = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
     immediate = [0] * size
     for node in network.nodes:
@@ -168,7 +169,7 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
                 (edges if child in order else roots).append((i, at[child], 1.0 / len(average.children)))
     within = weighted_sums((size, size), edges, like).to_dense()
     root = weighted_sums((size, len(graph.costs)), roots, like) if roots else None
-    return Rules(within, root, subset_sums(immediate, range(len(graph.costs)), like))
+    return Rules(order, within, root, subset_sums(immediate, range(len(graph.costs)), like))
 
 
 def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import Known, QGroup, SiteSpec
-from pyro_bpq.batching.layout import Layout
-from pyro_bpq.batching.matrix import Matrix
+from pyro_bpq.batching.layout import Layout, Matrix
 from pyro_bpq.critics.nets import MLPCritic, TabularCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.graph.network import BackpropQNetwork, sequence_network

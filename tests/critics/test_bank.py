@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from steps import filtered
 from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block, Selection
+from pyro_bpq.errors import BPQWarning
 
 
 class Weight(nn.Module):
@@ -109,6 +111,22 @@ def test_rows_of_another_shape_are_not_loaded() -> None:
     select(bank, "ab", width=3)
     fresh.load_state_dict(bank.state_dict())
     assert weights(select(fresh, "ab", width=4)).shape == (2, 4)
+
+
+def test_loaded_critics_of_another_kind_are_told() -> None:
+    linear, deep = "critic Linear(1, 2) 3 1 4 0", "critic Deep() 3 1 4 0"
+    bank, fresh, same = CriticBank(), CriticBank(), CriticBank()
+    select(bank, "ab", kind=linear)
+    fresh.load_state_dict(bank.state_dict())
+    same.load_state_dict(bank.state_dict())
+    with filtered("error"):
+        # Another number of features, as where a program has grown, other sites, and running statistics.
+        select(same, "ab", kind="critic Linear(1, 2) 3 1 5 0")
+        select(same, "c", kind=deep)
+        select(same, "a", kind="baseline 3")
+        select(same, "ab", kind=linear)
+    with pytest.warns(BPQWarning, match=r"critics of \['a'\] start anew as Deep\(\): .* has Linear\(1, 2\) there"):
+        select(fresh, "a", kind=deep)
 
 
 def test_names_of_blocks_do_not_depend_on_the_order_of_building() -> None:

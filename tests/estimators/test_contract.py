@@ -64,7 +64,6 @@ ESTIMATORS: list[Any] = [
     AllAction(exact=True),
     AllAction(exact=False),
     AllAction(adaptive=False),
-    AllAction(trace=0.5),
     QProp(),
     LambdaReturn(),
     Pathwise(),

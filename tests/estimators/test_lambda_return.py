@@ -8,7 +8,7 @@ from models import BY_NAME
 from steps import scramble, trained
 from torch import Tensor
 
-from pyro_bpq import AllAction, LambdaReturn, TraceBackpropQ_ELBO
+from pyro_bpq import LambdaReturn, TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
 
 CHAIN = BY_NAME["chain"]
@@ -26,21 +26,6 @@ def scrambled(elbo: TraceBackpropQ_ELBO) -> TraceBackpropQ_ELBO:
 def gradient(elbo: TraceBackpropQ_ELBO) -> Tensor:
     found = expected_gradient(elbo, CHAIN.model, CHAIN.guide)
     return torch.cat([found[name].flatten() for name in ("qa", "qb", "qc")])
-
-
-@pytest.mark.parametrize("trace", [0.0, 0.5, 0.95])
-def test_weights_by_distance_are_unbiased(trace: float) -> None:
-    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=AllAction(trace=trace))))
-    assert_unbiased(elbo, CHAIN.model, CHAIN.guide)
-
-
-def test_weights_by_distance_weigh() -> None:
-    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=AllAction(trace=0.5))))
-    (plan,) = elbo.runner.plans.plans.values()
-    layout, (a, i) = plan.layout, plan.layout.place["a"]
-    assert layout.depth == {"a": 0, "b": 1, "c": 2}
-    (b, j), (c, k) = layout.place["b"], layout.place["c"]
-    assert layout.distance(a, b)[i, j] == 1.0 and layout.distance(a, c)[i, k] == 2.0
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9])

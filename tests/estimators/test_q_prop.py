@@ -14,7 +14,7 @@ from models import irregular, observe
 from steps import trained
 from torch import Tensor
 
-from pyro_bpq import AllAction, MomentCritic, QProp, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import MomentCritic, QProp, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import TwoPoint, assert_unbiased, expected_moments, sample_gradients, z_scores
@@ -71,11 +71,11 @@ def q_prop_guide(estimator: QProp | None = None) -> Any:
     [
         (QProp(), (None, None)),
         (QProp(adaptive=False), (None, None)),
-        (QProp(trace=0.6), (None, MomentCritic((8, 4)))),
+        (QProp(), (None, MomentCritic((8, 4)))),
         (QProp(), (MomentCritic(()), False)),
         (QProp(), (False, None)),
     ],
-    ids=["default", "fixed_scales", "trace", "first_only", "second_only"],
+    ids=["default", "fixed_scales", "layers", "first_only", "second_only"],
 )
 def test_q_prop_is_unbiased(estimator: QProp, critics: tuple[Any, Any]) -> None:
     guide = q_prop_guide(estimator)
@@ -204,8 +204,6 @@ def test_errors_say_what_to_write() -> None:
         train(chain_model, with_estimators(chain_guide, c=QProp()), steps=1)
     with pytest.raises(OptionError, match="finite components"):
         train(chain_model, with_options(chain_guide, c={"critic": MomentCritic()}), steps=1)
-    for wrong in ({"decay": 1.0}, {"max_scale": 0.0}, {"trace": 1.5}):
+    for wrong in ({"decay": 1.0}, {"max_scale": 0.0}):
         with pytest.raises(OptionError, match="write a"):
             QProp(**wrong)
-    with pytest.raises(OptionError, match="trace"):
-        AllAction(trace=-0.1)

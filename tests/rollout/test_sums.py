@@ -57,8 +57,6 @@ def test_subset_sums(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(found @ stacked, torch.tensordot(expected, stacked, 1))
         weight = 1.0 + torch.arange(SIZE).reshape(-1, *(1,) * (len(shape) - 1))
         torch.testing.assert_close(scaled @ stacked, weight * torch.tensordot(expected, stacked, 1))
-    weights = torch.rand(expected.shape, dtype=torch.float64)
-    torch.testing.assert_close(found.times(weights).to_dense(), expected * weights)
 
 
 def test_nothing_to_sum() -> None:
@@ -111,9 +109,8 @@ def dense(found: Sums | None, shape: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("seed", range(6))
 def test_rules_as_matrices(seed: int) -> None:
     network = random_network(seed)
-    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
-    size, num_costs = len(order), len(network.graph.costs)
-    rules = network_rules(network, order, LIKE)
+    size, num_costs = len(network.nodes), len(network.graph.costs)
+    rules = network_rules(network, LIKE)
     costs, mean, learned = (torch.randn(n, 2, dtype=torch.float64) for n in (num_costs, size, size))
     lam = torch.rand(size, dtype=torch.float64)
     root, immediate = (dense(part, (size, num_costs)) for part in (rules.root, rules.immediate))
