@@ -2,6 +2,7 @@ r"""Errors about mistakes in guide and model: they name the site and say what to
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -51,10 +52,15 @@ _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _ONE_NAME = re.compile("Multiple sample sites named '(.*)'|site (.*) must be sampled in trace")
 
 
-def explain(error: Exception, find: Callable[..., BPQError | None], *seen: Any) -> None:
+@contextlib.contextmanager
+def explained(find: Callable[..., BPQError | None], *seen: Any) -> Iterator[None]:
     """Raises, for an error of guide and model, one that names the site and says what to write, if it can."""
-    found = None if isinstance(error, BPQError) else find(error, *seen)
-    if found is not None:
+    try:
+        yield
+    except EXPLAINED as error:
+        found = None if isinstance(error, BPQError) else find(error, *seen)
+        if found is None:
+            raise
         raise found from error
 
 
