@@ -15,10 +15,10 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.config import cost_options, option_names
 from pyro_bpq.record.cost_statement import NO_NUMBER
-from pyro_bpq.record.plate_errors import own_plates, sizes_line, support_of, unlike_line
+from pyro_bpq.record.plate_errors import own_plates, size_line, support_of, unlike_line
 from pyro_bpq.record.program_errors import number_missing, value_line
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.watch import distribution_name, is_enumerated, leaf_of, plates_of
+from pyro_bpq.record.watch import distribution_name, is_enumerated, leaf_of
 
 Sites = Mapping[str, Any]
 
@@ -113,14 +113,14 @@ def _repeated(site: Any) -> Iterator[str]:
 
 
 def _rows_around(site: Any) -> list[Any]:
-    return [frame for frame in own_plates(plates_of(site)) if frame.size > 1]
+    return [frame for frame in own_plates(site) if frame.size > 1]
 
 
 def _other_plates(model: Sites, guide: Sites) -> Iterator[str]:
     """Warns if a plate has another name, or another size, in the guide than in the model."""
     known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
     for name in (name for name in guide if name in model):
-        if line := sizes_line(name, plates_of(model[name]), plates_of(guide[name])):
+        if line := size_line(model[name], guide[name]):
             yield f"{line} Now the model runs the rows of the guide, whose costs it scales."
             return
         there = {(frame.dim, frame.size): frame.name for frame in _rows_around(model[name])}
@@ -142,7 +142,7 @@ def _unlike(model: Sites, guide: Sites) -> Iterator[str]:
         is_compared = not (site["is_observed"] or twin["is_observed"] or type(twin["fn"]).__name__ == "Delta")
         if is_compared and ours is not None and theirs is not None and ours.is_discrete and not theirs.is_discrete:
             yield (
-                f"{unlike_line(name, twin['fn'], site['fn'])} Probabilities and densities cannot be compared, and "
+                f"{unlike_line(twin, site)} Probabilities and densities cannot be compared, and "
                 "the ELBO means nothing: give it the same support in both."
             )
 

@@ -154,9 +154,8 @@ def record_run(
         if cost in costs:
             raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
         costs[cost] = site["log_prob"] if is_guide else -site["log_prob"]
-        plates, is_latent, chosen = _plates(site, sizes), not (is_observed or is_enumerated(site)), None
-        if is_guide and not is_observed:
-            chosen = site_options(name, site["infer"])
+        plates, is_latent = _plates(site, sizes), not (is_observed or is_enumerated(site))
+        chosen: Any = site_options(name, site["infer"]) if is_guide and not is_observed else None
         if is_guide and is_latent:
             infos[name], options[name] = site_info(site, plates, particles), chosen
             sites[name] = _site(site, model_sites.get(name), chosen, infos[name])

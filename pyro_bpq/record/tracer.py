@@ -88,16 +88,14 @@ def trace_run(
     ``finish`` makes the costs of the run from its log-probabilities.
     """
     tape = Tape() if options.track else None
-    watch = Watch(options, tape)
+    watch = Watch(options, _inputs(args, kwargs), tape)
     with tape or contextlib.nullcontext(), watch:
         program = None if options.only_costs else model
         model_trace, guide_trace, heard = _traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
         if tape is not None:
             tape.has_ended = True
-        traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-        if watch.enumerated or watch.externals:
-            traced = replace(traced, enumerated=frozenset(watch.enumerated), externals=watch.externals)
+        traced = _record(watch, model_trace, guide_trace, guide_sites)
         if tape is not None:
             reads = _reads(tape, guide_sites, model_sites, watch, heard)
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
@@ -108,12 +106,8 @@ def trace_run(
     for name, site in (*model_sites.items(), *samples(guide_trace).items()) if looks else ():
         warn_if_nan(site["log_prob_sum"], f"log_prob_sum at site '{name}'")
         warn_if_inf(site["log_prob_sum"], f"log_prob_sum at site '{name}'", allow_neginf=True)
-    traced = _only_costs(traced) if options.only_costs else traced
-    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped_sites):
-        raise UnsupportedProgramError(
-            "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
-            "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
-        )
+    if options.only_costs:
+        traced = _only_costs(traced, options.step == 0)
     if options.track and options.warns:
         warn_of_program(traced, model_sites, guide_sites, not options.has_told and options.step == 0)
     return traced
@@ -121,37 +115,40 @@ def trace_run(
 
 def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> PlainRun | TracedRun:
     """Runs the guide, and replays the model against it, for a step in program order; untracked."""
-    watch = Watch(options)
+    watch = Watch(options, _inputs(args, kwargs))
     with watch:
         model_trace, guide_trace, _ = _traces(model, watch, guide, args, kwargs)
     guide_sites = watch.guide_sites(guide_trace)
     plain = None if watch.attached else plain_run(model_trace, guide_trace, guide_sites)
-    return plain or _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+    return plain or _record(watch, model_trace, guide_trace, guide_sites)
 
 
-def _record(
-    watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
-) -> TracedRun:
+def _inputs(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
+    """The arguments of the programs, by position or name."""
+    return dict([*enumerate(args), *kwargs.items()])
+
+
+def _record(watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites) -> TracedRun:
     # Truth values and missing ones often switch parts of a program on and off.
-    given = (*enumerate(args), *kwargs.items())
-    flags = tuple((place, value) for place, value in given if any(value is flag for flag in (None, True, False)))
-    return record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
+    flags = tuple(pair for pair in watch.inputs.items() if any(pair[1] is flag for flag in (None, True, False)))
+    run = record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
+    if watch.enumerated or watch.externals:
+        run = replace(run, enumerated=frozenset(watch.enumerated), externals=watch.externals)
+    return run
 
 
-def _traces(
-    model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs
-) -> tuple[Trace, Trace, Heard]:
+def _traces(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs) -> tuple[Trace, Trace, Heard]:
     """Traces the guide, and the model replayed against it, with log-probabilities.
 
     Errors of the programs say where, and what to write.
     """
     nesting, checks = watch.options.max_plate_nesting, is_validation_enabled()
-    with explained(of_run, watch, dict([*enumerate(args), *kwargs.items()])):
-        given = model_trace, guide_trace = _run(model, watch, watch.guide(guide), args, kwargs)
-        with explained(of_scores, *given):
+    with explained(of_run, watch):
+        given = _run(model, watch, watch.guide(guide), args, kwargs)
+        model_trace, guide_trace = map(prune_subsample_sites, given)
+        with explained(of_scores, model_trace, guide_trace):
             if model is not None and checks:
-                check_model_guide_match(model_trace, guide_trace, nesting)
-            guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
+                check_model_guide_match(*given, nesting)
             _score_apart(watch, guide_trace, model_trace)
             heard = {**_score(model_trace, False, watch), **_score(guide_trace, True, watch)}
             for site in (*samples(model_trace).values(), *samples(guide_trace).values()) if checks else ():
@@ -324,7 +321,7 @@ def _reads(tape: Tape, guide_sites: Sites, model_sites: Sites, watch: Watch, hea
     return reads
 
 
-def _only_costs(traced: TracedRun) -> TracedRun:
+def _only_costs(traced: TracedRun, is_first: bool) -> TracedRun:
     """Returns the run with its cost statements as the only costs."""
     for name, site in samples(traced.guide_trace).items():
         if site["is_observed"] and cost_options(site) is None:
@@ -332,5 +329,10 @@ def _only_costs(traced: TracedRun) -> TracedRun:
                 f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
                 f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
             )
+    if is_first and traced.recorded and not (traced.user_costs or traced.escaped_sites):
+        raise UnsupportedProgramError(
+            "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
+            "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
+        )
     costs = total([traced.run.costs[name].sum() for name in traced.user_costs])
     return replace(traced, run=replace(traced.run, differentiable=costs, loss=costs.detach()), only_costs=True)
