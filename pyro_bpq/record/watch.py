@@ -184,7 +184,8 @@ class Watch(Messenger):
 
     def _pyro_bpq_external(self, msg: Any) -> None:
         (external, *given), tape = msg["args"], self.tape
-        _, state = self.externals.setdefault(id(external.owner), (external, set[str]()))
+        state = self.externals.get(id(external.owner), (external, set[str]()))[1]
+        self.externals[id(external.owner)] = external, state
         msg["done"] = True
         if tape is None:
             msg["value"] = self.options.answers.to(external, *given)
