@@ -21,18 +21,16 @@ ABOUT_SHAPES = re.compile(
 _COLLISION = re.compile(rf'at plates "(.*)" and "{PARTICLES}", collide at dim=(-\d+)')
 _OTHER_SIZE = re.compile(r"Shape mismatch inside plate\('(.*)'\) at site (.*) dim (-\d+), (\d+) vs (\d+)")
 _OF_PYRO = re.compile(r"invalid log_prob shape|disagree at site|inside plate\(")
-_SHAPES = "\nTrace Shapes:"
 
 
 def own_text(error: Exception) -> str:
     """The text of an error without the table of shapes that Pyro appends."""
-    return str(error).partition(_SHAPES)[0]
+    return str(error).partition("\nTrace Shapes:")[0]
 
 
-def told(error: Exception, *lines: str) -> str:
-    """The text of an error, what to write, and the table of shapes that Pyro appends."""
-    text, mark, shapes = str(error).partition(_SHAPES)
-    return "\n".join([text.rstrip(), *dict.fromkeys(lines)]) + mark + shapes
+def quoted(names: Iterable[str]) -> str:
+    """Names of sites, plates or parameters, as they are told."""
+    return ", ".join(map(repr, names))
 
 
 def size_lines(text: str, model: Sites, guide: Sites) -> list[str]:
@@ -113,7 +111,7 @@ def site_lines(error: Exception, model: Sites, guide: Sites) -> Iterator[str]:
             )
         if theirs == ours:
             yield from filter(None, (loose_line(each, each["fn"].batch_shape) for each in (twin, site)))
-    yield from particle_lines((*model.values(), *guide.values()))
+    yield particle_line((*model.values(), *guide.values()))
 
 
 def unlike_line(model: Any, guide: Any) -> str:
@@ -153,7 +151,7 @@ def loose_line(site: Any, shape: Iterable[int]) -> str:
         f"Site {site['name']!r} has the batch shape {shape}, and is in the plates {_listed(site)} (name, dim, size): "
         f"dimension {loose[0]} is no plate. Where its elements belong together, write .to_event(...), or "
         f".sum({loose[0]}) behind a cost or factor; where they are rows, put it into a plate with dim={loose[0]}. "
-        "Tensors of the shapes (n,) and (n, 1) side by side make such a shape too: write squeeze(-1)."
+        "Shapes (n,) and (n, 1) side by side make such a shape too: write squeeze(-1)."
     )
 
 
@@ -178,23 +176,24 @@ def data_line(site: Any) -> str:
     )
 
 
-def particle_lines(sites: Iterable[Any]) -> list[str]:
-    """What to write where shapes do not fit with several particles at once; none where these have no plate."""
-    plates = [frame for site in sites for frame in plates_of(site) if frame.name == PARTICLES]
-    return [
+def particle_line(sites: Iterable[Any]) -> str:
+    """What to write where shapes do not fit with several particles at once; empty where these have no plate."""
+    frame = next((frame for site in sites for frame in plates_of(site) if frame.name == PARTICLES), None)
+    if frame is None:
+        return ""
+    return (
         f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all plates. Count "
         "dimensions from the right, as in z[..., 0] and z.sum(-1); or write vectorize_particles=False, so that "
         "particles run one after the other."
-        for frame in plates[:1]
-    ]
+    )
 
 
 def left_torch(sites: Iterable[str], number: int) -> str:
     """Says that Python asked for one value where each of so many particles has its own, and what to write."""
     return (
-        f"A sampled value of {', '.join(map(repr, sorted(sites)))} left torch (as by .item(), int(), if, .numpy(), or "
-        f"try), and each of {number} particles that ran at once has its own. Write vectorize_particles=False, so that "
-        "they run one after the other; or stay in torch, as by torch.where(z > 0, a, b) or table[z.long()]."
+        f"A sampled value of {quoted(sorted(sites))} left torch (as by .item(), int(), if, .numpy(), or try), and each "
+        f"of {number} particles that ran at once has its own. Write vectorize_particles=False, so that they run one "
+        "after the other; or stay in torch, as by torch.where(z > 0, a, b) or table[z.long()]."
     )
 
 

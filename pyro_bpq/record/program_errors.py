@@ -23,12 +23,12 @@ from pyro_bpq.record.plate_errors import (
     described,
     left_torch,
     own_text,
-    particle_lines,
+    particle_line,
+    quoted,
     row_line,
     site_lines,
     size_lines,
     support_of,
-    told,
     unlike_line,
 )
 from pyro_bpq.record.tape import Tape
@@ -68,43 +68,50 @@ def explained(find: Callable[..., BPQError | None], *seen: Any) -> Iterator[None
         raise found from error
 
 
+def told(kind: type[BPQError], error: Exception, *lines: str) -> BPQError | None:
+    """An error that says what to write, before the table of shapes that Pyro appends; ``None`` without a line."""
+    said, (text, mark, shapes) = [*dict.fromkeys(filter(None, lines))], str(error).partition("\nTrace Shapes:")
+    # Errors about values show them, which may be long; else what Pyro says comes first, as in Pyro.
+    parts = [*said, text] if kind is UnsupportedSiteError else [text.rstrip(), *said]
+    return kind("\n".join(parts) + mark + shapes) if said else None
+
+
 def of_run(error: Exception, watch: Watch) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
-    sites, enumerated = (*model.values(), *guide.values()), ", ".join(map(repr, sorted(watch.enumerated)))
+    sites, enumerated = (*model.values(), *guide.values()), quoted(sorted(watch.enumerated))
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
     pairs = [(site, guide[name]) for name, site in model.items() if name in guide]
     drawn = [pair for pair in pairs if not any(site["is_observed"] for site in pair)]
     lines = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
     lines = lines or size_lines(text, model, guide)
-    if lines or (line := row_line(text, sites, watch.where, len(watch.subsamples.keys() - {PARTICLES}))):
-        return PlateError(told(error, *(lines or [line])))
+    lines = lines or [row_line(text, sites, watch.where, len(watch.subsamples.keys() - {PARTICLES}))]
+    if found := told(PlateError, error, *lines):
+        return found
     if enumerated and re.search(r"up to \d+ dims|too many \(>", text):
-        line = (
-            f"Each of {len(watch.enumerated)} enumerated sites has a dimension of its own: loop with pyro.markov(...)."
-        )
-        return UnsupportedProgramError(told(error, line))
+        line = f"The enumerated sites {enumerated} have a dimension of their own each: loop with pyro.markov(...)."
+        return told(UnsupportedProgramError, error, line)
     if named := _ONE_NAME.search(text):
-        return _name_error(text, named[1] or named[2], sites)
+        return told(UnsupportedProgramError, error, _name_line(text, named[1] or named[2], sites))
     if type(error) not in EXPLAINED:
         return None
     asks = _ONE_VALUE_ONLY.search(text) is not None
     if asks and enumerated:
         line = f"All values of {enumerated} are given at once. Use operations on tensors (torch.where, table[z]), or "
         line += 'remove infer={"enumerate": ...}, so that the site is sampled.'
-        return UnsupportedProgramError(told(error, line))
+        return told(UnsupportedProgramError, error, line)
     if _NUMBERS.search(text):
-        line = _number_line(text, watch)
-        return UnsupportedSiteError(f"{line}\n{text}") if line else None
+        return told(UnsupportedSiteError, error, _number_line(text, watch))
     arrays = [key for key, value in watch.inputs.items() if type(value).__module__ == "numpy"]
     if arrays and "numpy" in text.lower():
         line = f"Argument {arrays[0]!r} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
-        return UnsupportedProgramError(told(error, line))
-    advice = particle_lines(sites)
+        return told(UnsupportedProgramError, error, line)
+    advice = particle_line(sites)
     if advice and asks and watch.tape is not None:
-        return _one_value_error(error, watch.options.num_particles, watch.tape)
-    if advice and (asks or (ABOUT_SHAPES.search(text) and not _NOT_SHAPES.search(text))):
-        return (PlateError if isinstance(error, ValueError) else UnsupportedProgramError)(told(error, *advice))
+        line = _one_value_line(error, watch.options.num_particles, watch.tape)
+        return told(UnsupportedProgramError, error, line)
+    if asks or (ABOUT_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
+        return told(PlateError if isinstance(error, ValueError) else UnsupportedProgramError, error, advice)
     return None
 
 
@@ -115,7 +122,7 @@ def _form(fn: Any) -> tuple[int, int | None]:
     return getattr(fn, "event_dim", 0), number
 
 
-def _one_value_error(error: Exception, number: int, tape: Tape) -> BPQError | None:
+def _one_value_line(error: Exception, number: int, tape: Tape) -> str:
     """Says that Python asked for one value where each of so many particles has its own."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is Calls.scalar.__code__]
     found = frames[-1].f_locals["args"][0] if frames else None
@@ -123,7 +130,7 @@ def _one_value_error(error: Exception, number: int, tape: Tape) -> BPQError | No
     sites = tape.sources_of(found) if isinstance(found, Tensor) else tape.escaped
     # Else it is no sampled value, or one that has several elements in a run of one particle, too.
     is_of_particles = not isinstance(found, Tensor) or found.numel() == number
-    return UnsupportedProgramError(told(error, left_torch(sites, number))) if sites and is_of_particles else None
+    return left_torch(sites, number) if sites and is_of_particles else ""
 
 
 def _number_line(text: str, watch: Watch) -> str:
@@ -131,8 +138,8 @@ def _number_line(text: str, watch: Watch) -> str:
     store = pyro.get_param_store()
     if broken := [name for name in store.keys() if not bool(store[name].isfinite().all())]:
         return (
-            f"The parameters {', '.join(map(repr, broken))} have elements that are not finite. Look for the first "
-            "loss that is not finite; take a smaller learning rate, or clip gradients, as by pyro.optim.ClippedAdam."
+            f"The parameters {quoted(broken)} have elements that are not finite. Look for the first loss that is not "
+            "finite; take a smaller learning rate, or clip gradients, as by pyro.optim.ClippedAdam."
         )
     for key, value in watch.inputs.items():
         if missing := number_missing(value):
@@ -144,46 +151,40 @@ def _number_line(text: str, watch: Watch) -> str:
     found, seen = _OUT_OF_RANGE.search(text), [*watch.met[watch.where]]
     if found is None:
         return ""
-    after = f" after the statement {seen[-1]!r}" if seen else ""
-    kind = _CONSTRAINTS.get(found[3])
-    known = f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})." if kind else ""
-    return (
-        f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there.{known}"
-    )
+    parameter, law, constraint = found.groups()
+    line = f"The {parameter} of a {law} that the {watch.where} makes"
+    line += f" after the statement {seen[-1]!r}" if seen else ""
+    line += " is out of range: look at it there."
+    kind = _CONSTRAINTS.get(constraint)
+    advice = f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})."
+    return line + advice if kind else line
 
 
-def _name_error(text: str, name: str, sites: Iterable[Any]) -> UnsupportedProgramError | None:
+def _name_line(text: str, name: str, sites: Iterable[Any]) -> str:
     """Says that two statements have one name. Pyro's error is a ``RuntimeError``, too."""
     if any(site["name"] == name and cost_options(site) is not None for site in sites):
-        line = f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
-    elif text.startswith("Multiple"):
-        line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
-    else:
-        return None
-    return UnsupportedProgramError(f"{text}\n{line}")
+        return f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
+    line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
+    return line if text.startswith("Multiple") else ""
 
 
 def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError | None:
     """The same for an error that came while log-probabilities were computed, or shapes were checked."""
     model, guide, text, at = samples(model_trace), samples(guide_trace), own_text(error), _AT_SITE.match(str(error))
-    if lines := size_lines(text, model, guide) or [*site_lines(error, model, guide)]:
-        return PlateError(told(error, *lines))
+    if found := told(PlateError, error, *(size_lines(text, model, guide) or site_lines(error, model, guide))):
+        return found
     # Torch's errors name no site. The first one without a log-probability is where it failed.
     name = at[1] if at else next((name for name, site in model.items() if "log_prob" not in site), "")
     site, twin = model.get(name) or guide.get(name), guide.get(name)
     if site is None:
         return None
     if at and "not broadcastable" in text and (line := data_line(site)):
-        return PlateError(told(error, line))
-    is_about, line = (
-        "within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text),
-        "",
-    )
-    if is_about and twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"])):
-        line = unlike_line(site, twin)
-    elif is_about and at:
-        line = value_line(site)
-    return UnsupportedSiteError(f"{line}\n{text}") if line else None
+        return told(PlateError, error, line)
+    if not ("within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text)):
+        return None
+    is_unlike = twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"]))
+    line = unlike_line(site, twin) if is_unlike else value_line(site) if at else ""
+    return told(UnsupportedSiteError, error, line)
 
 
 def number_missing(value: Any) -> int:
