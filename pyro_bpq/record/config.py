@@ -52,10 +52,7 @@ class SiteOptions:
         check_estimator(self.estimator)
         check_critic(self.critic, False)
         if self.context is not None and not (isinstance(self.context, Tensor) and self.context.dim()):
-            raise OptionError(
-                f"context={self.context!r} is not a tensor of features; write one of shape (*plates, C), "
-                "e.g. torch.stack([x, y], -1)."
-            )
+            raise OptionError(f"context={self.context!r} is not a tensor of features; write one of shape (*plates, C).")
         if self.share is not None and not isinstance(self.share, str):
             raise OptionError(f'share={self.share!r} is not a name; write a string, e.g. share="z".')
 
@@ -63,10 +60,7 @@ class SiteOptions:
 def check_estimator(given: Any) -> None:
     """Raises :class:`OptionError` for what is neither an estimator nor ``None``."""
     if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):
-        raise OptionError(
-            f"estimator={given!r} is not an estimator; write an object such as AllAction(), or, with a baseline, "
-            "ScoreFunction(LeaveOneOut())."
-        )
+        raise OptionError(f"estimator={given!r} is not an estimator; write an object such as AllAction().")
 
 
 def check_critic(given: Any, without: Any) -> None:

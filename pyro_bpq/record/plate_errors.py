@@ -71,8 +71,7 @@ def row_line(text: str, sites: Iterable[Any], where: str, declared: int) -> str:
         return (
             f"In the {where} the plate {plate!r} has {rows} rows in dimension {at}, and site {site!r} has {size} "
             f"there. If these {size} belong to each row, write .to_event(1) behind a distribution, or .sum({at}) "
-            "behind a cost or factor. If they are rows, give plate and parameters the same number; a parameter keeps "
-            "the size that it was made with."
+            "behind a cost or factor. If they are rows, make plate and parameters anew, with the same number."
         )
     if collision is not None:
         # The particles stand on the left of as many dimensions as were declared: the plate is right, the number is not.
@@ -183,8 +182,7 @@ def particle_line(sites: Iterable[Any]) -> str:
         return ""
     return (
         f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all plates. Count "
-        "dimensions from the right, as in z[..., 0] and z.sum(-1); or write vectorize_particles=False, so that "
-        "particles run one after the other."
+        "dimensions from the right, as in z[..., 0] and z.sum(-1); or write vectorize_particles=False."
     )
 
 

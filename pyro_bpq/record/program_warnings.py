@@ -141,10 +141,7 @@ def _unlike(_: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
         ours, theirs = support_of(site["fn"]), support_of(twin["fn"])
         is_compared = not (site["is_observed"] or twin["is_observed"] or type(twin["fn"]).__name__ == "Delta")
         if is_compared and ours is not None and theirs is not None and ours.is_discrete and not theirs.is_discrete:
-            yield (
-                f"{unlike_line(twin, site)} Probabilities and densities cannot be compared, and the ELBO means "
-                "nothing: give it the same support in both."
-            )
+            yield f"{unlike_line(twin, site)} Probabilities are no densities: give it the same support in both."
 
 
 def _marked(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:

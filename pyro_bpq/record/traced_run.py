@@ -187,8 +187,7 @@ def _no_counterpart(name: str, known: list[str]) -> str:
     listed = f"{known[:8]} and {len(known) - 8} more" if len(known) > 8 else str(known)
     return (
         f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are {listed}.{meant} "
-        f'Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it out: '
-        'infer={"enumerate": "parallel"} there, and enumeration="exact".'
+        f'Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it out (enumeration="exact").'
     )
 
 

@@ -67,6 +67,7 @@ _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
 _DEPTH = 6
 
 Part = Callable[..., Any]
+Finish = Callable[[TracedRun], TracedRun]
 Sites = Mapping[str, Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -76,12 +77,7 @@ Heard = Mapping[str, int]
 
 
 def trace_run(
-    model: Part,
-    guide: Part,
-    args: Args,
-    kwargs: Kwargs,
-    options: TraceOptions,
-    finish: Callable[[TracedRun], TracedRun] = lambda traced: traced,
+    model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions, finish: Finish | None = None
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -99,7 +95,7 @@ def trace_run(
         if tape is not None:
             reads = _reads(tape, guide_sites, model_sites, watch, heard)
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
-        traced = finish(traced)
+        traced = traced if finish is None else finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
     looks = tape is not None and poutine.is_validation_enabled()
@@ -271,10 +267,9 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     # From such runs those of further particles are computed.
     is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
+    marked = [own.elements for part in (scored, drawn) for own in part.values()]
     return Recorded(
-        recording=Recording.of(
-            tape, values | made, [own.elements for part in (scored, drawn) for own in part.values()]
-        ),
+        recording=Recording.of(tape, values | made, marked),
         reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,

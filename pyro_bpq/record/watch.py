@@ -105,7 +105,7 @@ class Watch(Messenger):
         if msg["done"]:
             self.given.add(msg["name"])
         if not msg["is_observed"] and has_rsample(msg) and not self._is_pathwise(msg):
-            msg["fn"] = rebased(msg["fn"], _scored)
+            msg["fn"] = rebased(msg["fn"], lambda base: base, has_rsample=False)
         if self._draws_alone(msg):
             msg["value"] = draw_bits(msg)
 
@@ -263,9 +263,7 @@ class Watch(Messenger):
         """Records a site that Pyro leaves out of its traces, although later costs depend on its value."""
         name, zero = msg["name"], torch.zeros_like(score)
         if name in self.untraced:
-            raise UnsupportedProgramError(
-                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
-            )
+            raise UnsupportedProgramError(f"Site {name!r} is sampled twice: give untraced sites names of their own.")
         parts = ScoreParts(zero, score, torch.zeros(()))
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
 
@@ -327,11 +325,6 @@ def _draws_bits(fn: Any) -> bool:
 def has_rsample(site: Any) -> bool:
     """Whether the distribution of a site is reparameterised."""
     return bool(getattr(site["fn"], "has_rsample", False))
-
-
-def _scored(base: Any) -> Any:
-    base.has_rsample = False
-    return base
 
 
 def is_enumerated(site: Any) -> bool:
