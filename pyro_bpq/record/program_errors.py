@@ -144,8 +144,9 @@ def _number_line(text: str, watch: Watch) -> str:
     for key, value in watch.inputs.items():
         if missing := number_missing(value):
             return (
-                f"Argument {key!r} of the programs has NaN in {missing} of {value.numel()} elements. Leave these out: "
-                "let the guide read x.nan_to_num(), and observe under pyro.poutine.mask(mask=~x.isnan())."
+                f"Argument {key!r} of the programs has NaN in {missing} of {value.numel()} elements, and the "
+                f"{watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and observe "
+                "under pyro.poutine.mask(mask=~x.isnan())."
             )
     found, seen = _OUT_OF_RANGE.search(text), [*watch.met[watch.where]]
     if found is None:
