@@ -76,11 +76,9 @@ class Watch(Messenger):
         # Sources, as bits: those that had left torch before a statement, and at the end of one of the guide.
         self.escaped, self.heard = dict[tuple[bool, str], int](), dict[str, int]()
         self.drawn = dict[str, Any]()  # values of sites on the tape
-        self.num_of_guide = 0
         # External functions that were called, one of each object, and the attributes of it that they change.
         self.externals = dict[int, tuple[Any, set[str]]]()
         self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
-        self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @property
     def is_guide(self) -> bool:
@@ -121,10 +119,6 @@ class Watch(Messenger):
         self._note(msg)
         if self.tape is not None and self.is_guide:
             self.heard[msg["name"]] = self.tape.steering
-
-    def _pyro_post_param(self, msg: Any) -> None:
-        if self.tape is not None and self.is_guide:
-            self.parameters[msg["name"]] = msg["value"]
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]
@@ -290,7 +284,7 @@ class Watch(Messenger):
 
 def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     value = guide(*args, **kwargs)
-    watch.where, watch.num_of_guide = "model", len(watch.tape.nodes) if watch.tape is not None else 0
+    watch.where = "model"
     return value
 
 
