@@ -152,9 +152,8 @@ def _number_line(text: str, watch: Watch) -> str:
     if found is None:
         return ""
     parameter, law, constraint = found.groups()
-    line = f"The {parameter} of a {law} that the {watch.where} makes"
-    line += f" after the statement {seen[-1]!r}" if seen else ""
-    line += " is out of range: look at it there."
+    after = f" after the statement {seen[-1]!r}" if seen else ""
+    line = f"The {parameter} of a {law} that the {watch.where} makes{after} is out of range: look at it there."
     kind = _CONSTRAINTS.get(constraint)
     advice = f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})."
     return line + advice if kind else line

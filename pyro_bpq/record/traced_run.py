@@ -89,11 +89,14 @@ class TracedRun:
         in_plates = {name for name, info in self.infos.items() if info.plates}
         return self.averages_rows or bool(in_plates & self.escaped_sites or self.met)
 
+    @property
+    def _sites(self) -> Iterator[tuple[str, Any, bool]]:
+        return named(samples(self.guide_trace), samples(self.model_trace))
+
     @cached_property
     def user_costs(self) -> dict[str, CostOptions]:
         """Options of each cost statement, by name of the cost."""
-        sites = named(samples(self.guide_trace), samples(self.model_trace))
-        return {cost: given for cost, site, _ in sites if (given := cost_options(site)) is not None}
+        return {cost: given for cost, site, _ in self._sites if (given := cost_options(site)) is not None}
 
     @property
     def batch_ndim(self) -> int:
@@ -114,8 +117,7 @@ class TracedRun:
     @property
     def weights(self) -> dict[str, tuple[Any, Any]]:
         """Scale and mask of each cost."""
-        sites = named(samples(self.guide_trace), samples(self.model_trace))
-        return {cost: (site["scale"], site["mask"]) for cost, site, _ in sites}
+        return {cost: (site["scale"], site["mask"]) for cost, site, _ in self._sites}
 
     def bound(self, recorded: Recorded, call: Call) -> Bound:
         """The tensors of the run, whose call it was, with the operators of a recording."""
@@ -299,9 +301,8 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         score = fn.score_parts(site["value"]).score_function
     if options.context is not None:
         check_context(info.name, options.context.shape, site["log_prob"].shape)
-    baseline = None
-    if options.baseline is not None:
-        baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)
+    own = options.baseline
+    baseline = None if own is None else functools.partial(own.predict, info.name, site["log_prob"].shape)
     return SiteRecord(
         fn=site["fn"],
         value=site["value"],

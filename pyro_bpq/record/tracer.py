@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pyro
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
@@ -140,7 +141,7 @@ def _traces(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: K
     """
     nesting, checks = watch.options.max_plate_nesting, is_validation_enabled()
     with explained(of_run, watch):
-        given = _run(model, watch, watch.guide(guide), args, kwargs)
+        given = _run(model, watch, guide, args, kwargs)
         model_trace, guide_trace = map(prune_subsample_sites, given)
         with explained(of_scores, model_trace, guide_trace):
             if model is not None and checks:
@@ -160,6 +161,7 @@ def _run(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwar
         assert isinstance(messenger, GuideMessenger)
         return messenger.get_traces()
     guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
+    watch.where = "model"
     if model is None:
         return Trace(), guide_trace
     # Replay hides what the model's own statements say of sites that the guide has drawn.
@@ -191,24 +193,22 @@ def _score(trace: Trace, is_guide: bool, watch: Watch) -> Heard:
     if tape is None:
         compute(trace)
         return {}
-    heard, everything, validates = {}, tape.steering, poutine.is_validation_enabled()
-    for name, site in samples(trace).items():
-        one = Trace()
-        one.nodes[name] = site
-        # A look for numbers that are not finite would be recorded: it comes later.
-        poutine.enable_validation(False)
-        try:
-            with tape.steered_by(watch.steering_of(name, is_guide)):
-                compute(one)
-                found = tape.steering
-        except ValueError:
-            # The whole trace is computed again, so that the error message shows the shapes of all sites.
-            compute(trace)
-            raise
-        finally:
-            poutine.enable_validation(validates)
-        # A user's own object may have kept any value that has left torch so far.
-        heard[cost_of_site(site, is_guide)] = found | (everything if everything and _is_own(site["fn"]) else 0)
+    heard, everything = {}, tape.steering
+    # A look for numbers that are not finite would be recorded: it comes later.
+    with pyro.settings.context(validate_poutine=False):
+        for name, site in samples(trace).items():
+            one = Trace()
+            one.nodes[name] = site
+            try:
+                with tape.steered_by(watch.steering_of(name, is_guide)):
+                    compute(one)
+                    found = tape.steering
+            except ValueError:
+                # The whole trace is computed again, so that the error message shows the shapes of all sites.
+                compute(trace)
+                raise
+            # A user's own object may have kept any value that has left torch so far.
+            heard[cost_of_site(site, is_guide)] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
 
 

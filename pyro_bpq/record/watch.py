@@ -90,11 +90,6 @@ class Watch(Messenger):
         """What estimators draw from that attach gradients, made when the first one does."""
         return self.options.noise()
 
-    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the guide, to tell where the model begins."""
-        # Pyro unwraps a partial of this form when it checks whether a guide is a GuideMessenger.
-        return functools.partial(_run_guide, self, guide)
-
     def _pyro_sample(self, msg: Any) -> None:
         if self.tape is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tape.steering
@@ -280,12 +275,6 @@ class Watch(Messenger):
         order = {name: i for i, name in enumerate(met) if name not in self.enumerated}
         merged = {**sites, **self.untraced}
         return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(merged)))}
-
-
-def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    value = guide(*args, **kwargs)
-    watch.where = "model"
-    return value
 
 
 def draw_bits(msg: Any) -> Tensor | None:
