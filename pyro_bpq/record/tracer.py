@@ -73,8 +73,8 @@ Sites = Mapping[str, Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+# Sources that may have steered a log-probability in Python, as bits, by name of the cost.
 Heard = Mapping[str, int]
-"""Sources that may have steered a log-probability in Python, as bits, by name of the cost."""
 
 
 def trace_run(
