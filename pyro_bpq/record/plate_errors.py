@@ -33,10 +33,15 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
+def pairs(model: Sites, guide: Sites) -> list[tuple[Any, Any]]:
+    """The statements of the sites that model and guide both have."""
+    return [(model[name], site) for name, site in guide.items() if name in model]
+
+
 def size_lines(text: str, model: Sites, guide: Sites) -> list[str]:
     """Says which plates have two sizes, for the text of an error about shapes."""
-    pairs = [(site, guide[name]) for name, site in model.items() if name in guide] if ABOUT_SHAPES.search(text) else []
-    return [line for pair in pairs if (line := size_line(*pair))]
+    both = pairs(model, guide) if ABOUT_SHAPES.search(text) else []
+    return [line for pair in both if (line := size_line(*pair))]
 
 
 def size_line(model: Any, guide: Any) -> str:

@@ -23,6 +23,7 @@ from pyro_bpq.record.plate_errors import (
     described,
     left_torch,
     own_text,
+    pairs,
     particle_line,
     quoted,
     row_line,
@@ -81,8 +82,7 @@ def of_run(error: Exception, watch: Watch) -> BPQError | None:
     text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
     sites, enumerated = (*model.values(), *guide.values()), quoted(sorted(watch.enumerated))
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
-    pairs = [(site, guide[name]) for name, site in model.items() if name in guide]
-    drawn = [pair for pair in pairs if not any(site["is_observed"] for site in pair)]
+    drawn = [pair for pair in pairs(model, guide) if not any(site["is_observed"] for site in pair)]
     lines = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
     lines = lines or size_lines(text, model, guide)
     lines = lines or [row_line(text, sites, watch.where, len(watch.subsamples.keys() - {PARTICLES}))]

@@ -16,7 +16,7 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.config import cost_options, option_names
 from pyro_bpq.record.cost_statement import NO_NUMBER
-from pyro_bpq.record.plate_errors import own_plates, quoted, size_line, support_of, unlike_line
+from pyro_bpq.record.plate_errors import own_plates, pairs, quoted, size_line, support_of, unlike_line
 from pyro_bpq.record.program_errors import number_missing, value_line
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import distribution_name, leaf_of
@@ -119,29 +119,28 @@ def _rows_around(site: Any) -> list[Any]:
 def _other_plates(_: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
     """Warns if a plate has another name, or another size, in the guide than in the model."""
     known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
-    for name in (name for name in guide if name in model):
-        if line := size_line(model[name], guide[name]):
+    for site, twin in pairs(model, guide):
+        if line := size_line(site, twin):
             yield f"{line} Now the model runs the rows of the guide, whose costs it scales."
             return
-        there = {(frame.dim, frame.size): frame.name for frame in _rows_around(model[name])}
-        for frame in _rows_around(guide[name]):
+        there = {(frame.dim, frame.size): frame.name for frame in _rows_around(site)}
+        for frame in _rows_around(twin):
             other = there.get((frame.dim, frame.size), frame.name)
             if other != frame.name and frame.name not in known:
                 yield (
-                    f"The plate of site {name!r} is {frame.name!r} in the guide, and {other!r} in the model. So each "
-                    f"row gets the costs of all rows, which is noisy. Write {other!r} in the guide."
+                    f"The plate of site {site['name']!r} is {frame.name!r} in the guide, and {other!r} in the model. "
+                    f"So each row gets the costs of all rows, which is noisy. Write {other!r} in the guide."
                 )
                 return
 
 
 def _unlike(_: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
     """Warns if a site is discrete in the guide and continuous in the model."""
-    for name, site in guide.items():
-        twin = model.get(name, site)
-        ours, theirs = support_of(site["fn"]), support_of(twin["fn"])
-        is_compared = not (site["is_observed"] or twin["is_observed"] or type(twin["fn"]).__name__ == "Delta")
+    for site, twin in pairs(model, guide):
+        theirs, ours = support_of(site["fn"]), support_of(twin["fn"])
+        is_compared = not (site["is_observed"] or twin["is_observed"] or type(site["fn"]).__name__ == "Delta")
         if is_compared and ours is not None and theirs is not None and ours.is_discrete and not theirs.is_discrete:
-            yield f"{unlike_line(twin, site)} Probabilities are no densities: give it the same support in both."
+            yield f"{unlike_line(site, twin)} Probabilities are no densities: give it the same support in both."
 
 
 def _marked(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
