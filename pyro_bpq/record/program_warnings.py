@@ -167,7 +167,8 @@ def _observed(_: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
 def _detached(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
     """Warns if nothing that the guide draws or scores carries a gradient to its parameters."""
     own, shared = traced.guide_trace.nodes, traced.model_trace.nodes
-    found = [name for name in own if own[name]["type"] == "param" and name not in shared]
+    read = frozenset() if traced.recorded is None else traced.recorded.read_parameters()
+    found = [name for name in own if own[name]["type"] == "param" and name in read and name not in shared]
     still = [name for name in found if leaf_of(own[name]["value"]).requires_grad]
     tensors = [tensor for site in guide.values() for tensor in (site["value"], site["log_prob"])]
     is_cut = not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)

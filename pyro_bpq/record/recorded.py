@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, InRows, arguments_of, called, drawing, flat, results_of
+from pyro_bpq.record.function import Function, InRows, arguments_of, called, drawing, flat, results_of, values_in
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
@@ -68,6 +68,8 @@ class Recorded:
         reached: Values of tensors of the call, by their position in it.
         subsamples: Values of the indices that plates have drawn, by name of the plate.
         stored: Values of the parameters in Pyro's store, by name.
+        parameters: Values of the guide's parameters, by name, as ``pyro.param`` has returned them.
+        num_of_guide: Number of operators of the guide.
         traced: The values of the tensors in the traces of the run, in a fixed order.
         differentiable: The sum of all costs through which pathwise gradients flow.
     """
@@ -83,6 +85,8 @@ class Recorded:
     reached: Mapping[int, Value]
     subsamples: Mapping[str, Value]
     stored: Mapping[str, Value]
+    parameters: Mapping[str, Value]
+    num_of_guide: int
     traced: tuple[Value, ...] = ()
     differentiable: Value | None = None
     # Functions that were asked for, by what was asked.
@@ -128,6 +132,16 @@ class Recorded:
     def patterns(self) -> dict[tuple[str, str], Pattern]:
         """What components of sites costs read, by site and cost."""
         return patterns_of(self.recording, self.drawn, self.scored, self.met)
+
+    def read_parameters(self) -> frozenset[str]:
+        """The parameters of the guide that its operators read; views read no numbers."""
+        names, read = {value: name for name, value in self.parameters.items()}, set[str]()
+        for node in self.recording.nodes[: self.num_of_guide]:
+            found = {names[value] for value in arguments_of(node) if value in names}
+            if found and effects_of(node.func).is_view:
+                names.update(dict.fromkeys(values_in(node.result), found.pop()))
+            read |= found
+        return frozenset(read)
 
     def bound(
         self,

@@ -158,10 +158,11 @@ def _run(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwar
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
         guide(*args, **kwargs)
+        watch.leave_guide()
         assert isinstance(messenger, GuideMessenger)
         return messenger.get_traces()
     guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
-    watch.where = "model"
+    watch.leave_guide()
     if model is None:
         return Trace(), guide_trace
     # Replay hides what the model's own statements say of sites that the guide has drawn.
@@ -264,6 +265,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
     values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
     reached, stored, made = inputs_in(tape, watch.options.call)
+    parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     # From such runs those of further particles are computed.
     is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     marked = [own.elements for part in (scored, drawn) for own in part.values()]
@@ -279,6 +281,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         reached=reached,
         stored=stored,
         subsamples=subsamples,
+        parameters=parameters,
+        num_of_guide=watch.num_of_guide,
         traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_one else (),
         differentiable=tape.value_of(traced.run.differentiable) if is_one else None,
     )

@@ -76,9 +76,11 @@ class Watch(Messenger):
         # Sources, as bits: those that had left torch before a statement, and at the end of one of the guide.
         self.escaped, self.heard = dict[tuple[bool, str], int](), dict[str, int]()
         self.drawn = dict[str, Any]()  # values of sites on the tape
+        self.num_of_guide = 0
         # External functions that were called, one of each object, and the attributes of it that they change.
         self.externals = dict[int, tuple[Any, set[str]]]()
         self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
+        self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @property
     def is_guide(self) -> bool:
@@ -89,6 +91,10 @@ class Watch(Messenger):
     def _noise(self) -> torch.Generator:
         """What estimators draw from that attach gradients, made when the first one does."""
         return self.options.noise()
+
+    def leave_guide(self) -> None:
+        """The guide has run, and the model begins."""
+        self.where, self.num_of_guide = "model", 0 if self.tape is None else len(self.tape.nodes)
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tape is not None:
@@ -114,6 +120,10 @@ class Watch(Messenger):
         self._note(msg)
         if self.tape is not None and self.is_guide:
             self.heard[msg["name"]] = self.tape.steering
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if self.tape is not None and self.is_guide:
+            self.parameters[msg["name"]] = msg["value"]
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]
