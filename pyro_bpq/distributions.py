@@ -276,8 +276,6 @@ def sample_chain(name: str, fn: Any, infer: Any = None) -> Tensor:
         UnsupportedSiteError: If the distribution is no chain.
     """
     if not hasattr(fn, "chain"):
-        raise UnsupportedSiteError(
-            f"Site {name!r} ({type(fn).__name__}) is no chain of choices. Pass KSubset or PlackettLuce, without "
-            "to_event or mask; or write pyro.sample."
-        )
+        advice = "Pass KSubset or PlackettLuce, without to_event or mask; or write pyro.sample."
+        raise UnsupportedSiteError(f"Site {name!r} ({type(fn).__name__}) is no chain of choices. {advice}")
     return fn.chain(lambda t, law: pyro.sample(f"{name}_{t}", law, infer=dict(infer or {})))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import dropwhile
 from typing import Any
 
@@ -52,10 +52,7 @@ class SiteOptions:
         check_estimator(self.estimator)
         check_critic(self.critic, False)
         if self.context is not None and not (isinstance(self.context, Tensor) and self.context.dim()):
-            raise OptionError(
-                f"context={self.context!r} is not a tensor of features; write one of shape (*plates, C), "
-                "e.g. torch.stack([x, y], -1)."
-            )
+            raise OptionError(f"context={self.context!r} is not a tensor of features; write one of shape (*plates, C).")
         if self.share is not None and not isinstance(self.share, str):
             raise OptionError(f'share={self.share!r} is not a name; write a string, e.g. share="z".')
 
@@ -63,10 +60,7 @@ class SiteOptions:
 def check_estimator(given: Any) -> None:
     """Raises :class:`OptionError` for what is neither an estimator nor ``None``."""
     if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):
-        raise OptionError(
-            f"estimator={given!r} is not an estimator; write an object such as AllAction(), or, with a baseline, "
-            "ScoreFunction(LeaveOneOut())."
-        )
+        raise OptionError(f"estimator={given!r} is not an estimator; write an object such as AllAction().")
 
 
 def check_critic(given: Any, without: Any) -> None:
@@ -86,6 +80,8 @@ def check_context(name: str, shape: torch.Size, batch: torch.Size) -> None:
         )
 
 
+# Pyro's names.
+_BASELINE = ("nn_baseline", "nn_baseline_input", "baseline_value", "use_decaying_avg_baseline", "baseline_beta")
 # Shared by most sites: options are read at every site of every step.
 _UNSET = SiteOptions()
 
@@ -100,8 +96,7 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
     if infer.get("bpq") is None and not infer.get("baseline"):
         return _UNSET
     try:
-        options = SiteOptions(**_given(infer, "bpq", option_names()))
-        return replace(options, baseline=baseline_options(infer))
+        return SiteOptions(**_given(infer, "bpq", option_names()), baseline=baseline_options(infer))
     except OptionError as error:
         raise OptionError(f"Site {name!r}: {error}") from error
 
@@ -215,15 +210,13 @@ class BaselineOptions:
 
 def baseline_options(infer: Mapping[str, Any]) -> BaselineOptions | None:
     """Reads ``infer["baseline"]`` of a site."""
-    usual = dict.fromkeys(("nn_baseline", "nn_baseline_input", "baseline_value"))
-    usual = {**usual, "use_decaying_avg_baseline": False, "baseline_beta": 0.9}
-    given = {**usual, **_given(infer, "baseline", usual)}
-    network, own, value = given["nn_baseline"], given["nn_baseline_input"], given["baseline_value"]
+    given = _given(infer, "baseline", _BASELINE)
+    network, own, value = map(given.get, _BASELINE[:3])
     if network is not None and value is not None:
         raise OptionError("give nn_baseline or baseline_value, not both.")
     if network is not None and own is None:
         raise OptionError("nn_baseline needs its argument; add nn_baseline_input=....")
-    decay = float(given["baseline_beta"]) if given["use_decaying_avg_baseline"] else None
+    decay = float(given.get("baseline_beta", 0.9)) if given.get("use_decaying_avg_baseline") else None
     if decay is not None and not 0.0 <= decay < 1.0:
         raise OptionError(f"baseline_beta={decay!r}; write a number in [0, 1).")
     is_set = decay is not None or network is not None or value is not None

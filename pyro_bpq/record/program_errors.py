@@ -2,8 +2,10 @@ r"""Errors about mistakes in guide and model: they name the site and say what to
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -14,23 +16,25 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.record.calls import Calls
+from pyro_bpq.record.config import cost_options
 from pyro_bpq.record.plate_errors import (
     ABOUT_SHAPES,
-    asks_for_one_value,
     data_line,
     described,
     left_torch,
     own_text,
-    particle_advice,
-    plate_lines,
+    pairs,
+    particle_line,
+    quoted,
+    row_line,
     site_lines,
-    statements,
+    size_lines,
     support_of,
-    told,
     unlike_line,
 )
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.watch import PARTICLES, Watch, distribution_name, number_of_values
+from pyro_bpq.record.watch import PARTICLES, Watch, distribution_name, samples
+from pyro_bpq.rollout.features import finite_components
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -47,135 +51,139 @@ _DRAWN = (
     "They were rounded: bound the parameters, take a higher temperature or double precision.",
     "Bound the parameters.",
 )
+# Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
+_ONE_VALUE_ONLY = re.compile("is ambiguous|converted to (a )?(Python )?scalar|converted to an index", re.IGNORECASE)
 _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _ONE_NAME = re.compile("Multiple sample sites named '(.*)'|site (.*) must be sampled in trace")
 
 
-def explain(error: Exception, find: Callable[..., BPQError | None], *seen: Any) -> None:
+@contextlib.contextmanager
+def explained(find: Callable[..., BPQError | None], *seen: Any) -> Iterator[None]:
     """Raises, for an error of guide and model, one that names the site and says what to write, if it can."""
-    found = None if isinstance(error, BPQError) else find(error, *seen)
-    if found is not None:
+    try:
+        yield
+    except EXPLAINED as error:
+        found = None if isinstance(error, BPQError) else find(error, *seen)
+        if found is None:
+            raise
         raise found from error
 
 
-def of_run(error: Exception, watch: Watch, inputs: Mapping[int | str, Any]) -> BPQError | None:
+def told(kind: type[BPQError], error: Exception, *lines: str) -> BPQError | None:
+    """An error that says what to write, before the table of shapes that Pyro appends; ``None`` without a line."""
+    said, (text, mark, shapes) = [*dict.fromkeys(filter(None, lines))], str(error).partition("\nTrace Shapes:")
+    # Errors about values show them, which may be long; else what Pyro says comes first, as in Pyro.
+    parts = [*said, text] if kind is UnsupportedSiteError else [text.rstrip(), *said]
+    return kind("\n".join(parts) + mark + shapes) if said else None
+
+
+def of_run(error: Exception, watch: Watch) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, model, guide = own_text(error), watch.met["model"], watch.met["guide"]
-    declared = len(watch.subsamples.keys() - {PARTICLES})
+    sites, enumerated = (*model.values(), *guide.values()), quoted(sorted(watch.enumerated))
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
-    pairs = [(site, guide[name]) for name, site in model.items() if name in guide]
-    drawn = [
-        (own["name"], own["fn"], its["fn"]) for own, its in pairs if not (own["is_observed"] or its["is_observed"])
-    ]
-    unlike = [unlike_line(name, *laws) for name, *laws in drawn if _form(laws[0]) != _form(laws[1])]
-    if lines := unlike or plate_lines(error, model, guide, watch.where, declared):
-        return PlateError(told(error, *lines))
-    if watch.enumerated and re.search(r"up to \d+ dims|too many \(>", text):
-        line = "Each of {} enumerated sites has a dimension of its own: loop with pyro.markov(...)."
-        return UnsupportedProgramError(told(error, line.format(len(watch.enumerated))))
+    drawn = [pair for pair in pairs(model, guide) if not any(site["is_observed"] for site in pair)]
+    lines = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
+    lines = lines or size_lines(text, model, guide)
+    lines = lines or [row_line(text, sites, watch.where, len(watch.subsamples.keys() - {PARTICLES}))]
+    if found := told(PlateError, error, *lines):
+        return found
+    if enumerated and re.search(r"up to \d+ dims|too many \(>", text):
+        line = f"The enumerated sites {enumerated} have a dimension of their own each: loop with pyro.markov(...)."
+        return told(UnsupportedProgramError, error, line)
     if named := _ONE_NAME.search(text):
-        return _name_error(text, named[1] or named[2], watch.costs)
+        return told(UnsupportedProgramError, error, _name_line(text, named[1] or named[2], sites))
     if type(error) not in EXPLAINED:
         return None
-    asks = asks_for_one_value(error)
-    if asks and watch.enumerated:
-        line = "All values of {} are given at once. Use operations on tensors (torch.where, table[z]), or remove "
-        line += 'infer={{"enumerate": ...}}, so that the site is sampled.'
-        return UnsupportedProgramError(told(error, line.format(", ".join(map(repr, sorted(watch.enumerated))))))
+    asks = _ONE_VALUE_ONLY.search(text) is not None
+    if asks and enumerated:
+        line = f"All values of {enumerated} are given at once. Use operations on tensors (torch.where, table[z]), or "
+        line += 'remove infer={"enumerate": ...}, so that the site is sampled.'
+        return told(UnsupportedProgramError, error, line)
     if _NUMBERS.search(text):
-        line = next(_number_lines(text, watch, inputs), "")
-        return UnsupportedSiteError(f"{line}\n{text}") if line else None
-    arrays = [key for key, value in inputs.items() if type(value).__module__ == "numpy"]
+        return told(UnsupportedSiteError, error, _number_line(text, watch))
+    arrays = [key for key, value in watch.inputs.items() if type(value).__module__ == "numpy"]
     if arrays and "numpy" in text.lower():
         line = f"Argument {arrays[0]!r} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
-        return UnsupportedProgramError(told(error, line))
-    advice = particle_advice((*model.values(), *guide.values()))
-    if not advice:
-        return None
-    if asks and watch.tape is not None:
-        return _one_value_error(error, watch.options.num_particles, watch.tape)
+        return told(UnsupportedProgramError, error, line)
+    advice = particle_line(sites)
+    if advice and asks and watch.tape is not None:
+        line = _one_value_line(error, watch.options.num_particles, watch.tape)
+        return told(UnsupportedProgramError, error, line)
     if asks or (ABOUT_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
-        return (PlateError if isinstance(error, ValueError) else UnsupportedProgramError)(told(error, *advice))
+        return told(PlateError if isinstance(error, ValueError) else UnsupportedProgramError, error, advice)
     return None
 
 
 def _form(fn: Any) -> tuple[int, int | None]:
     """The number of event dimensions of a distribution, which those of users may not know, and of categories."""
-    return getattr(fn, "event_dim", 0), number_of_values(fn)
+    split = finite_components(fn)
+    number = split.cardinality if split is not None and split.kind in ("categorical", "one_hot") else None
+    return getattr(fn, "event_dim", 0), number
 
 
-def _one_value_error(error: Exception, number: int, tape: Tape) -> BPQError | None:
+def _one_value_line(error: Exception, number: int, tape: Tape) -> str:
     """Says that Python asked for one value where each of so many particles has its own."""
-    found, traceback = None, error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if frame.f_code is Calls.scalar.__code__:
-            found = frame.f_locals["args"][0]
-        traceback = traceback.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is Calls.scalar.__code__]
+    found = frames[-1].f_locals["args"][0] if frames else None
     # NumPy or a list may complain after the value has left torch.
     sites = tape.sources_of(found) if isinstance(found, Tensor) else tape.escaped
     # Else it is no sampled value, or one that has several elements in a run of one particle, too.
     is_of_particles = not isinstance(found, Tensor) or found.numel() == number
-    return UnsupportedProgramError(told(error, left_torch(sites, number))) if sites and is_of_particles else None
+    return left_torch(sites, number) if sites and is_of_particles else ""
 
 
-def _number_lines(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> Iterator[str]:
+def _number_line(text: str, watch: Watch) -> str:
     """Says which parameters are broken, or where the distribution was made whose parameter is out of range."""
     store = pyro.get_param_store()
     if broken := [name for name in store.keys() if not bool(store[name].isfinite().all())]:
-        yield (
-            f"The parameters {', '.join(map(repr, broken))} have elements that are not finite. Look for the first "
-            "loss that is not finite; take a smaller learning rate, or clip gradients, as by pyro.optim.ClippedAdam."
+        return (
+            f"The parameters {quoted(broken)} have elements that are not finite. Look for the first loss that is not "
+            "finite; take a smaller learning rate, or clip gradients, as by pyro.optim.ClippedAdam."
         )
-    for key, value in inputs.items():
+    for key, value in watch.inputs.items():
         if missing := number_missing(value):
-            yield (
+            return (
                 f"Argument {key!r} of the programs has NaN in {missing} of {value.numel()} elements, and the "
                 f"{watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and observe "
                 "under pyro.poutine.mask(mask=~x.isnan())."
             )
-    if found := _OUT_OF_RANGE.search(text):
-        seen = [*watch.met[watch.where]]
-        after = f" after the statement {seen[-1]!r}" if seen else ""
-        kind = _CONSTRAINTS.get(found[3])
-        known = kind and f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})."
-        yield (
-            f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there."
-            f"{known or ''}"
-        )
+    found, seen = _OUT_OF_RANGE.search(text), [*watch.met[watch.where]]
+    if found is None:
+        return ""
+    parameter, law, constraint = found.groups()
+    after = f" after the statement {seen[-1]!r}" if seen else ""
+    line = f"The {parameter} of a {law} that the {watch.where} makes{after} is out of range: look at it there."
+    kind = _CONSTRAINTS.get(constraint)
+    advice = f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{kind})."
+    return line + advice if kind else line
 
 
-def _name_error(text: str, name: str, costs: set[str]) -> UnsupportedProgramError | None:
+def _name_line(text: str, name: str, sites: Iterable[Any]) -> str:
     """Says that two statements have one name. Pyro's error is a ``RuntimeError``, too."""
-    if name in costs:
-        line = f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
-    elif text.startswith("Multiple"):
-        line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
-    else:
-        return None
-    return UnsupportedProgramError(f"{text}\n{line}")
+    if any(site["name"] == name and cost_options(site) is not None for site in sites):
+        return f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
+    line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
+    return line if text.startswith("Multiple") else ""
 
 
 def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError | None:
     """The same for an error that came while log-probabilities were computed, or shapes were checked."""
-    model, guide = statements(model_trace), statements(guide_trace)
-    if lines := plate_lines(error, model, guide) or [*site_lines(error, model, guide)]:
-        return PlateError(told(error, *lines))
-    text, at = own_text(error), _AT_SITE.match(str(error))
+    model, guide, text, at = samples(model_trace), samples(guide_trace), own_text(error), _AT_SITE.match(str(error))
+    if found := told(PlateError, error, *(size_lines(text, model, guide) or site_lines(error, model, guide))):
+        return found
     # Torch's errors name no site. The first one without a log-probability is where it failed.
     name = at[1] if at else next((name for name, site in model.items() if "log_prob" not in site), "")
     site, twin = model.get(name) or guide.get(name), guide.get(name)
     if site is None:
         return None
-    line = data_line(site) if at and "not broadcastable" in text else ""
-    if line:
-        return PlateError(told(error, line))
-    is_about = "within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text)
-    if is_about and twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"])):
-        line = unlike_line(name, site["fn"], twin["fn"])
-    elif is_about and at:
-        line = value_line(site)
-    return UnsupportedSiteError(f"{line}\n{text}") if line else None
+    if at and "not broadcastable" in text and (line := data_line(site)):
+        return told(PlateError, error, line)
+    if not ("within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text)):
+        return None
+    is_unlike = twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"]))
+    line = unlike_line(site, twin) if is_unlike else value_line(site) if at else ""
+    return told(UnsupportedSiteError, error, line)
 
 
 def number_missing(value: Any) -> int:

@@ -87,22 +87,19 @@ class Alike:
 class _Kind:
     """Calls that look alike, by the numbers that Python reads in them."""
 
-    checks: list[tuple[Check, OrderedDict[Any, Alike]]] = field(default_factory=list)
+    checks: list[tuple[Check, dict[Any, Alike]]] = field(default_factory=list)
 
-    def find(self, call: Call) -> Alike | None:
-        """What is known of a call; ``None`` if nothing is."""
-        for check, found in self.checks:
-            alike = found.get(check.numbers(call))
-            if alike is not None:
-                return alike
-        return None
+    def find(self, call: Call) -> Alike:
+        """What is known of a call."""
+        known = (found.get(check.numbers(call)) for check, found in self.checks)
+        return next(filter(None, known), Alike())
 
     def put(self, check: Check, call: Call, alike: Alike) -> Alike:
         """Notes what the recorded run of a call has shown: what Python reads in such calls."""
         for known, found in self.checks:
             if known == check:
                 return found.setdefault(known.numbers(call), alike)
-        self.checks.append((check, OrderedDict({check.numbers(call): alike})))
+        self.checks.append((check, {check.numbers(call): alike}))
         return alike
 
 
@@ -134,7 +131,7 @@ class Recordings:
         self.mode = mode
         self.escaping: tuple[str, ...] = ()
         self.jumps: frozenset[str] = frozenset()
-        self.externals: dict[int, tuple[Any, set[str]]] = {}
+        self.externals: Mapping[int, tuple[Any, set[str]]] = {}
         self.crosses = self.in_order = self.needs_graphs = False
         self.known: OrderedDict[Any, Known] = OrderedDict()
         self.said, self.failed, self.num_recorded = "", "", 0
@@ -150,9 +147,8 @@ class Recordings:
 
     def state_dict(self) -> dict[str, Any]:
         """What runs have shown of the program; recordings are made again."""
-        names = ("escaping", "crosses", "in_order")
-        # It is saved only if values steer the program; else it has no meaning.
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in ("escaping", "crosses", "in_order")}
+        # What needs graphs has a meaning only if values steer the program.
         return {**own, "jumps": tuple(sorted(self.jumps)), "needs_graphs": self.escapes and self.needs_graphs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,13 +168,9 @@ class Recordings:
 
     def meet(self, call: Call) -> None:
         """Looks at a call before its programs run."""
-        key = self._keys.of(call)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Kind()
-            if len(self._kinds) > _CAPACITY:
-                self._kinds.popitem(last=False)
-        self.call, self._kind, self.now = call, kind, kind.find(call) or Alike()
+        kind = self._kinds.setdefault(self._keys.of(call), _Kind())
+        _trim(self._kinds)
+        self.call, self._kind, self.now = call, kind, kind.find(call)
 
     def mark(self) -> Draws:
         """A mark to which a step of the call can go back, in its draws and in the buffers of its modules."""
@@ -194,7 +186,6 @@ class Recordings:
 
     def wants(self, particles: Particles, is_step: bool = True) -> bool:
         """Whether the next run is recorded; other runs than those of steps leave what is due to the next step."""
-        # By modes of torch, structure and number of particles.
         knows = any(key[::2] == (self.call.modes, particles.in_call) for key in self.now.recorded)
         if self.is_ordered:
             # In a plate of particles one run has to show that they keep apart.
@@ -243,7 +234,11 @@ class Recordings:
 
     def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
         """The recording in force for a run of so many particles."""
-        return traced.recorded or self.now.recorded.get((self.call.modes, traced.key, number))
+        return traced.recorded or self.now.recorded.get(self._key(traced, number))
+
+    def _key(self, traced: TracedRun, number: int) -> tuple[Any, ...]:
+        """Modes of torch, structure, and number of particles."""
+        return self.call.modes, traced.key, number
 
     def news(self, runs: Sequence[TracedRun], particles: Particles, bound: Bound | None) -> str:
         """What runs that were not recorded have that no recording of such calls has; empty if there is nothing.
@@ -257,7 +252,7 @@ class Recordings:
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""
-        before, new = self.now.recorded.get((self.call.modes, traced.key, number)), traced.recorded
+        before, new = self.now.recorded.get(self._key(traced, number)), traced.recorded
         if before is None or new is None or not before.is_like(new):
             return False
         new.take_over(before)
@@ -281,25 +276,23 @@ class Recordings:
     def graph(self, traced: TracedRun, number: int, learn: bool = True) -> StochasticComputationGraph:
         """Returns the graph of a run of so many particles in one call, and notes what a recorded one shows."""
         # Where the structure may depend on sampled values, reads of other runs of it are not joined.
-        is_joined = not (self.is_dense or self.mode == "dynamic" or self.escapes or traced.escaped_sites)
+        is_joined = not (self.mode == "dynamic" or self.is_dynamic(traced))
         if not is_joined:
             # Which numbers Python reads is not looked at.
             self.now = self._kind.put(Check(), self.call, self.now)
-        if traced.recorded is None or self.is_dense:
-            if traced.recorded is not None:
-                self.now.recorded[self.call.modes, traced.key, number] = traced.recorded
+        new, key = traced.recorded, self._key(traced, number)
+        if new is None or self.is_dense:
+            if new is not None:
+                self.now.recorded[key] = new
             known = self.known.get(traced.key)
             return dense_graph(traced) if known is None else known.graph
         self._must &= not learn
-        known = self._joined(traced, traced.recorded, number) if is_joined else None
+        if is_joined:
+            self.known[traced.key] = self._joined(traced, new, number)
+            _trim(self.known)
         if learn:
             self._note(traced)
-        if known is None:
-            return build_graph(traced, traced.recorded.reads)
-        self.known[traced.key] = known
-        if len(self.known) > _CAPACITY:
-            self.known.popitem(last=False)
-        return known.graph
+        return self.known[traced.key].graph if is_joined else build_graph(traced, new.reads)
 
     def finds_jumps(self, traced: TracedRun) -> bool:
         """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
@@ -319,10 +312,9 @@ class Recordings:
     def _note(self, traced: TracedRun) -> None:
         assert traced.recorded is not None
         self.num_recorded += 1
-        called, known = traced.externals, self.externals
-        if called:
-            states = {key: state | known[key][1] if key in known else state for key, (_, state) in called.items()}
-            self.externals = {key: (called[key][0], state) for key, state in states.items()}
+        for key in traced.externals.keys() & self.externals.keys():
+            traced.externals[key][1].update(self.externals[key][1])
+        self.externals = traced.externals or self.externals
         now = self.now
         if now.steps or not now.next:  # else another run of the same step was recorded
             now.next = min(2 * now.next, _LONGEST) or 1
@@ -337,16 +329,13 @@ class Recordings:
 
     def _joined(self, traced: TracedRun, new: Recorded, number: int) -> Known:
         """What is known of a structure after a recorded run of it."""
-        key = self.call.modes, traced.key, number
-        old, before = self.known.get(traced.key), self.now.recorded.get(key)
-        if self.recognises(traced, number):
-            self.now.recorded[key] = new
-        else:
+        old, before = self.known.get(traced.key), self.now.recorded.get(self._key(traced, number))
+        if not self.recognises(traced, number):
             check = check_of(new)
             if check is None:
                 check, self.now.always = Check(), "Python reads numbers that change from step to step"
             self.now = self._kind.put(check, self.call, self.now)
-            self.now.recorded[key] = new
+        self.now.recorded[self._key(traced, number)] = new
         patterns = frozenset(new.patterns.items())
         if old is None:
             return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)
@@ -383,3 +372,9 @@ class Recordings:
     def _say(self, text: str) -> None:
         self.said = text
         LOG.info("%s", text)
+
+
+def _trim(known: OrderedDict[Any, Any]) -> None:
+    """Drops what was met first, if there is too much."""
+    if len(known) > _CAPACITY:
+        known.popitem(last=False)

@@ -53,15 +53,12 @@ class TracedRun:
     model_trace: Any
     guide_trace: Any
     subsamples: Mapping[str, Any]  # indices that subsampled plates drew, by name of the plate
-    batch_ndim: int  # largest number of batch dimensions of any site
     # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
     reads: Mapping[str, frozenset[str]] | None = None
     # Latent sites of the guide that Pyro leaves out of its traces. Their `log q` is not a cost.
     untraced: frozenset[str] = frozenset()
     escaped_sites: frozenset[str] = frozenset()  # the sites whose values left torch
     enumerated: frozenset[str] = frozenset()  # sites that hold all their values at once
-    # Options of each cost statement, by name of the cost
-    user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
     # External functions that were called, one of each object by its id, and the attributes of it that they changed.
     externals: Mapping[int, tuple[Any, set[str]]] = field(default_factory=dict)
     only_costs: bool = False  # whether only cost statements count
@@ -93,6 +90,20 @@ class TracedRun:
         return self.averages_rows or bool(in_plates & self.escaped_sites or self.met)
 
     @property
+    def _sites(self) -> Iterator[tuple[str, Any, bool]]:
+        return named(samples(self.guide_trace), samples(self.model_trace))
+
+    @cached_property
+    def user_costs(self) -> dict[str, CostOptions]:
+        """Options of each cost statement, by name of the cost."""
+        return {cost: given for cost, site, _ in self._sites if (given := cost_options(site)) is not None}
+
+    @property
+    def batch_ndim(self) -> int:
+        """Largest number of batch dimensions of any site."""
+        return max((cost.dim() for cost in self.run.costs.values()), default=0)
+
+    @property
     def is_dear(self) -> bool:
         """Whether it has cost statements or calls of external functions, which may be dear."""
         return bool(self.user_costs or self.externals)
@@ -106,8 +117,7 @@ class TracedRun:
     @property
     def weights(self) -> dict[str, tuple[Any, Any]]:
         """Scale and mask of each cost."""
-        sites = named(samples(self.guide_trace), samples(self.model_trace))
-        return {cost: (site["scale"], site["mask"]) for cost, site, _ in sites}
+        return {cost: (site["scale"], site["mask"]) for cost, site, _ in self._sites}
 
     def bound(self, recorded: Recorded, call: Call) -> Bound:
         """The tensors of the run, whose call it was, with the operators of a recording."""
@@ -139,37 +149,25 @@ def record_run(
     :class:`TracedRun`.
     """
     sizes: dict[Plate, int] = {}
-    options, infos, sites, costs = {}, {}, {}, {}
-    user, entries = dict[str, CostOptions](), list[Any]()
+    options, infos, sites, costs, entries = {}, {}, {}, {}, list[Any]()
     model_sites = samples(model_trace)
-    for name, site in guide_sites.items():
-        plates = _plates(site, sizes)
-        cost, given, chosen = cost_of_site(site, True), cost_options(site), None
-        costs[cost] = site["log_prob"]
-        if given is not None:
-            user[cost] = given
-        if is_enumerated(site):
-            site_options(name, site["infer"])
-        elif not site["is_observed"]:
-            infos[name] = info = site_info(site, plates, particles)
-            options[name] = chosen = site_options(name, site["infer"])
-            sites[name] = _site(site, model_sites.get(name), chosen, info)
-        split = infos[name].components if name in infos else None
-        shape, kind = _event_shape(site), (type(site["fn"]), family_of(site["fn"]))
-        entries.append((name, plates, shape, kind, split, _fingerprint(chosen), is_untraced(site)))
-    for name, site in model_sites.items():
-        if name not in sites and not site["is_observed"] and not is_enumerated(site):
-            raise SiteNotFoundError(_no_counterpart(name, [*sites]))
-        cost, given = cost_of_site(site, False), cost_options(site)
+    for cost, site, is_guide in named(guide_sites, model_sites):
+        name, is_observed = site["name"], site["is_observed"]
         if cost in costs:
             raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
-        costs[cost] = -site["log_prob"]
-        if given is not None:
-            user[cost] = given
-        # The law of a latent site may have other values than the guide's.
-        family = None if site["is_observed"] else family_of(site["fn"])
-        entries.append((name, _plates(site, sizes), _event_shape(site), site["is_observed"], user.get(cost), family))
-    everything = [*guide_sites.values(), *model_sites.values()]
+        costs[cost] = site["log_prob"] if is_guide else -site["log_prob"]
+        plates, is_latent = _plates(site, sizes), not (is_observed or is_enumerated(site))
+        chosen: Any = site_options(name, site["infer"]) if is_guide and not is_observed else None
+        if is_guide and is_latent:
+            infos[name], options[name] = site_info(site, plates, particles), chosen
+            sites[name] = _site(site, model_sites.get(name), chosen, infos[name])
+        elif is_latent and name not in sites:
+            raise SiteNotFoundError(_no_counterpart(name, [*sites]))
+        # The law of a latent site of the model may have other values than the guide's.
+        kind = (type(site["fn"]), family_of(site["fn"])) if is_guide or not is_observed else None
+        split = infos[name].components if name in infos else None
+        told = cost_options(site), _fingerprint(chosen), is_untraced(site)
+        entries.append((name, plates, _event_shape(site), kind, split, told))
     return TracedRun(
         entries=tuple(entries),
         run=Run(sites, costs, *_sums(guide_sites, model_sites)),
@@ -179,10 +177,8 @@ def record_run(
         model_trace=model_trace,
         guide_trace=guide_trace,
         subsamples=subsamples,
-        batch_ndim=max((site["log_prob"].dim() for site in everything), default=0),
         untraced=frozenset(name for name in sites if is_untraced(guide_sites[name])),
-        user_costs=user,
-        of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
+        of_guide=frozenset(cost_of_guide(name) for name, site in guide_sites.items() if cost_options(site) is None),
         flags=flags,
     )
 
@@ -193,8 +189,7 @@ def _no_counterpart(name: str, known: list[str]) -> str:
     listed = f"{known[:8]} and {len(known) - 8} more" if len(known) > 8 else str(known)
     return (
         f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are {listed}.{meant} "
-        f'Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it out: '
-        'infer={"enumerate": "parallel"} there, and enumeration="exact".'
+        f'Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it out (enumeration="exact").'
     )
 
 
@@ -306,9 +301,8 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         score = fn.score_parts(site["value"]).score_function
     if options.context is not None:
         check_context(info.name, options.context.shape, site["log_prob"].shape)
-    baseline = None
-    if options.baseline is not None:
-        baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)
+    own = options.baseline
+    baseline = None if own is None else functools.partial(own.predict, info.name, site["log_prob"].shape)
     return SiteRecord(
         fn=site["fn"],
         value=site["value"],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pyro
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
@@ -25,7 +26,7 @@ from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.config import OthersDraw, cost_options
 from pyro_bpq.record.further import parts_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
-from pyro_bpq.record.program_errors import EXPLAINED, explain, of_run, of_scores
+from pyro_bpq.record.program_errors import explained, of_run, of_scores
 from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
 from pyro_bpq.record.recording import Recording
@@ -67,53 +68,43 @@ _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
 _DEPTH = 6
 
 Part = Callable[..., Any]
+Finish = Callable[[TracedRun], TracedRun]
 Sites = Mapping[str, Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-Heard = Mapping[tuple[bool, str], int]
-"""Sources that may have steered a log-probability in Python, as bits, by (is of the guide, site name)."""
+# Sources that may have steered a log-probability in Python, as bits, by name of the cost.
+Heard = Mapping[str, int]
 
 
 def trace_run(
-    model: Part,
-    guide: Part,
-    args: Args,
-    kwargs: Kwargs,
-    options: TraceOptions,
-    finish: Callable[[TracedRun], TracedRun] = lambda traced: traced,
+    model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions, finish: Finish | None = None
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
     ``finish`` makes the costs of the run from its log-probabilities.
     """
     tape = Tape() if options.track else None
-    watch = Watch(options, tape)
+    watch = Watch(options, _inputs(args, kwargs), tape)
     with tape or contextlib.nullcontext(), watch:
         program = None if options.only_costs else model
-        model_trace, guide_trace, heard = _explained_traces(program, watch, guide, args, kwargs)
+        model_trace, guide_trace, heard = _traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
         if tape is not None:
             tape.has_ended = True
-        traced = _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
-        if watch.enumerated or watch.externals:
-            traced = replace(traced, enumerated=frozenset(watch.enumerated), externals=watch.externals)
+        traced = _record(watch, model_trace, guide_trace, guide_sites)
         if tape is not None:
             reads = _reads(tape, guide_sites, model_sites, watch, heard)
             traced = replace(traced, reads=Reads(tuple(tape.bits), reads), escaped_sites=tape.escaped)
-        traced = finish(traced)
+        traced = traced if finish is None else finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
     looks = tape is not None and poutine.is_validation_enabled()
-    for name, site in (*samples(model_trace).items(), *samples(guide_trace).items()) if looks else ():
+    for name, site in (*model_sites.items(), *samples(guide_trace).items()) if looks else ():
         warn_if_nan(site["log_prob_sum"], f"log_prob_sum at site '{name}'")
         warn_if_inf(site["log_prob_sum"], f"log_prob_sum at site '{name}'", allow_neginf=True)
-    traced = _only_costs(traced) if options.only_costs else traced
-    if options.only_costs and options.step == 0 and traced.recorded and not (traced.user_costs or traced.escaped_sites):
-        raise UnsupportedProgramError(
-            "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
-            "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
-        )
+    if options.only_costs:
+        traced = _only_costs(traced, options.step == 0)
     if options.track and options.warns:
         warn_of_program(traced, model_sites, guide_sites, not options.has_told and options.step == 0)
     return traced
@@ -121,69 +112,64 @@ def trace_run(
 
 def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> PlainRun | TracedRun:
     """Runs the guide, and replays the model against it, for a step in program order; untracked."""
-    watch = Watch(options)
+    watch = Watch(options, _inputs(args, kwargs))
     with watch:
-        model_trace, guide_trace, _ = _explained_traces(model, watch, guide, args, kwargs)
+        model_trace, guide_trace, _ = _traces(model, watch, guide, args, kwargs)
     guide_sites = watch.guide_sites(guide_trace)
     plain = None if watch.attached else plain_run(model_trace, guide_trace, guide_sites)
-    return plain or _record(watch, model_trace, guide_trace, guide_sites, args, kwargs)
+    return plain or _record(watch, model_trace, guide_trace, guide_sites)
 
 
-def _record(
-    watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites, args: Args, kwargs: Kwargs
-) -> TracedRun:
+def _inputs(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
+    """The arguments of the programs, by position or name."""
+    return dict([*enumerate(args), *kwargs.items()])
+
+
+def _record(watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites) -> TracedRun:
     # Truth values and missing ones often switch parts of a program on and off.
-    given = (*enumerate(args), *kwargs.items())
-    flags = tuple((place, value) for place, value in given if any(value is flag for flag in (None, True, False)))
-    return record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
+    flags = tuple(pair for pair in watch.inputs.items() if any(pair[1] is flag for flag in (None, True, False)))
+    run = record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
+    if watch.enumerated or watch.externals:
+        run = replace(run, enumerated=frozenset(watch.enumerated), externals=watch.externals)
+    return run
 
 
-def _explained_traces(
-    model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs
-) -> tuple[Trace, Trace, Heard]:
-    """The same as :func:`importance_traces`; errors of the programs say where, and what to write."""
-    try:
-        return importance_traces(model, watch, guide, args, kwargs)
-    except EXPLAINED as error:
-        explain(error, of_run, watch, dict([*enumerate(args), *kwargs.items()]))
-        raise
+def _traces(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs) -> tuple[Trace, Trace, Heard]:
+    """Traces the guide, and the model replayed against it, with log-probabilities.
+
+    Errors of the programs say where, and what to write.
+    """
+    nesting, checks = watch.options.max_plate_nesting, is_validation_enabled()
+    with explained(of_run, watch):
+        given = _run(model, watch, guide, args, kwargs)
+        model_trace, guide_trace = map(prune_subsample_sites, given)
+        with explained(of_scores, model_trace, guide_trace):
+            if model is not None and checks:
+                check_model_guide_match(*given, nesting)
+            _score_apart(watch, guide_trace, model_trace)
+            heard = {**_score(model_trace, False, watch), **_score(guide_trace, True, watch)}
+            for site in (*samples(model_trace).values(), *samples(guide_trace).values()) if checks else ():
+                check_site_shape(site, nesting)  # type: ignore[arg-type]
+    return model_trace, guide_trace, heard
 
 
-def importance_traces(
-    model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs
-) -> tuple[Trace, Trace, Heard]:
-    """Traces the guide, and the model replayed against it, with log-probabilities."""
-    nesting, guide = watch.options.max_plate_nesting, watch.guide(guide)
+def _run(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs) -> tuple[Trace, Trace]:
+    """Traces the guide, and the model replayed against it."""
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
         guide(*args, **kwargs)
+        watch.leave_guide()
         assert isinstance(messenger, GuideMessenger)
-        model_trace, guide_trace = messenger.get_traces()
-    else:
-        guide_trace, model_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs), Trace()
-        if model is not None:
-            # Replay hides what the model's own statements say of sites that the guide has drawn.
-            is_first = watch.tape is not None or watch.options.step == 0
-            checked = OthersDraw("model", "guide", guide_trace, True)(model) if is_first else model
-            replayed = poutine.replay(checked, trace=guide_trace)
-            model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
-    given = model_trace, guide_trace
-    try:
-        if model is not None and is_validation_enabled():
-            check_model_guide_match(model_trace, guide_trace, nesting)
-        guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
-        _score_apart(watch, guide_trace, model_trace)
-        heard = {
-            **_score(model_trace, Trace.compute_log_prob, False, watch),
-            **_score(guide_trace, Trace.compute_score_parts, True, watch),
-        }
-        if is_validation_enabled():
-            for site in (*samples(model_trace).values(), *samples(guide_trace).values()):
-                check_site_shape(site, nesting)  # type: ignore[arg-type]
-    except (ValueError, RuntimeError) as error:
-        explain(error, of_scores, *given)
-        raise
-    return model_trace, guide_trace, heard
+        return messenger.get_traces()
+    guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
+    watch.leave_guide()
+    if model is None:
+        return Trace(), guide_trace
+    # Replay hides what the model's own statements say of sites that the guide has drawn.
+    is_first = watch.tape is not None or watch.options.step == 0
+    checked = OthersDraw("model", "guide", guide_trace, True)(model) if is_first else model
+    replayed = poutine.replay(checked, trace=guide_trace)
+    return poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs), guide_trace
 
 
 def _score_apart(watch: Watch, *traces: Trace) -> None:
@@ -202,30 +188,28 @@ def _score_apart(watch: Watch, *traces: Trace) -> None:
                 site["value"] = scored
 
 
-def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, watch: Watch) -> Heard:
+def _score(trace: Trace, is_guide: bool, watch: Watch) -> Heard:
     """Computes the log-probabilities of a trace; on a tape site by site, to record the reads of each."""
-    tape = watch.tape
+    tape, compute = watch.tape, Trace.compute_score_parts if is_guide else Trace.compute_log_prob
     if tape is None:
         compute(trace)
         return {}
-    heard, everything, validates = {}, tape.steering, poutine.is_validation_enabled()
-    for name, site in samples(trace).items():
-        one = Trace()
-        one.nodes[name] = site
-        # A look for numbers that are not finite would be recorded: it comes later.
-        poutine.enable_validation(False)
-        try:
-            with tape.steered_by(watch.steering_of(name, is_guide)):
-                compute(one)
-                found = tape.steering
-        except ValueError:
-            # The whole trace is computed again, so that the error message shows the shapes of all sites.
-            compute(trace)
-            raise
-        finally:
-            poutine.enable_validation(validates)
-        # A user's own object may have kept any value that has left torch so far.
-        heard[is_guide, name] = found | (everything if everything and _is_own(site["fn"]) else 0)
+    heard, everything = {}, tape.steering
+    # A look for numbers that are not finite would be recorded: it comes later.
+    with pyro.settings.context(validate_poutine=False):
+        for name, site in samples(trace).items():
+            one = Trace()
+            one.nodes[name] = site
+            try:
+                with tape.steered_by(watch.steering_of(name, is_guide)):
+                    compute(one)
+                    found = tape.steering
+            except ValueError:
+                # The whole trace is computed again, so that the error message shows the shapes of all sites.
+                compute(trace)
+                raise
+            # A user's own object may have kept any value that has left torch so far.
+            heard[cost_of_site(site, is_guide)] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
 
 
@@ -242,7 +226,7 @@ def _is_own(fn: Any, depth: int = 0) -> bool:
 
 def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, model_sites: Sites) -> Recorded:
     """The recording of a run with the names of its values; the tape must be active."""
-    follows = not (traced.only_costs or traced.enumerated or tape.escaped)
+    follows = not (traced.enumerated or tape.escaped)
     is_noisy = not all(has_rsample(site) for name, site in guide_sites.items() if name in watch.drawn)
     scored, drawn, laws, values, unweighted = {}, dict[str, Drawn](), {}, dict[Value, Any](), set[str]()
     costs = {name: tape.value_of(cost) for name, cost in traced.run.costs.items()}
@@ -284,10 +268,9 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
     # From such runs those of further particles are computed.
     is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
+    marked = [own.elements for part in (scored, drawn) for own in part.values()]
     return Recorded(
-        recording=Recording.of(
-            tape, values | made, [own.elements for part in (scored, drawn) for own in part.values()]
-        ),
+        recording=Recording.of(tape, values | made, marked),
         reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,
@@ -326,16 +309,15 @@ def _reads(tape: Tape, guide_sites: Sites, model_sites: Sites, watch: Watch, hea
     reads = {}
     for cost, site, is_guide in named(guide_sites, model_sites):
         name, scored = site["name"], site["score_parts"].score_function if is_untraced(site) else site["log_prob"]
-        found = tape.mask_of(scored) | heard.get((is_guide, name), watch.steering_of(name, is_guide))
+        # Pyro's traces, and thus what was heard, lack the untraced.
+        reads[cost] = tape.mask_of(scored) | heard.get(cost, 0)
         if is_guide:
-            found |= tape.origins.get(name, 0) | watch.heard.get(name, 0)
             # A flow remembers what it drew, so that its log-probability may not look at the value again.
-            found |= tape.bits.get(name, 0)
-        reads[cost] = found
+            reads[cost] |= tape.bits.get(name, 0) | tape.origins.get(name, 0) | watch.heard.get(name, 0)
     return reads
 
 
-def _only_costs(traced: TracedRun) -> TracedRun:
+def _only_costs(traced: TracedRun, is_first: bool) -> TracedRun:
     """Returns the run with its cost statements as the only costs."""
     for name, site in samples(traced.guide_trace).items():
         if site["is_observed"] and cost_options(site) is None:
@@ -343,5 +325,10 @@ def _only_costs(traced: TracedRun) -> TracedRun:
                 f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
                 f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
             )
+    if is_first and traced.recorded and not (traced.user_costs or traced.escaped_sites):
+        raise UnsupportedProgramError(
+            "The program has no cost: an expected cost counts pyro_bpq.cost(name, value) statements only. Write them "
+            "where costs arise; or use TraceBackpropQ_ELBO, for which observed sites and factors count."
+        )
     costs = total([traced.run.costs[name].sum() for name in traced.user_costs])
     return replace(traced, run=replace(traced.run, differentiable=costs, loss=costs.detach()), only_costs=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributions import Bernoulli, Independent
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.record.config import SiteOptions, cost_options, site_options
+from pyro_bpq.record.config import SiteOptions, site_options
 from pyro_bpq.record.cost_statement import Given, check_particles
 from pyro_bpq.record.external import Answers, link, linked, owner_of
 from pyro_bpq.record.key import Call, attributes_of
@@ -64,23 +64,17 @@ class Watch(Messenger):
     It must be the outermost handler, so that the traces record the tracked values.
     """
 
-    def __init__(
-        self,
-        options: TraceOptions,
-        tape: Tape | None = None,
-    ) -> None:
+    def __init__(self, options: TraceOptions, inputs: Mapping[int | str, Any], tape: Tape | None = None) -> None:
         super().__init__()
-        self.options, self.tape = options, tape
-        self.is_guide = False
+        self.options, self.inputs, self.tape = options, inputs, tape
         self.where = "guide"  # which program is running, `"guide"` or `"model"`
         self.met = {"guide": dict[str, Any](), "model": dict[str, Any]()}  # the statements of each program
-        self.costs, self.enumerated, self.given = set[str](), set[str](), set[str]()
-        self.attached: dict[str, Any] = {}
-        self.untraced: dict[str, dict[str, Any]] = {}
-        self.subsamples: dict[str, Any] = {}
+        self.enumerated, self.given = set[str](), set[str]()
+        self.attached = dict[str, Any]()
+        self.untraced = dict[str, dict[str, Any]]()
+        self.subsamples = dict[str, Any]()
         # Sources, as bits: those that had left torch before a statement, and at the end of one of the guide.
-        self.escaped: dict[tuple[bool, str], int] = {}
-        self.heard: dict[str, int] = {}
+        self.escaped, self.heard = dict[tuple[bool, str], int](), dict[str, int]()
         self.drawn = dict[str, Any]()  # values of sites on the tape
         self.num_of_guide = 0
         # External functions that were called, one of each object, and the attributes of it that they change.
@@ -88,29 +82,35 @@ class Watch(Messenger):
         self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
         self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
+    @property
+    def is_guide(self) -> bool:
+        """Whether the guide runs."""
+        return self.where == "guide"
+
     @functools.cached_property
     def _noise(self) -> torch.Generator:
         """What estimators draw from that attach gradients, made when the first one does."""
         return self.options.noise()
 
-    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the guide, so that its draws become sources."""
-        # Pyro unwraps a partial of this form when it checks whether a guide is a GuideMessenger.
-        return functools.partial(_run_guide, self, guide)
+    def leave_guide(self) -> None:
+        """The guide has run, and the model begins."""
+        self.where, self.num_of_guide = "model", 0 if self.tape is None else len(self.tape.nodes)
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tape is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tape.steering
-        if msg["done"] and self.is_guide:
+        if not self.is_guide:
+            return
+        if msg["done"]:
             self.given.add(msg["name"])
-        if self.is_guide and not msg["is_observed"] and has_rsample(msg) and not self._is_pathwise(msg):
-            msg["fn"] = rebased(msg["fn"], _scored)
+        if not msg["is_observed"] and has_rsample(msg) and not self._is_pathwise(msg):
+            msg["fn"] = rebased(msg["fn"], lambda base: base, has_rsample=False)
         if self._draws_alone(msg):
             msg["value"] = draw_bits(msg)
 
     def _draws_alone(self, msg: Any) -> bool:
         """Whether the guide draws a value now, and no handler outside has a say in it."""
-        if not self.is_guide or msg["done"] or msg["is_observed"] or msg["value"] is not None:
+        if msg["done"] or msg["is_observed"] or msg["value"] is not None:
             return False
         outside = itertools.takewhile(lambda handler: handler is not self, _PYRO_STACK)
         # The handler of SVI sees parameters only.
@@ -130,14 +130,10 @@ class Watch(Messenger):
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[name] = msg["value"]
             return
-        self.met["guide" if self.is_guide else "model"][name] = msg
-        if msg["infer"] and cost_options(msg) is not None:
-            self.costs.add(name)
-        if msg["infer"] and is_enumerated(msg):
+        self.met[self.where][name] = msg
+        if is_enumerated(msg):
             self._enumerate(msg)
-        elif msg["is_observed"]:
-            return
-        elif self.is_guide:
+        elif self.is_guide and not msg["is_observed"]:
             self._draw(msg)
 
     def _draw(self, msg: Any) -> None:
@@ -266,9 +262,7 @@ class Watch(Messenger):
         """Records a site that Pyro leaves out of its traces, although later costs depend on its value."""
         name, zero = msg["name"], torch.zeros_like(score)
         if name in self.untraced:
-            raise UnsupportedProgramError(
-                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
-            )
+            raise UnsupportedProgramError(f"Site {name!r} is sampled twice: give untraced sites names of their own.")
         parts = ScoreParts(zero, score, torch.zeros(()))
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
 
@@ -293,18 +287,6 @@ class Watch(Messenger):
         return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(merged)))}
 
 
-def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    watch.is_guide = True
-    try:
-        value = guide(*args, **kwargs)
-        watch.where = "model"
-        return value
-    finally:
-        watch.is_guide = False
-        if watch.tape is not None:
-            watch.num_of_guide = len(watch.tape.nodes)
-
-
 def draw_bits(msg: Any) -> Tensor | None:
     """Draws the value of a sample statement on a CPU, if it is large and all Bernoulli; else ``None``.
 
@@ -314,7 +296,7 @@ def draw_bits(msg: Any) -> Tensor | None:
     fn = msg["fn"]
     if not isinstance(fn, (Bernoulli, Independent)) or (fn.batch_shape + fn.event_shape).numel() < LARGE:
         return None
-    if msg["args"] or msg["kwargs"] or not is_library_bernoulli(fn, "sample", "__call__"):
+    if msg["args"] or msg["kwargs"] or not _draws_bits(fn):
         return None
     base = base_distribution(fn)
     shape, dtype = base.batch_shape, base.probs.dtype
@@ -326,33 +308,16 @@ def draw_bits(msg: Any) -> Tensor | None:
         return (torch.rand(shape, dtype=dtype) < base.probs - half_step).to(dtype)
 
 
-def is_library_bernoulli(fn: Any, *methods: str) -> bool:
-    """Whether a distribution is all independent Bernoulli components, and its methods are those of torch or Pyro."""
-    while isinstance(fn, Independent) and _is_of_library(fn, methods):
-        fn = fn.base_dist
-    return isinstance(fn, Bernoulli) and _is_of_library(fn, methods)
-
-
-def _is_of_library(fn: Any, methods: Sequence[str]) -> bool:
-    return all(getattr(type(fn), name).__module__.startswith(("torch.", "pyro.")) for name in methods)
+def _draws_bits(fn: Any) -> bool:
+    """Whether a distribution is all independent Bernoulli components, and torch or Pyro draws them."""
+    is_bits = _draws_bits(fn.base_dist) if isinstance(fn, Independent) else isinstance(fn, Bernoulli)
+    methods = (type(fn).sample, type(fn).__call__) if is_bits else ()
+    return is_bits and all(method.__module__.startswith(("torch.", "pyro.")) for method in methods)
 
 
 def has_rsample(site: Any) -> bool:
     """Whether the distribution of a site is reparameterised."""
     return bool(getattr(site["fn"], "has_rsample", False))
-
-
-def _scored(base: Any) -> Any:
-    base.has_rsample = False
-    return base
-
-
-def number_of_values(fn: Any) -> int | None:
-    """How many values a categorical site takes; ``None`` for other distributions."""
-    components = finite_components(fn)
-    if components is None or components.kind not in ("categorical", "one_hot"):
-        return None
-    return components.cardinality
 
 
 def is_enumerated(site: Any) -> bool:
