@@ -68,8 +68,8 @@ def test_exact_costs_of_later_sites_count_in_full_beside_unlearned_critics(
 ) -> None:
     plain = Signals.later
 
-    def signed(self: Signals, c: int) -> tuple[Tensor | None, Tensor | None]:
-        learned, exact = plain(self, c)
+    def signed(self: Signals, c: int, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+        learned, exact = plain(self, c, shape)
         return learned, None if exact is None else sign * exact
 
     monkeypatch.setattr(Signals, "later", signed)
