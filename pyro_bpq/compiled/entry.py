@@ -139,8 +139,8 @@ class Entry:
         recording = self.recording
         if recording.num_generators:
             generators = [subject.noise() for _ in range(recording.num_generators)]
-            tensors += [noise.draw(generators[noise.source]) for noise in recording.watch.noise]
-        tensors += [scheduled(schedule, number) for schedule in recording.watch.schedules]
+            tensors += [noise.draw(generators[noise.source]) for noise, _ in recording.tape.own_noise]
+        tensors += [scheduled(schedule, number) for schedule, _ in recording.tape.scheduled]
         if recording.updates:
             tensors.append(numbers_of(recording.updates))
         if am_i_wrapped():
@@ -168,7 +168,7 @@ def _announce(value: Tensor) -> Tensor:
 def make(entry: Entry, options: Compile) -> None:
     """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
     backend, recording = options.backend, entry.recording
-    examples, background = recording.watch.inputs, options.background
+    examples, background = recording.inputs, options.background
     if background is None:
         background = recording.num_operators > _LONG
     if lack := missing(backend, examples[0].device if examples else torch.device("cpu")):
