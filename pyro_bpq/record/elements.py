@@ -29,6 +29,7 @@ _MOST_PLACES = 4096
 
 Labels = np.ndarray
 Shape = tuple[int, ...]
+_NO_LABELS = np.full((), NONE, np.int32)
 
 
 class Unknown(Exception):
@@ -117,7 +118,7 @@ class Reader:
     def __call__(self, item: Any) -> Labels:
         """The labels of an argument."""
         if item.__class__ is not Value:
-            return np.full((), NONE, np.int32)
+            return _NO_LABELS
         found = self.found.get(item)
         if isinstance(found, Unknown):
             raise found
@@ -140,21 +141,16 @@ _SHAPING = frozenset(("dim", "keepdim", "dims", "left"))  # arguments given by n
 
 
 def _pointwise(read: Reader, *args: Any, **_: Any) -> Labels:
-    return combined(np.full((), NONE, np.int32), *map(read, values_in(args)))
+    return combined(_NO_LABELS, *map(read, values_in(args)))
 
 
-def _sum(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
-    return over(read(tensor), dims, bool(keepdim))
-
-
-def _extreme(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
-    """Rule for ``max`` and ``min``: reductions, or elementwise if a second tensor is given."""
-    return _pointwise(read, tensor, dims) if dims.__class__ is Value else _sum(read, tensor, dims, keepdim)
-
-
-def _along(read: Reader, tensor: Any, dim: Any = -1, *rest: Any) -> Labels:
-    dims = [dim for dim in (dim, *rest) if isinstance(dim, int) and not isinstance(dim, bool)]
-    return over(read(tensor), dims[0] if dims else -1)
+def _along(func: Any, read: Reader, *args: Any, **named: Any) -> Labels:
+    """Rule for operators along dimensions, which they reduce or keep."""
+    arguments = func._schema.arguments
+    given = {own.name: own.default_value for own in arguments}
+    given |= {**dict(zip(given, args, strict=False)), **named}
+    keepdim = given.get("keepdim", "dim" in given)
+    return combined(*(over(read(tensor), given.get("dim"), keepdim) for tensor in values_in(args)))
 
 
 def _spread(*dims: tuple[int, ...] | None, keepdim: bool = True) -> Rule:
@@ -267,7 +263,7 @@ def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None
     """Rule for ``scatter`` and ``index_add``: an entry keeps its own, and may get any one along the dimension."""
     target, chosen = read(tensor), read(index)
     chosen = over(chosen, None, False) if chosen.ndim < target.ndim else over(chosen, dim)
-    put = over(read(source), dim) if source.__class__ is Value else np.full((), NONE, np.int32)
+    put = over(read(source), dim) if source.__class__ is Value else _NO_LABELS
     return combined(target, put, chosen)
 
 
@@ -301,25 +297,29 @@ def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
     return np.broadcast_to(read(source), np.broadcast_shapes(read(source).shape, (1,) * len(read.shape(target))))
 
 
-# Operators that share a rule.
+# Elementwise operators that torch does not mark as such.
+_ELEMENTWISE = frozenset(
+    "_to_copy where fill tril triu native_dropout bucketize detach alias lift _conj lift_fresh same "
+    "binary_cross_entropy binary_cross_entropy_with_logits mse_loss log_sigmoid_forward rrelu_with_noise bernoulli "
+    "normal poisson binomial _standard_gamma".split()
+)
+_ALONG = frozenset(
+    "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero var_mean std_mean median "
+    "nanmedian aminmax max min linalg_vector_norm norm mode kthvalue topk cumsum cumprod logcumsumexp cummax cummin "
+    "sort _softmax _log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c linalg_cross".split()
+)
+_MOVING = frozenset(
+    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
+    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter unsafe_split "
+    "unsafe_split_with_sizes unsafe_chunk _unsafe_view _reshape_copy view_copy".split()
+)
+# Other operators that share a rule.
 _SHARED: Mapping[str, Rule] = MappingProxyType(
     {
-        "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift clone": _pointwise,
-        "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
-        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj lift_fresh": _pointwise,
-        "log_sigmoid_forward": _pointwise,
-        "_sample_dirichlet _dirichlet_grad multinomial linalg_cross": _spread((-1,)),
-        "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
-        "var_mean std_mean median nanmedian aminmax": _sum,
-        "max min": _extreme,
-        "cumsum cumprod logcumsumexp cummax cummin sort _softmax _log_softmax _safe_softmax renorm": _along,
-        "_fft_r2c _fft_c2r _fft_c2c": lambda read, tensor, dims, *_: over(read(tensor), dims),
-        "linalg_vector_norm norm": lambda read, tensor, order=2, *rest, **dims: _sum(read, tensor, *rest, **dims),
-        "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
-        "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
+        "_sample_dirichlet _dirichlet_grad multinomial": _spread((-1,)),
         "dist": _spread(None),
         "view_as_real": lambda read, tensor: read(tensor)[..., None],
-        "view_as_complex": _spread((-1,), keepdim=False),
+        "view_as_complex mv dot vdot": _spread((-1,), keepdim=False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
         "masked_scatter": _spread((), (), None),
         "searchsorted take": _spread(None, ()),
@@ -327,21 +327,19 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math": _spread(
             (-1,), (-2, -1), (-2, -1), None
         ),
-        "mv dot vdot": _spread((-1,), keepdim=False),
         "mm bmm": _spread((-1,), (-2,)),
         "addmm baddbmm": _spread((), (-1,), (-2,)),
         "addmv": _spread((), (-1,), keepdim=False),
         "linalg_solve_triangular": _solve,
-        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse triangular_solve": _spread((-2, -1)),
-        "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh": _spread((-2, -1)),
-        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d": _spread((-2, -1)),
-        "max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d": _spread((-2, -1)),
+        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse triangular_solve linalg_qr "
+        "linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh max_pool2d_with_indices avg_pool2d "
+        "_adaptive_avg_pool2d adaptive_max_pool2d max_pool2d mkldnn_max_pool2d upsample_nearest2d "
+        "upsample_bilinear2d": _spread((-2, -1)),
         "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": _spread((-3, -2, -1)),
         "convolution native_group_norm": _spread((1, 2, 3, 4, 5), None),
         "_linalg_det _linalg_slogdet": _spread((-2, -1), keepdim=False),
-        "zero": lambda read, *_: np.full((), NONE, np.int32),
+        "zero": lambda read, *_: _NO_LABELS,
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
-        "topk": lambda read, tensor, *_: over(read(tensor), [part for part in _ if isinstance(part, int)][1:2] or -1),
         "embedding": lambda read, table, index, *_: _index(read, table, [index]),
         "index _unsafe_index": _index,
         "index_select": _select,
@@ -359,11 +357,6 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
     }
 )
 _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
-_MOVING = frozenset(
-    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
-    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter unsafe_split "
-    "unsafe_split_with_sizes unsafe_chunk".split()
-)
 
 
 def name_of(func: Any) -> str:
@@ -378,13 +371,14 @@ def rule_of(func: Any) -> Rule:
         return _OF_FUNCTIONS[func]
     kind, name = effects_of(func), name_of(func)
     if kind.is_blank:
-        return lambda read, *_, **__: np.full((), NONE, np.int32)
+        return lambda read, *_, **__: _NO_LABELS
     if name in _RULES:
         return _RULES[name]
-    if name in _MOVING or kind.is_view or name in ("_unsafe_view", "_reshape_copy", "view_copy"):
-        return partial(_moved, func)
-    is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) or name == "same"
-    return _pointwise if is_pointwise else partial(_unknown, name)
+    if name in _ALONG:
+        return partial(_along, func)
+    if name in _ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
+        return _pointwise
+    return partial(_moved, func) if name in _MOVING or kind.is_view else partial(_unknown, name)
 
 
 def _remade(read: Reader, data: Any, *_: Any) -> Labels:
