@@ -18,6 +18,7 @@ import pyro
 import torch
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
+from torch._prims_common import clone_preserve_strides
 from tqdm import tqdm
 
 from pyro_bpq.compiled.backends import compile_graph, missing
@@ -141,8 +142,7 @@ class Entry:
             generators = [subject.noise() for _ in range(recording.num_generators)]
             tensors += [noise.draw(generators[noise.source]) for noise, _ in recording.tape.own_noise]
         tensors += [scheduled(schedule, number) for schedule, _ in recording.tape.scheduled]
-        if recording.updates:
-            tensors.append(numbers_of(recording.updates))
+        tensors.append(numbers_of(recording.updates))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()
@@ -179,7 +179,7 @@ def make(entry: Entry, options: Compile) -> None:
         return
     LOG.info("Compiling a step of %d operators.", recording.num_operators)
     line = _line(recording.num_operators, background)
-    copies = [_copy(tensor) for tensor in examples]
+    copies = [clone_preserve_strides(tensor.detach()) for tensor in examples]  # compiled code counts on strides
 
     def work() -> None:
         start = time.perf_counter()
@@ -213,12 +213,3 @@ def _line(operators: int, background: bool) -> contextlib.AbstractContextManager
         tqdm.write(f"{text}; steps go on meanwhile.", file=sys.stderr)
         return contextlib.nullcontext()
     return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=not sys.stderr.isatty())
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which compiled code counts on."""
-    own = tensor.detach()
-    if 0 in own.stride():
-        # An expanded tensor; nothing writes into it.
-        return own
-    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own)

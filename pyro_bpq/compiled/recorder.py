@@ -79,9 +79,8 @@ class Recording:
                 # The updates of parameters by an optimiser; none if the step ends with gradients.
                 self.updates = () if updates is None else updates.of(parameters, leaves)
                 with tape.paused:
-                    numbers = [numbers_of(self.updates)] if self.updates else []
-                if self.updates:
-                    apply_all(self.updates, graded, *numbers)
+                    numbers = numbers_of(self.updates)
+                apply_all(self.updates, graded, numbers)
             self.num_generators = noise.number - before_step  # that the objective makes for itself
             now = subject.places()
         if len(now) != len(self.places) or any(a.value is not b.value for a, b in zip(now, self.places, strict=True)):
@@ -110,23 +109,22 @@ class Recording:
         ]
         # Tensors that the graph takes, but for those that hold Python's numbers.
         self.inputs = [tensor for value, tensor in tape.inputs.items() if value not in tape.constants]
-        tensors = [*found, *(own for _, own in tape.own_noise), *(own for _, own in tape.scheduled), *numbers]
+        tensors = [*found, *(own for _, own in tape.own_noise), *(own for _, own in tape.scheduled), numbers]
         everything = distinct(tensors, self.inputs)
         self.constants = everything[len(tensors) :]  # tensors that were found in no other way and stay
         # What the graph takes, as positions: the tensors that are found in each call, each once, in the order of
         # ``call``, ``params``, ``state``, ``extras`` and ``optimizer_state``; then the noise, the schedules, the
-        # numbers of the optimiser, if it is part of the step; then the constants.
+        # numbers of the optimiser; then the constants.
         place = {id(tensor): i for i, tensor in enumerate(everything)}
         self.reads = [place[id(tensor)] for tensor in self.inputs]
         self.graded = [place[id(leaf)] for leaf in graded]  # positions of these leaves
-        # What Python has read of the data of the call, what it has found, and where it needs tensors from.
-        self.guards = tape.what_is_read(tensor for tensor in call.tensors if not tensor.requires_grad)
-        self.guarded = [place.get(id(tape.inputs[value]), len(found)) for value in self.guards.given]
-        self.found = self._read(found)
+        # What Python has read of the data of the call.
+        self.check = tape.check(call)
+        self.numbers = self.check.numbers(call)
         # What tells the operators of two runs apart: their names, their numbers, and which results they read.
         operators = [str((node[:4], arguments_of(node))) for node in tape.nodes]
-        numbers_of_python = [tape.inputs[value] for value in tape.constants]
-        self.digest = hash((*operators, *(str((own.dtype, own.shape, own.tolist())) for own in numbers_of_python)))
+        fixed = [tape.inputs[value] for value in tape.constants]
+        self.digest = hash((*operators, *(str((own.dtype, own.shape, own.tolist())) for own in fixed)))
 
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""
@@ -143,20 +141,12 @@ class Recording:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
         return self.tape.graph([*self.results, *self.shown])
 
-    def differs(self, tensors: Sequence[Tensor]) -> list[str]:
-        """What Python reads in a call whose tensors were found, where it is not what it has read."""
-        pairs = zip(self._read(tensors), self.found, self.tape.guards, strict=True)
-        return [f"Python reads {new} in place of {old}{guard.read[0]}" for new, old, guard in pairs if new != old]
-
-    @torch.no_grad()
-    def _read(self, tensors: Sequence[Tensor]) -> list[str]:
-        """What Python reads in a call whose tensors were found, in words: a number that is none differs from itself."""
-        if not self.guards.wanted:
-            return []
-        given = zip(self.guards.given, self.guarded, strict=True)
-        own = [tensors[i] if i < len(tensors) else self.tape.inputs[value] for value, i in given]
-        found = self.guards(*(tensor.clone() if self.guards.writes else tensor for tensor in own))
-        return [str(tensor.tolist()) for tensor in found]
+    def difference(self, call: Call) -> str:
+        """Where another call differs from that of the recording, in words; empty where the two are alike."""
+        if text := self.call.difference(call):
+            return text
+        read = zip(self.check.numbers(call), self.numbers, self.tape.guards, strict=True)
+        return next((f"Python reads other numbers{guard.read[0]}" for new, old, guard in read if new != old), "")
 
     def build(self, values: Sequence[Tensor]) -> Info:
         """What is known of each site, from the last results of the graph."""

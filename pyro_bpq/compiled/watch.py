@@ -25,10 +25,11 @@ from torch.fx.node import map_aggregate
 
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.calls import Args, Calls, Kwargs
+from pyro_bpq.record.checks import Check
 from pyro_bpq.record.frames import catcher
 from pyro_bpq.record.function import Function, makers, pruned
 from pyro_bpq.record.indexing import has_scalars, one_hot, put, selected
-from pyro_bpq.record.key import is_library
+from pyro_bpq.record.key import Call, is_library
 from pyro_bpq.record.operators import effects_of, sizing
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.record.values import Guard, Value, tensors_in
@@ -115,19 +116,24 @@ class StepTape(Tape):
             self.scheduled.append((schedule, scheduled(schedule, number)))
         return self.scheduled[-1][1]
 
-    def what_is_read(self, data: Iterable[Tensor]) -> Function:
-        """What Python has read, as a function of the data of the call and of Python's numbers.
+    def check(self, call: Call) -> Check:
+        """What Python has read of the data of the call.
 
         Raises:
             Unrecordable: If it has read anything else.
         """
-        own, maker = set(map(id, data)), makers(self.nodes)
-        known = self.constants | {value for value, tensor in self.inputs.items() if id(tensor) in own}
-        for value, place in self.guards:
+        place = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
+        reached = [(value, place[id(tensor)]) for value, tensor in self.inputs.items() if id(tensor) in place]
+        known, maker = self.constants | {value for value, _ in reached}, makers(self.nodes)
+        for value, where in self.guards:
             function = self._cut(maker, [value])
             if function.draws or not known.issuperset(function.given):
-                self.refuse_read(*place)
-        return self._cut(maker, [value for value, _ in self.guards])
+                self.refuse_read(*where)
+        if not self.guards:
+            return Check()
+        function = self._cut(maker, [value for value, _ in self.guards])
+        taken = {value: self.inputs[value] for value in function.given}
+        return Check(reached=tuple(pair for pair in reached if pair[0] in taken), fixed=taken, function=function)
 
     def _cut(self, maker: Mapping[Value, int], wanted: list[Value]) -> Function:
         nodes, taken = pruned(self.nodes, maker, wanted, frozenset())
