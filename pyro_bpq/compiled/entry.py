@@ -120,15 +120,12 @@ class Entry:
             return None
         store = dict(pyro.get_param_store().named_parameters())
         params = [store[name] for name in recording.params if name in store]
-        present = set(map(id, params))
         # If the store was cleared: an optimiser keeps its state by parameter, not by name.
-        is_other = not all(id(update.parameter) in present for update in recording.updates)
-        if is_other or len(params) < len(recording.params):
+        updated = {id(update.parameter) for update in recording.updates}
+        if len(params) < len(recording.params) or not updated <= set(map(id, params)):
             return None
-        checked = distinct(call.tensors, params, recording.state, recording.extras)
-        tensors = distinct(checked, recording.optimizer_state)
-        serves = len(tensors) == recording.num_found and tuple(map(kind_of, checked)) == recording.kinds
-        return tensors if serves else None
+        tensors = distinct(call.tensors, params, recording.state)
+        return tensors if [*map(kind_of, tensors)] == recording.kinds else None
 
     @property
     def is_due(self) -> bool:

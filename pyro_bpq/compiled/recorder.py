@@ -89,14 +89,9 @@ class Recording:
             graded.pop(update.parameter, None)
         store = dict(pyro.get_param_store().named_parameters())
         self.params = [name for name in self.messages if name in store]
-        known = distinct(call.tensors, [store[name] for name in self.params], self.state)
-        checked = distinct(known, leaves)
-        self.extras = checked[len(known) :]  # leaves of autograd that are reached in no other way
-        self.optimizer_state = tensors_of(place for update in self.updates for place in update.places)
-        found = distinct(checked, self.optimizer_state)
-        self.num_found = len(found)  # number of tensors that are found in each call
-        # Shapes and types of those, but for the optimiser's state, which stays as long as it is in its place.
-        self.kinds = tuple(map(kind_of, checked))
+        # The tensors that are found in each call, and their shapes and types.
+        found = distinct(call.tensors, [store[name] for name in self.params], self.state)
+        self.kinds = [*map(kind_of, found)]
         # The loss, and the gradients of leaves that no optimiser in the graph uses.
         self.results = [tape.value_of(tensor) for tensor in (loss, *graded.values())]
         # What is known of each site: its name, a key and a value.
@@ -110,11 +105,11 @@ class Recording:
         # Tensors that the graph takes, but for those that hold Python's numbers.
         self.inputs = [tensor for value, tensor in tape.inputs.items() if value not in tape.constants]
         tensors = [*found, *(own for _, own in tape.own_noise), *(own for _, own in tape.scheduled), numbers]
-        everything = distinct(tensors, self.inputs)
-        self.constants = everything[len(tensors) :]  # tensors that were found in no other way and stay
+        everything = distinct(tensors, self.inputs, graded)
+        self.constants = everything[len(tensors) :]  # tensors that stay, as the state of the optimiser
         # What the graph takes, as positions: the tensors that are found in each call, each once, in the order of
-        # ``call``, ``params``, ``state``, ``extras`` and ``optimizer_state``; then the noise, the schedules, the
-        # numbers of the optimiser; then the constants.
+        # ``call``, ``params`` and ``state``; then the noise, the schedules, the numbers of the optimiser; then the
+        # constants.
         place = {id(tensor): i for i, tensor in enumerate(everything)}
         self.reads = [place[id(tensor)] for tensor in self.inputs]
         self.graded = [place[id(leaf)] for leaf in graded]  # positions of these leaves
