@@ -87,17 +87,17 @@ class Entry:
         does = [f"it updates {updated} parameters"] if updated else []
         if handed or not updated:
             does.append(f"it gives {handed} gradients to the optimiser")
-        text = (
-            f"Recorded: {recording.num_operators} operators, {len(recording.reads)} input tensors, "
-            f"in {record:.1f} s; {' and '.join(does)}"
-        )
+        parts = [
+            f"Recorded: {recording.num_operators} operators, {len(recording.reads)} input tensors, in {record:.1f} s",
+            " and ".join(does),
+        ]
         if self.note:
-            text += f"; {self.note}"
+            parts.append(self.note)
         elif not self.is_ready:
-            text += "; being compiled, the recorded operators run as they are meanwhile"
+            parts.append("being compiled, the recorded operators run as they are meanwhile")
         elif compile_:
-            text += f"; compiled in {compile_:.1f} s"
-        text += f"; {self.steps} steps taken."
+            parts.append(f"compiled in {compile_:.1f} s")
+        text = "; ".join([*parts, f"{self.steps} steps taken."])
         shapes = [str(tuple(tensor.shape)) for tensor in recording.call.tensors]
         shapes[_SHOWN:] = ["..."] * (len(shapes) > _SHOWN)
         return f"{text} It serves tensors of the shapes {', '.join(shapes)}." if shapes else text

@@ -7,6 +7,7 @@ a rule makes its results unknown, by its name.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
 from types import MappingProxyType
@@ -81,7 +82,7 @@ class Reader:
                 self._follow(node)
 
     def _follow(self, node: Any) -> None:
-        name = name_of(node.func)
+        name = effects_of(node.func).name
         labels: Any
         try:
             labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
@@ -157,15 +158,13 @@ def _spread(*dims: tuple[int, ...] | None, keepdim: bool = True) -> Rule:
     """Rule for an entry that reads each tensor along these dimensions; ``None``: all of it. The last ones go on."""
 
     def rule(read: Reader, *args: Any, **_: Any) -> Labels:
-        parts = [read(value) for value in values_in(args)]
-        each = zip(parts, (*dims, *dims[-1:] * len(parts)), strict=False)
-        return combined(*(over(part, _within(axes, part.ndim), keepdim and axes is not None) for part, axes in each))
+        parts, found = map(read, values_in(args)), []
+        for part, axes in zip(parts, itertools.chain(dims, itertools.repeat(dims[-1])), strict=False):
+            own = None if axes is None else tuple(axis for axis in axes if -part.ndim <= axis < part.ndim)
+            found.append(over(part, own, keepdim and axes is not None))
+        return combined(*found)
 
     return rule
-
-
-def _within(axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    return None if axes is None else tuple(axis for axis in axes if -rank <= axis < rank)
 
 
 def _batch_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
@@ -289,10 +288,6 @@ def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) 
     return result
 
 
-def _unknown(name: str, read: Reader, *_: Any, **__: Any) -> Labels:
-    raise Unknown(name)
-
-
 def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
     return np.broadcast_to(read(source), np.broadcast_shapes(read(source).shape, (1,) * len(read.shape(target))))
 
@@ -359,17 +354,16 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
 _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
 
 
-def name_of(func: Any) -> str:
-    """The name of an operator."""
-    return effects_of(func).name or getattr(func, "__name__", str(func))
-
-
 @cache
 def rule_of(func: Any) -> Rule:
-    """The rule of an operator."""
+    """The rule of an operator.
+
+    Raises:
+        Unknown: If it has none.
+    """
     if func in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[func]
-    kind, name = effects_of(func), name_of(func)
+    kind, name = effects_of(func), effects_of(func).name
     if kind.is_blank:
         return lambda read, *_, **__: _NO_LABELS
     if name in _RULES:
@@ -378,7 +372,9 @@ def rule_of(func: Any) -> Rule:
         return partial(_along, func)
     if name in _ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
         return _pointwise
-    return partial(_moved, func) if name in _MOVING or kind.is_view else partial(_unknown, name)
+    if name in _MOVING or kind.is_view:
+        return partial(_moved, func)
+    raise Unknown(name)
 
 
 def _remade(read: Reader, data: Any, *_: Any) -> Labels:
