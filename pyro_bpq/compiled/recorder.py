@@ -102,6 +102,7 @@ class Recording:
             for key, value in entry.items()
             if key != "ms"
         ]
+        tape.forget()
         # Tensors that the graph takes, but for those that hold Python's numbers.
         self.inputs = [tensor for value, tensor in tape.inputs.items() if value not in tape.constants]
         tensors = [*found, *(own for _, own in tape.own_noise), *(own for _, own in tape.scheduled), numbers]

@@ -106,6 +106,11 @@ class StepTape(Tape):
             self.constants.add(self.value_of(args[0]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def forget(self) -> None:
+        """Lets go of tensors that are looked at only until all values are known."""
+        for kept in (self.before, self.noise, self._written):
+            kept.clear()
+
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and where."""
         self.guards.extend([Guard(self.value_of(tensor), _reader()) for tensor in tensors_in(items)])

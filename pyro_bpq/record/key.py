@@ -229,9 +229,11 @@ class Call:
                         self.visit(("{}.{}", path, name), function)
 
     def _attributes(self, path: Path, item: Any) -> None:
-        without = _IN_USE if isinstance(item, Messenger) else self._states.get(id(item), ())
+        is_module, states = isinstance(item, nn.Module), self._states.get(id(item), ())
+        without = of_every_module() if is_module else _IN_USE if isinstance(item, Messenger) else ()
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
-        own = {name: value for name, value in getattr(item, "__dict__", {}).items() if name not in without} | slots
+        attributes = {**getattr(item, "__dict__", {}), **slots}
+        own = {name: value for name, value in attributes.items() if name not in without and name not in states}
         self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
         for name, value in own.items():
@@ -264,18 +266,14 @@ class Call:
                 self.visit(("the global {}", name), value)
 
     def _module(self, path: Path, item: nn.Module) -> None:
-        own, usual = vars(item), of_every_module()
         if item._buffers:
             self.modules.append(item)
-        self.note(path, (type(item), item.training))
-        self._of_class(path, type(item))
+        self.note(path, item.training)
         for kind in ("_parameters", "_buffers", "_modules"):
             # A scripted module holds its parts elsewhere.
             for name, part in getattr(item, kind).items():
                 self.visit(("{}.{}", path, name), part)
-        for name, part in own.items():
-            if name not in usual and name not in self._states.get(id(item), ()):
-                self.visit(("{}.{}", path, name), part)
+        self._attributes(path, item)
 
 
 class Keys:
