@@ -30,11 +30,14 @@ _MOST_PLACES = 4096
 
 Labels = np.ndarray
 Shape = tuple[int, ...]
-_NO_LABELS = np.full((), NONE, np.int32)
 
 
 class Unknown(Exception):
     """Nothing is known of the elements that a value reads."""
+
+
+def _no_labels() -> Labels:
+    return np.full((), NONE, np.int32)
 
 
 def combined(*parts: Labels) -> Labels:
@@ -119,7 +122,7 @@ class Reader:
     def __call__(self, item: Any) -> Labels:
         """The labels of an argument."""
         if item.__class__ is not Value:
-            return _NO_LABELS
+            return _no_labels()
         found = self.found.get(item)
         if isinstance(found, Unknown):
             raise found
@@ -142,7 +145,7 @@ _SHAPING = frozenset(("dim", "keepdim", "dims", "left"))  # arguments given by n
 
 
 def _pointwise(read: Reader, *args: Any, **_: Any) -> Labels:
-    return combined(_NO_LABELS, *map(read, values_in(args)))
+    return combined(_no_labels(), *map(read, values_in(args)))
 
 
 def _along(func: Any, read: Reader, *args: Any, **named: Any) -> Labels:
@@ -262,7 +265,7 @@ def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None
     """Rule for ``scatter`` and ``index_add``: an entry keeps its own, and may get any one along the dimension."""
     target, chosen = read(tensor), read(index)
     chosen = over(chosen, None, False) if chosen.ndim < target.ndim else over(chosen, dim)
-    put = over(read(source), dim) if source.__class__ is Value else _NO_LABELS
+    put = over(read(source), dim) if source.__class__ is Value else _no_labels()
     return combined(target, put, chosen)
 
 
@@ -333,7 +336,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": _spread((-3, -2, -1)),
         "convolution native_group_norm": _spread((1, 2, 3, 4, 5), None),
         "_linalg_det _linalg_slogdet": _spread((-2, -1), keepdim=False),
-        "zero": lambda read, *_: _NO_LABELS,
+        "zero": lambda read, *_: _no_labels(),
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
         "embedding": lambda read, table, index, *_: _index(read, table, [index]),
         "index _unsafe_index": _index,
@@ -356,25 +359,21 @@ _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for nam
 
 @cache
 def rule_of(func: Any) -> Rule:
-    """The rule of an operator.
-
-    Raises:
-        Unknown: If it has none.
-    """
+    """The rule of an operator; raises :class:`Unknown` if it has none."""
     if func in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[func]
-    kind, name = effects_of(func), effects_of(func).name
+    kind = effects_of(func)
     if kind.is_blank:
-        return lambda read, *_, **__: _NO_LABELS
-    if name in _RULES:
-        return _RULES[name]
-    if name in _ALONG:
+        return lambda read, *_, **__: _no_labels()
+    if kind.name in _RULES:
+        return _RULES[kind.name]
+    if kind.name in _ALONG:
         return partial(_along, func)
-    if name in _ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
+    if kind.name in _ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
         return _pointwise
-    if name in _MOVING or kind.is_view:
+    if kind.name in _MOVING or kind.is_view:
         return partial(_moved, func)
-    raise Unknown(name)
+    raise Unknown(kind.name)
 
 
 def _remade(read: Reader, data: Any, *_: Any) -> Labels:
