@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from pyro_bpq.compiled.graphs import Editor, kind_in
+from pyro_bpq.compiled.graphs import Editor, value_of
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 
@@ -44,8 +45,7 @@ def missing(backend: Backend, device: torch.device) -> str:
 
 def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Tensor]) -> Compiled:
     """Compiles a graph."""
-    if backend == "eager":
-        return graph
+    FakeTensorProp(graph).propagate(*examples)  # notes what results look like
     if callable(backend):
         return backend(graph, list(examples))
     if backend == "inductor":
@@ -82,11 +82,12 @@ def _options(graph: fx.GraphModule) -> dict[str, Any]:
     A long program of small tensors spends its compilation on vectorised loops that never run: there the plain ones
     are as fast, and made in two thirds of the time. Its many small kernels run faster as few large ones.
     """
-    kinds = [kind for node in graph.graph.nodes if node.op == "call_function" and (kind := kind_in(node))]
-    elements = sum(shape.numel() for shape, *_ in kinds)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    results = [value for value in map(value_of, calls) if value is not None]
+    elements = sum(value.numel() for value in results)
     # The shapes of inputs are compared before each step.
     options: dict[str, Any] = {"max_fusion_size": _FUSED, "size_asserts": False}
-    if elements <= _FEW_ELEMENTS * len(kinds) and all(device.type == "cpu" for *_, device, _ in kinds):
+    if elements <= _FEW_ELEMENTS * len(results) and all(value.device.type == "cpu" for value in results):
         # No instruction set is asked for, so that none needs a trial compilation.
         options |= {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "reorder_for_peak_memory": False}
         # Of the operators that read the same tensor, neighbours are joined; all pairs would take a third of the time.

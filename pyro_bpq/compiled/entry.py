@@ -18,6 +18,7 @@ import pyro
 import torch
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
+from torch._prims_common import clone_preserve_strides
 from tqdm import tqdm
 
 from pyro_bpq.compiled.backends import compile_graph, missing
@@ -86,17 +87,17 @@ class Entry:
         does = [f"it updates {updated} parameters"] if updated else []
         if handed or not updated:
             does.append(f"it gives {handed} gradients to the optimiser")
-        text = (
-            f"Recorded: {recording.num_operators} operators, {len(recording.reads)} input tensors, "
-            f"in {record:.1f} s; {' and '.join(does)}"
-        )
+        parts = [
+            f"Recorded: {recording.num_operators} operators, {len(recording.reads)} input tensors, in {record:.1f} s",
+            " and ".join(does),
+        ]
         if self.note:
-            text += f"; {self.note}"
+            parts.append(self.note)
         elif not self.is_ready:
-            text += "; being compiled, the recorded operators run as they are meanwhile"
+            parts.append("being compiled, the recorded operators run as they are meanwhile")
         elif compile_:
-            text += f"; compiled in {compile_:.1f} s"
-        text += f"; {self.steps} steps taken."
+            parts.append(f"compiled in {compile_:.1f} s")
+        text = "; ".join([*parts, f"{self.steps} steps taken."])
         shapes = [str(tuple(tensor.shape)) for tensor in recording.call.tensors]
         shapes[_SHOWN:] = ["..."] * (len(shapes) > _SHOWN)
         return f"{text} It serves tensors of the shapes {', '.join(shapes)}." if shapes else text
@@ -119,15 +120,12 @@ class Entry:
             return None
         store = dict(pyro.get_param_store().named_parameters())
         params = [store[name] for name in recording.params if name in store]
-        present = set(map(id, params))
         # If the store was cleared: an optimiser keeps its state by parameter, not by name.
-        is_other = not all(id(update.parameter) in present for update in recording.updates)
-        if is_other or len(params) < len(recording.params):
+        updated = {id(update.parameter) for update in recording.updates}
+        if len(params) < len(recording.params) or not updated <= set(map(id, params)):
             return None
-        checked = distinct(call.tensors, params, recording.state, recording.extras)
-        tensors = distinct(checked, recording.optimizer_state)
-        serves = len(tensors) == recording.num_found and tuple(map(kind_of, checked)) == recording.kinds
-        return tensors if serves else None
+        tensors = distinct(call.tensors, params, recording.state)
+        return tensors if [*map(kind_of, tensors)] == recording.kinds else None
 
     @property
     def is_due(self) -> bool:
@@ -139,10 +137,9 @@ class Entry:
         recording = self.recording
         if recording.num_generators:
             generators = [subject.noise() for _ in range(recording.num_generators)]
-            tensors += [noise.draw(generators[noise.source]) for noise in recording.watch.noise]
-        tensors += [scheduled(schedule, number) for schedule in recording.watch.schedules]
-        if recording.updates:
-            tensors.append(numbers_of(recording.updates))
+            tensors += [noise.draw(generators[noise.source]) for noise, _ in recording.tape.own_noise]
+        tensors += [scheduled(schedule, number) for schedule, _ in recording.tape.scheduled]
+        tensors.append(numbers_of(recording.updates))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()
@@ -168,7 +165,7 @@ def _announce(value: Tensor) -> Tensor:
 def make(entry: Entry, options: Compile) -> None:
     """Compiles what an entry has recorded, in the background if that is asked for; notes why it could not."""
     backend, recording = options.backend, entry.recording
-    examples, background = recording.watch.inputs, options.background
+    examples, background = recording.inputs, options.background
     if background is None:
         background = recording.num_operators > _LONG
     if lack := missing(backend, examples[0].device if examples else torch.device("cpu")):
@@ -179,7 +176,7 @@ def make(entry: Entry, options: Compile) -> None:
         return
     LOG.info("Compiling a step of %d operators.", recording.num_operators)
     line = _line(recording.num_operators, background)
-    copies = [_copy(tensor) for tensor in examples]
+    copies = [clone_preserve_strides(tensor.detach()) for tensor in examples]  # compiled code counts on strides
 
     def work() -> None:
         start = time.perf_counter()
@@ -213,12 +210,3 @@ def _line(operators: int, background: bool) -> contextlib.AbstractContextManager
         tqdm.write(f"{text}; steps go on meanwhile.", file=sys.stderr)
         return contextlib.nullcontext()
     return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=not sys.stderr.isatty())
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which compiled code counts on."""
-    own = tensor.detach()
-    if 0 in own.stride():
-        # An expanded tensor; nothing writes into it.
-        return own
-    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own)

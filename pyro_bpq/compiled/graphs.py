@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
-from pyro_bpq.record import key
 from pyro_bpq.record.operators import PASSING, effects_of, written_arguments
 
 _ATEN = torch.ops.aten
@@ -34,13 +33,6 @@ def value_of(node: fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def kind_in(node: fx.Node) -> key.Kind | None:
-    """What a compiler has to know of the result of an operator; ``None`` if it is no tensor."""
-    value = value_of(node)
-    found: key.Kind | None = node.meta.get("kind")
-    return found if found is not None or value is None else key.kind_of(value)
-
-
 class Editor:
     """A copy of a graph.
 
@@ -53,9 +45,9 @@ class Editor:
         self._mode = FakeTensorMode()
         with self._mode:
             for node in self.module.graph.nodes:
-                if (kind := kind_in(node)) is not None:
-                    shape, stride, dtype, device, _ = kind
-                    node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                if (own := value_of(node)) is not None:
+                    made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+                    node.meta["val"] = made
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Adds an operator to the graph of the copy, where the graph inserts."""

@@ -120,8 +120,6 @@ class _Writer:
         self._graph = fx.Graph()
         self._found: dict[fx.Node, _Found] = {}
         self._rows: dict[_Row, fx.Node] = {}
-        # Rows of stacks that were made of single tensors.
-        self._stacked: dict[fx.Node, _Row] = {}
         self._storage = Storage(self._source.nodes)
 
     def write(self, from_start: bool) -> None:
@@ -209,12 +207,8 @@ class _Writer:
 
     def _stack(self, members: Sequence[fx.Node]) -> fx.Node:
         """One tensor whose rows are some tensors."""
-        is_written = any(map(self._storage.is_written, members))
-        found = [self._found[each] for each in members]
-        if not is_written:
-            found = [self._stacked.get(each, each) if isinstance(each, fx.Node) else each for each in found]
         pieces: list[fx.Node] = []
-        for run in _runs(found):
+        for run in _runs([self._found[each] for each in members]):
             first = run[0]
             if isinstance(first, fx.Node) or len(run) == 1:
                 pieces.append(self._editor.call(_ATEN.stack.default, [self._of(each) for each in run]))
@@ -226,10 +220,6 @@ class _Writer:
         stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
         if not stack.meta["val"].is_contiguous():
             stack = self._editor.call(_ATEN.clone.default, stack, memory_format=torch.contiguous_format)
-        if not is_written:
-            for i, each in enumerate(found):
-                if isinstance(each, fx.Node):
-                    self._stacked[each] = _Row(stack, i)
         return stack
 
     def _own_stack(self, node: fx.Node) -> fx.Node:
@@ -303,8 +293,6 @@ class _Writer:
 
     def _place(self, found: _Found) -> tuple[str, int]:
         """Sorts rows of a tensor by their number."""
-        if isinstance(found, fx.Node):
-            found = self._stacked.get(found, found)
         return (found.base.name, found.number) if isinstance(found, _Row) else ("", 0)
 
 

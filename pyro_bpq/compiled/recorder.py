@@ -6,8 +6,8 @@ leaves them as they were. A step is recorded twice, and counts if both runs are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, partial, reduce
+from collections.abc import Mapping, Sequence
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import pyro
@@ -25,9 +25,11 @@ from pyro_bpq.compiled.subject import (
     tensors_of,
     untraced,
 )
-from pyro_bpq.compiled.watch import NotYet, RecordedIndexing, StepWatch
+from pyro_bpq.compiled.watch import NotYet, StepTape
 from pyro_bpq.errors import Unrecordable
+from pyro_bpq.record.function import arguments_of, results_of
 from pyro_bpq.record.key import Call, kind_of
+from pyro_bpq.record.values import Node, RecordingError, Value
 from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.reruns.gradients import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep
@@ -38,7 +40,7 @@ Info = dict[str, dict[str, Any]]
 class Cut(NamedTuple):
     """A tensor that a result of the graph is, or that is cut out of it."""
 
-    base: fx.Node  # the result
+    base: Value  # the result
     path: tuple[tuple[int, int], ...]  # dimension and index of each selection
 
 
@@ -48,21 +50,20 @@ class Recording:
     def __init__(self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> None:
         """Takes a step that leaves no trace, and writes it down."""
         noise = subject.noise
-        data = (tensor for tensor in call.tensors if not tensor.requires_grad)
         # What its call looked like, and what it has done.
-        self.call, self.watch = call, (watch := StepWatch(noise.seed_of(noise.number + 1), data))
+        self.call, self.tape = call, (tape := StepTape(noise.seed_of(noise.number + 1)))
         # Critics, statistics and the state of their optimiser, and the tensors among these.
         self.places = subject.places()
         self.state = tensors_of(self.places)
         messages = poutine.trace(param_only=True)
         torch.clear_autocast_cache()  # what an earlier run has cast is no operator of this one
         with untraced(subject):
-            made = noise.number
+            before_step = noise.number
             # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
-            with messages, watch, RecordedIndexing(watch):
+            with messages, tape:
                 with torch.no_grad():
                     before = [tensor.clone() for tensor in self.state]
-                result, surrogate = subject.recorded_step(program, RecordedStep.of(number, watch.value))
+                result, surrogate = subject.recorded_step(program, RecordedStep.of(number, tape.value))
                 loss = result.loss.detach()
                 leaves = inputs_of(surrogate)
                 graded = gradients_of(surrogate, leaves)
@@ -77,10 +78,10 @@ class Recording:
                 parameters = distinct(map(leaf_of, self.messages.values()))
                 # The updates of parameters by an optimiser; none if the step ends with gradients.
                 self.updates = () if updates is None else updates.of(parameters, leaves)
-                numbers = [watch.given(partial(numbers_of, self.updates))] if self.updates else []
-                if self.updates:
-                    apply_all(self.updates, graded, *numbers)
-            self.num_generators = noise.number - made  # that the objective makes for itself
+                with tape.paused:
+                    numbers = numbers_of(self.updates)
+                apply_all(self.updates, graded, numbers)
+            self.num_generators = noise.number - before_step  # that the objective makes for itself
             now = subject.places()
         if len(now) != len(self.places) or any(a.value is not b.value for a, b in zip(now, self.places, strict=True)):
             raise NotYet("its critics are not built yet")
@@ -88,37 +89,37 @@ class Recording:
             graded.pop(update.parameter, None)
         store = dict(pyro.get_param_store().named_parameters())
         self.params = [name for name in self.messages if name in store]
-        known = distinct(call.tensors, [store[name] for name in self.params], self.state)
-        checked = distinct(known, leaves)
-        self.extras = checked[len(known) :]  # leaves of autograd that are reached in no other way
-        self.optimizer_state = tensors_of(place for update in self.updates for place in update.places)
-        found = distinct(checked, self.optimizer_state)
-        self.num_found = len(found)  # number of tensors that are found in each call
-        # Shapes and types of those, but for the optimiser's state, which stays as long as it is in its place.
-        self.kinds = tuple(map(kind_of, checked))
+        # The tensors that are found in each call, and their shapes and types.
+        found = distinct(call.tensors, [store[name] for name in self.params], self.state)
+        self.kinds = [*map(kind_of, found)]
         # The loss, and the gradients of leaves that no optimiser in the graph uses.
-        self.results = [watch.node_of(tensor) for tensor in (loss, *graded.values())]
+        self.results = [tape.value_of(tensor) for tensor in (loss, *graded.values())]
         # What is known of each site: its name, a key and a value.
+        made = {value: node for node in tape.nodes for value in results_of(node)}
         self.info = [
-            (site, key, _cut(watch.node_of(value)) if isinstance(value, Tensor) else value)
+            (site, key, _cut(tape.value_of(value), made) if isinstance(value, Tensor) else value)
             for site, entry in (result.info if result.learns else {}).items()
             for key, value in entry.items()
         ]
-        tensors = [*found, *watch.drawn, *watch.scheduled, *numbers]
-        everything = distinct(tensors, watch.inputs)
-        self.constants = everything[len(tensors) :]  # tensors that were found in no other way and stay
+        tape.forget()
+        # Tensors that the graph takes, but for those that hold Python's numbers.
+        self.inputs = [tensor for value, tensor in tape.inputs.items() if value not in tape.constants]
+        tensors = [*found, *(own for _, own in tape.own_noise), *(own for _, own in tape.scheduled), numbers]
+        everything = distinct(tensors, self.inputs, graded)
+        self.constants = everything[len(tensors) :]  # tensors that stay, as the state of the optimiser
         # What the graph takes, as positions: the tensors that are found in each call, each once, in the order of
-        # ``call``, ``params``, ``state``, ``extras`` and ``optimizer_state``; then the noise, the schedules, the
-        # numbers of the optimiser, if it is part of the step; then the constants.
+        # ``call``, ``params`` and ``state``; then the noise, the schedules, the numbers of the optimiser; then the
+        # constants.
         place = {id(tensor): i for i, tensor in enumerate(everything)}
-        self.reads = [place[id(tensor)] for tensor in watch.inputs]
+        self.reads = [place[id(tensor)] for tensor in self.inputs]
         self.graded = [place[id(leaf)] for leaf in graded]  # positions of these leaves
-        self.guards = _guards_of(watch)
+        # What Python has read of the data of the call.
+        self.check = tape.check(call)
+        self.numbers = self.check.numbers(call)
         # What tells the operators of two runs apart: their names, their numbers, and which results they read.
-        read = {node for node, *_ in watch.guards}  # these are compared in each call
-        operators = [str((node.target, node.args, node.kwargs)) for node in watch.graph.nodes if node not in read]
-        constants = [str((own.dtype, own.shape, own.tolist())) for own in watch.numbers.values()]
-        self.digest = hash((*operators, *constants))
+        operators = [str((node[:4], arguments_of(node))) for node in tape.nodes]
+        fixed = [tape.inputs[value] for value in tape.constants]
+        self.digest = hash((*operators, *(str((own.dtype, own.shape, own.tolist())) for own in fixed)))
 
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""
@@ -126,28 +127,21 @@ class Recording:
         return is_same and [*map(id, self.constants)] == [*map(id, other.constants)]
 
     @property
-    def shown(self) -> tuple[fx.Node, ...]:
+    def shown(self) -> tuple[Value, ...]:
         """The results that are known of sites, or that this is cut out of."""
         return tuple(dict.fromkeys(value.base for *_, value in self.info if isinstance(value, Cut)))
 
     @cached_property
     def graph(self) -> fx.GraphModule:
         """A function of what it reads: the loss, the gradients, and the tensors that :meth:`build` takes."""
-        graph = self.watch.graph
-        graph.output([*self.results, *self.shown])
-        graph.eliminate_dead_code()
-        return fx.GraphModule(self.watch.numbers, graph)
+        return self.tape.graph([*self.results, *self.shown])
 
-    @torch.no_grad()
-    def differs(self, tensors: Sequence[Tensor]) -> list[str]:
-        """What Python reads in a call whose tensors were found, where it is not what it has read."""
-        if self.guards is None:
-            return []
-        inputs = zip(self.reads, self.watch.inputs, strict=True)
-        found = self.guards(*(tensors[i] if i < len(tensors) else own for i, own in inputs))
-        guards = zip(found, self.watch.guards, strict=True)
-        # A number that is none differs from itself, but not in words.
-        return [f"Python reads {a} in place of {b}{place}" for a, (_, b, place) in guards if repr(a) != repr(b)]
+    def difference(self, call: Call) -> str:
+        """Where another call differs from that of the recording, in words; empty where the two are alike."""
+        if text := self.call.difference(call):
+            return text
+        read = zip(self.check.numbers(call), self.numbers, self.tape.guards, strict=True)
+        return next((f"Python reads other numbers{guard.read[0]}" for new, old, guard in read if new != old), "")
 
     def build(self, values: Sequence[Tensor]) -> Info:
         """What is known of each site, from the last results of the graph."""
@@ -170,7 +164,7 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
         found, again = (Recording(subject, program, call, number, updates) for _ in range(2))
     except Unrecordable:
         raise
-    except RuntimeError as error:  # of tensors that no graph can hold
+    except (RuntimeError, RecordingError) as error:  # of tensors that no graph can hold
         raise Unrecordable(first_line(error)) from error
     if not found.is_like(again):
         raise Unrecordable(
@@ -181,25 +175,13 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     return found
 
 
-def _guards_of(watch: StepWatch) -> fx.GraphModule | None:
-    """A function of all inputs: what Python has read of the data of the call."""
-    if not watch.guards:
-        return None
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(watch.graph, copies)
-    graph.output([copies[node] for node, *_ in watch.guards])
-    # Nothing that is read of the call was written before, so writes go as well.
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    return fx.GraphModule(watch.numbers, graph)
-
-
-def _cut(node: Any) -> Cut:
-    """How a tensor is cut out of a result, before the graph drops the operators that do so."""
+def _cut(value: Value, made: Mapping[Value, Node]) -> Cut:
+    """How a tensor is cut out of a result, from what has made each value."""
     path: tuple[tuple[int, int], ...] = ()
-    while node.target is torch.ops.aten.select.int:
-        path = (node.args[1:], *path)
-        node = node.args[0]
-    return Cut(node, path)
+    while (node := made.get(value)) is not None and node.func is torch.ops.aten.select.int:
+        value, *at = node.args
+        path = ((at[0], at[1]), *path)
+    return Cut(value, path)
 
 
 def first_line(error: BaseException) -> str:

@@ -94,13 +94,14 @@ class CompiledSteps:
                 text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
                 self._tell(text, "arrays")
             return None
-        read: list[str] = []
+        read: list[Any] = []  # the numbers that Python reads in this call, but not in those that were recorded
         for entry in self.entries:
             tensors = entry.tensors(call) if entry.updates is updates else None
             if tensors is None:
                 continue
-            if differs := entry.recording.differs(tensors):
-                read += differs
+            numbers = entry.recording.check.numbers(call)
+            if numbers != entry.recording.numbers:
+                read.append(numbers)
                 continue
             if entry.is_due and not self._is_still(subject, program, entry, call, number):
                 return None
@@ -109,13 +110,13 @@ class CompiledSteps:
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
-    def _why(self, call: Call, read: Sequence[str]) -> str:
+    def _why(self, call: Call) -> str:
         """Where a call differs from that of the last recording, in words; empty where there is none."""
-        changed = self.entries[-1].recording.call.difference(call) or " ".join(read[-1:]) if self.entries else ""
+        changed = self.entries[-1].recording.difference(call) if self.entries else ""
         return f", the last time because {changed}" if changed else ""
 
     def _recorded(
-        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[str]
+        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[Any]
     ) -> Entry | None:
         """A new recording, if it is time for one. Python may ``read`` other numbers than in earlier ones."""
         kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates), *read))
@@ -126,12 +127,12 @@ class CompiledSteps:
             # A number among the arguments may switch a part of a program on.
             subject.look_again()
         if self._seen[kind] == 1 and len(self._seen) == _MOST_LOOKS:
-            why = f"calls differed {_MOST_LOOKS} times{self._why(call, read)}"
+            why = f"calls differed {_MOST_LOOKS} times{self._why(call)}"
             self._tell(f"{why}; hand over what changes as a tensor or a float", "many kinds")
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            why = f"it was recorded {self._made} times{self._why(call, read)}; further kinds of calls run eagerly"
+            why = f"it was recorded {self._made} times{self._why(call)}; further kinds of calls run eagerly"
             text = f"{why}. Batches of one size need one recording; or write Compile(max_recordings=...)"
             self._tell(text, "many kinds")
             return None

@@ -1,4 +1,4 @@
-r"""Writes down the operators of a step as a graph, and refuses a step that a graph would not repeat.
+r"""Writes down the operators of a step, and refuses a step that a graph would not repeat.
 
 The step runs as it is, and tensors are followed by their identity. So the very parameters, buffers, arguments and
 tensors of critics become inputs of the graph, also where programs reach them through closures or the parameter store.
@@ -12,37 +12,37 @@ from __future__ import annotations
 
 import linecache
 import operator
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import takewhile
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record import operators
+from pyro_bpq.record.calls import Args, Calls, Kwargs
+from pyro_bpq.record.checks import Check
 from pyro_bpq.record.frames import catcher
+from pyro_bpq.record.function import Function, makers, pruned
 from pyro_bpq.record.indexing import has_scalars, one_hot, put, selected
-from pyro_bpq.record.key import is_library, kind_of
-from pyro_bpq.record.operators import sizing, written_arguments
-from pyro_bpq.record.values import memory_of, tensors_in
+from pyro_bpq.record.key import Call, is_library
+from pyro_bpq.record.operators import effects_of, sizing
+from pyro_bpq.record.tape import Tape, same
+from pyro_bpq.record.values import Guard, Value, tensors_in
 from pyro_bpq.rollout.schedule import scheduled
 
 _ATEN = torch.ops.aten
 # Numbers of Python become tensors here.
-_FRESH = frozenset({_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default})
-# What hands out the memory of a tensor; no operator shows it.
-_LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage))
+_FRESH = frozenset((_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default))
+# Nothing in the graph has a gradient of its own.
+_THE_SAME = frozenset((same, _ATEN.detach.default))
 # Where distributions read numbers of their parameters.
 _READERS = ("torch.distributions.", "pyro.", "pyro_bpq.")
+_WATCHING = (__name__, "pyro_bpq.record.tape", "pyro_bpq.record.calls")
 
 
 class NotYet(Unrecordable):
@@ -63,149 +63,114 @@ class Noise(NamedTuple):
         return drawn
 
 
-class StepWatch(TorchDispatchMode):
-    """Writes down one run of a step. What the run writes into memory that it did not make is undone at its end.
+class StepTape(Tape):
+    """Writes down one run of a step. What the run writes into tensors that it did not make is undone at its end.
 
     Attributes:
-        graph: The operators. Those that make tensors of Python's numbers take them from ``numbers``, by name.
-        inputs: The tensors that the graph takes.
-        noise: The step's own noise, and ``drawn`` its tensors.
-        schedules: Options that change from step to step, and ``scheduled`` their tensors.
-        guards: What Python has read of the data of the call, what it found, and where.
+        own_noise: The step's own noise, and its tensors.
+        scheduled: Options that change from step to step, and their tensors.
         refused: Why the step cannot be recorded; ``None`` if it can.
     """
 
-    def __init__(self, first_seed: int, data: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.graph = fx.Graph()
-        self.numbers: dict[str, Tensor] = {}
-        self.inputs: list[Tensor] = []
-        self.noise: list[Noise] = []
-        self.drawn: list[Tensor] = []
-        self.schedules: list[Callable[[int], float]] = []
-        self.scheduled: list[Tensor] = []
-        self.guards: list[tuple[fx.Node, Any, str]] = []
+    def __init__(self, first_seed: int) -> None:
+        super().__init__()
+        self.own_noise: list[tuple[Noise, Tensor]] = []
+        self.scheduled: list[tuple[Callable[[int], float], Tensor]] = []
         self.refused: Unrecordable | None = None
-        self._first_seed, self._is_paused = first_seed, False
-        self._nodes = WeakIdKeyDictionary()
-        self._last: fx.Node | None = None  # the last input of the graph
-        # Memory that holds nothing but what Python's numbers say, as that of `torch.tensor(5)`. It may be read.
-        self._fixed: WeakSet[torch.UntypedStorage] = WeakSet()
-        # The same with the data of the call, but for what is written in place: what is read of it guards the recording.
-        self._known: WeakSet[torch.UntypedStorage] = WeakSet(_memory(list(data)))
-        self._made: WeakSet[torch.UntypedStorage] = WeakSet()
-        # Memory that was written into, and what was there before.
-        self._before: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
-        self._outer: FrameType | None = None
+        self._first_seed, self._calls = first_seed, _StepCalls(self)
 
-    def __enter__(self) -> StepWatch:
-        self._outer = sys._getframe(1)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
+    @torch.no_grad()
     def __exit__(self, *error: Any) -> None:
-        self._outer = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for storage, before in self._before.items():
-            storage.copy_(before)
-        self._before.clear()
+        super().__exit__(*error)
+        # A tensor that was met late may lie in memory that was written into before.
+        for value, kept in reversed(self.before.items()):
+            self.inputs[value].copy_(kept)
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused or func.namespace == "profiler":
+        kind, kwargs = effects_of(func), kwargs or {}
+        if self.paused.depth or func.namespace == "profiler":
             return func(*args, **kwargs)
-        kind, is_fresh = operators.effects_of(func), func in _FRESH
-        taken = set(_memory((args, kwargs)))
-        is_fixed, is_known = (
-            is_fresh or all(storage in kept for storage in taken) for kept in (self._fixed, self._known)
-        )
-        if kind.reads or (kind.is_sized and [*tensors_in(sizing(kind, args))]):
-            if not (kind.reads and (is_fixed or is_known)):
-                self.refuse_read()
-            found = func(*args, **kwargs)
-            if not is_fixed:
-                read = self.graph.call_function(func, self._nodes_of(args), self._nodes_of(kwargs))
-                self.guards.append((read, found, _reader()[0]))
-            return found
-        if not (is_fixed or kind.is_total) and (frame := catcher(self._outer)) is not None:
+        if kind.is_sized and not kind.reads and [*tensors_in(sizing(kind, args))]:
+            self.refuse_read(*_reader())
+        if not kind.is_total and [*tensors_in((args, kwargs))] and (frame := catcher(self._outer)) is not None:
             self._refuse(
                 f"{frame.f_code.co_name} catches errors ({frame.f_code.co_filename}:{frame.f_lineno}), and a recording "
                 "would freeze whether one comes: look at the values before, as by torch.linalg.cholesky_ex"
             )
-        if kind.is_random and self._is_noise(kind.name, args, kwargs):
-            self.drawn.append(func(*args, **kwargs))
-            return self.drawn[-1]
-        for storage in _memory(written_arguments(kind, args, kwargs)):
-            if storage not in self._made and storage not in self._before:
-                self._before[storage] = storage.clone()
-        if is_fresh:
-            made = self.graph.call_function(_ATEN.lift_fresh_copy.default, (self._number(args[0]),))
-        elif func is _ATEN.detach.default:
-            made = self.node_of(args[0])  # nothing in the graph has a gradient of its own
-        else:
-            made = self.graph.call_function(func, self._nodes_of(args), self._nodes_of(kwargs))
-        result = func(*args, **kwargs)
-        self._bind(result, made)
-        own = set(_memory(result))
-        self._made |= own if is_fresh else own - taken
-        gone = own | (taken if kind.writes else set())
-        for kept, stays in ((self._fixed, is_fixed), (self._known, is_known and not kind.writes)):
-            if stays and not kind.is_random:
-                kept |= own
-            else:
-                kept -= gone
-        return result
+        if kind.is_random and (noise := self._noise_of(kind.name, args, kwargs)) is not None:
+            self.own_noise.append((noise, func(*args, **kwargs)))
+            return self.own_noise[-1][1]
+        if func in _FRESH:
+            self.constants.add(self.value_of(args[0]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def node_of(self, tensor: Tensor) -> fx.Node:
-        """What stands for a tensor in the graph; a new input if it is not known."""
-        node: fx.Node | None = self._nodes.get(tensor)
-        if node is None:
-            with self.graph.inserting_after(self._last):
-                self._last = node = self.graph.placeholder(f"input_{len(self.inputs)}")
-            self.inputs.append(tensor)
-            self._bind(tensor, node)
-        return node
+    def forget(self) -> None:
+        """Lets go of tensors that are looked at only until all values are known."""
+        for kept in (self.before, self.noise, self._written):
+            kept.clear()
 
-    def _nodes_of(self, item: Any) -> Any:
-        """The arguments of an operator with nodes in place of tensors."""
-        return map_aggregate(item, lambda part: self.node_of(part) if isinstance(part, Tensor) else part)
-
-    def _number(self, tensor: Tensor) -> fx.Node:
-        name = f"number_{len(self.numbers)}"
-        with torch._C.DisableTorchFunction():
-            self.numbers[name] = tensor.clone()
-        return self.graph.get_attr(name)
-
-    def _bind(self, result: Any, node: fx.Node) -> None:
-        if isinstance(result, Tensor):
-            self._nodes[result] = node
-            node.meta["kind"] = kind_of(result)
-        elif isinstance(result, (tuple, list)):
-            for i, part in enumerate(result):
-                self._bind(part, self.graph.call_function(operator.getitem, (node, i)))
-
-    def is_fixed(self, value: object) -> bool:
-        """Whether all tensors within hold nothing but what Python's numbers say."""
-        return all(storage in self._fixed for storage in _memory(value))
-
-    def given(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that is an input, however it is made."""
-        self._is_paused = True
-        try:
-            return make()
-        finally:
-            self._is_paused = False
+    def read(self, items: Any, found: Any = None, check: bool = False) -> None:
+        """Notes that Python has read tensors, and where."""
+        self.guards.extend([Guard(self.value_of(tensor), _reader()) for tensor in tensors_in(items)])
 
     def value(self, schedule: Callable[[int], float], number: int) -> Tensor:
         """What a schedule gives at this step, as an input."""
-        self.schedules.append(schedule)
-        self.scheduled.append(self.given(partial(scheduled, schedule, number)))
-        return self.scheduled[-1]
+        with self.paused:
+            self.scheduled.append((schedule, scheduled(schedule, number)))
+        return self.scheduled[-1][1]
 
-    def refuse_read(self) -> NoReturn:
+    def check(self, call: Call) -> Check:
+        """What Python has read of the data of the call.
+
+        Raises:
+            Unrecordable: If it has read anything else.
+        """
+        place = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
+        reached = [(value, place[id(tensor)]) for value, tensor in self.inputs.items() if id(tensor) in place]
+        known, maker = self.constants | {value for value, _ in reached}, makers(self.nodes)
+        for value, where in self.guards:
+            function = self._cut(maker, [value])
+            if function.draws or not known.issuperset(function.given):
+                self.refuse_read(*where)
+        if not self.guards:
+            return Check()
+        function = self._cut(maker, [value for value, _ in self.guards])
+        taken = {value: self.inputs[value] for value in function.given}
+        return Check(reached=tuple(pair for pair in reached if pair[0] in taken), fixed=taken, function=function)
+
+    def _cut(self, maker: Mapping[Value, int], wanted: list[Value]) -> Function:
+        nodes, taken = pruned(self.nodes, maker, wanted, frozenset())
+        return Function(nodes, tuple(taken), tuple(wanted), self.shapes, self.dtypes)
+
+    def graph(self, wanted: Iterable[Value]) -> fx.GraphModule:
+        """A function of the inputs that are no numbers of Python."""
+        graph, found = fx.Graph(), dict[Value, fx.Node]()
+        for value in self.inputs:
+            is_number = value in self.constants
+            found[value] = graph.get_attr(f"number_{value}") if is_number else graph.placeholder(f"input_{value}")
+
+        def bind(result: Any, made: fx.Node) -> None:
+            if result.__class__ is Value:
+                found[result] = made
+            elif result is not None:
+                for i, part in enumerate(result):
+                    bind(part, graph.call_function(operator.getitem, (made, i)))
+
+        put = partial(map_aggregate, fn=lambda part: found[part] if part.__class__ is Value else part)
+        for node in self.nodes:
+            args: Any = put(node.args)
+            func = _ATEN.lift_fresh_copy.default if node.func in _FRESH else node.func
+            is_same = func in _THE_SAME
+            bind(node.result, args[0] if is_same else graph.call_function(func, args, put(dict(node.kwargs))))
+            found.update((new, found[old]) for old, new in node.written)
+        graph.output([found[value] for value in wanted])
+        graph.eliminate_dead_code()
+        return fx.GraphModule({f"number_{value}": self.inputs[value].clone() for value in self.constants}, graph)
+
+    def refuse_read(self, place: str, is_own: bool) -> NoReturn:
         """Refuses to record a step in which Python reads a number of a tensor."""
-        place, is_own = _reader()
         advice = ": write torch.where, tensor indexing or a mask instead" if is_own else ""
         self._refuse(f"Python reads a number of a tensor{place}, which a recording would freeze{advice}")
 
@@ -214,11 +179,11 @@ class StepWatch(TorchDispatchMode):
         self.refused = self.refused or Unrecordable(why)
         raise self.refused
 
-    def _is_noise(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the step draws from a generator of the objective's own, not the program from torch's."""
+    def _noise_of(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Noise | None:
+        """What the step draws from a generator of the objective's own; ``None`` if the program draws from torch's."""
         generator = kwargs.get("generator")
         if generator is None:
-            if any(_is_ours(frame) and frame.f_code.co_name == "independent" for frame in _frames()):
+            if _is_called_by("independent"):
                 self._refuse(
                     "the baseline of a site is a second run that draws all sites anew (SecondRun). Several particles "
                     "need no second run: write num_particles=2 or more, and leave SecondRun out"
@@ -227,26 +192,51 @@ class StepWatch(TorchDispatchMode):
                 self._refuse(
                     "it draws values that are no sites, and costs that read them are computed again at other values"
                 )
-            return False
+            return None
         source = generator.initial_seed() - self._first_seed
         if name not in ("rand", "randn") or not 0 <= source < 1 << 20:
             self._refuse(
                 f"it draws by {name} from a generator of its own, which a recording cannot use: leave generator=... out"
             )
-        self.noise.append(Noise(source, name, tuple(args[0]), kwargs["dtype"]))
-        return True
+        return Noise(source, name, tuple(args[0]), kwargs["dtype"])
 
 
-def _memory(value: object) -> list[torch.UntypedStorage]:
-    with torch._C.DisableTorchFunction():
-        return [storage for tensor in tensors_in(value) for storage in memory_of(tensor)]
+class _StepCalls(Calls):
+    """Lets programs use functions that read numbers while they are recorded."""
+
+    tape: StepTape
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        if func is torch.randint and _is_called_by("_seed"):
+            # Of a further run that draws nothing, or else the step is not recorded: any seed will do.
+            return 0
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def expose(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Refuses calls that hand out memory."""
+        self.tape.refuse_read(*_reader())
+
+    def copy(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Leaves new tensors to the operators that make them."""
+        return func(*args, **kwargs)
+
+    def one_hot(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Does not look whether an index is in range."""
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return func(args[0]) if classes < 0 else one_hot(args[0], classes)
+
+    def index(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Takes a scalar in an index as an index."""
+        if has_scalars(args[1]):
+            func = put if func is Tensor.__setitem__ else selected
+        return func(*args)
 
 
 def _reader() -> tuple[str, bool]:
     """Where Python reads a number, in words, and whether that is code of the user's."""
     frames = list(takewhile(lambda frame: _module(frame) != "pyro_bpq.compiled.recorder", _frames()))
     own = [each for each in frames if not (is_library(_module(each)) or each.f_code.co_filename.startswith("<"))]
-    readers = [each for each in frames if _module(each).startswith(_READERS) and _module(each) != __name__]
+    readers = [each for each in frames if _module(each).startswith(_READERS) and _module(each) not in _WATCHING]
     for frame in (own or readers)[:1]:
         file, code = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         text = f", in {frame.f_code.co_name} of {_module(frame)}: {code!r} ({file}:{frame.f_lineno})"
@@ -254,39 +244,14 @@ def _reader() -> tuple[str, bool]:
     return "", False
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _frames() -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_stack(None)]
 
 
 def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__") or ""
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return _module(frame).startswith("pyro_bpq.")
-
-
-class RecordedIndexing(TorchFunctionMode):
-    """Lets programs use these functions while they are recorded."""
-
-    def __init__(self, watch: StepWatch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__ and has_scalars(args[1]):
-            return selected(*args)
-        if func is Tensor.__setitem__ and has_scalars(args[1]):
-            return put(*args)
-        if func in _LEAVES_TORCH and not (func is Tensor.tolist and self._watch.is_fixed(args)):
-            self._watch.refuse_read()
-        if func is torch.randint and any(_is_ours(frame) and frame.f_code.co_name == "_seed" for frame in _frames()):
-            # Of a further run that draws nothing, or else the step is not recorded: any seed will do.
-            return 0
-        if func is torch.nn.functional.one_hot:
-            classes = args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1)
-            return func(args[0]) if classes < 0 else one_hot(args[0], classes)
-        return func(*args, **(kwargs or {}))
+def _is_called_by(name: str) -> bool:
+    """Whether a function of ours of this name runs."""
+    return any(each.f_code.co_name == name and _module(each).startswith("pyro_bpq.") for each in _frames())

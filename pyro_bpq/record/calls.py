@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,8 @@ class Calls(TorchFunctionMode):
         self._find = _handlers().get
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        if (handler := self._find(func)) is not None:
-            return handler(self, func, args, kwargs or {})
+        if (name := self._find(func)) is not None:
+            return getattr(self, name)(func, args, kwargs or {})
         # This mode is off in the body of a user's function that torch dispatches to: it may read any source.
         if func.__class__ is FunctionType and not (func.__module__ or "").startswith("torch"):
             self.tape.steer((1 << len(self.tape.bits)) - 1)
@@ -135,24 +135,25 @@ def _told(result: Any) -> Any:
 
 
 @cache
-def _handlers() -> Mapping[Any, Callable[[Calls, Any, Args, Kwargs], Any]]:
+def _handlers() -> Mapping[Any, str]:
+    """The methods of :class:`Calls` that handle functions, by function."""
     cls: Any = Tensor  # several of these names are missing from torch's stubs
-    calls: dict[Callable[..., Any], tuple[Any, ...]] = {
-        Calls.leave: (
+    calls: dict[str, tuple[Any, ...]] = {
+        "leave": (
             *(cls.tolist, cls.apply_, cls.map_, cls.map2_, cls.storage_offset, cls.__repr__, cls.__format__),
             *(cls.__reduce_ex__, cls.tensor_split, torch.tensor_split, torch.functional.tensordot),
             *(torch.ctc_loss, torch.nn.functional.ctc_loss),
         ),
-        Calls.scalar: (cls.item, cls.__bool__, cls.__int__, cls.__float__, cls.__index__, cls.__complex__),
-        Calls.expose: (
+        "scalar": (cls.item, cls.__bool__, cls.__int__, cls.__float__, cls.__index__, cls.__complex__),
+        "expose": (
             *(cls.numpy, cls.__array__, cls.__dlpack__, cls.data_ptr, cls.untyped_storage, cls.storage),
             *(cls._typed_storage, cls.__cuda_array_interface__.__get__, cls.share_memory_),
         ),
-        Calls.copy: (
+        "copy": (
             *(torch.tensor, torch.as_tensor, torch.asarray, cls.new_tensor, cls.new, cls.__deepcopy__),
             *(cls.data.__set__, _LIFT),
         ),
-        Calls.one_hot: (torch.nn.functional.one_hot,),
-        Calls.index: (cls.__getitem__, cls.__setitem__),
+        "one_hot": (torch.nn.functional.one_hot,),
+        "index": (cls.__getitem__, cls.__setitem__),
     }
-    return MappingProxyType({call: handler for handler, group in calls.items() for call in group})
+    return MappingProxyType({call: name for name, group in calls.items() for call in group})

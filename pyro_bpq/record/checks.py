@@ -41,14 +41,15 @@ class Check:
     function: Function | None = field(default=None, compare=False)
 
     @torch.no_grad()
-    def numbers(self, call: Call) -> Any:
+    def numbers(self, call: Call) -> tuple[Any, ...]:
         """The numbers that the call reads."""
-        store = dict(pyro.get_param_store().named_parameters())
+        store = dict(pyro.get_param_store().named_parameters()) if self.stored else {}
         kinds = tuple(kind_of(store[name]) if name in store else None for name in self.stored)
         if self.function is None:
             return kinds
         tensors = {**self.fixed, **{value: call.tensors[i] for value, i in self.reached}}
-        found = self.function(*(tensors[value] for value in self.function.given))
+        given = [tensors[value] for value in self.function.given]
+        found = self.function(*(tensor.clone() if self.function.writes else tensor for tensor in given))
         return *kinds, *(
             int(tensor.count_nonzero()) if value in self.sized else tensor.cpu().numpy().tobytes()
             for value, tensor in zip(self.function.wanted, found, strict=True)
@@ -70,7 +71,7 @@ def check_of(recorded: Recorded) -> Check | None:
     others = [value for value in function.given if value not in place]
     size = sum(math.prod(recording.shapes[value]) for value in wanted)
     is_new = not (recording.lasts(others) and {*recorded.subsamples.values()}.isdisjoint(others))
-    if function.draws or function.writes or size > _MOST or is_new:
+    if function.draws or size > _MOST or is_new:
         return None
     sized = frozenset(
         guard.value

@@ -203,15 +203,12 @@ def _pattern(labels: Labels, shape: Any, cost: Scored, site: Drawn) -> Pattern |
     lead = shape[: len(shape) - cost.event_ndim]
     if (labels == MANY).any() or len(site.batch) > len(lead):
         return None
-    own = (1,) * (len(lead) - len(site.batch)) + tuple(site.batch)
-    if any(size not in (1, have) for size, have in zip(own, lead, strict=True)):
-        return None
     # Rows of a batch that is no plate may meet.
     plates = {len(lead) + dim for dim in site.plates.values()}
-    if any(size > 1 and i not in plates for i, size in enumerate(own)) or any(
-        labels.shape[i] > 1 and size > 1 for i, size in enumerate(own)
-    ):
-        return None
+    first = len(lead) - len(site.batch)
+    for i, size in enumerate(site.batch, first):
+        if size > 1 and not (size == lead[i] and i in plates and labels.shape[i] == 1):
+            return None
     event = np.broadcast_to(labels, (*labels.shape[: len(lead)], *shape[len(lead) :]))
     while event.ndim > cost.event_ndim and event.shape[0] == 1:
         event = event[0]

@@ -7,6 +7,7 @@ a rule makes its results unknown, by its name.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
 from types import MappingProxyType
@@ -33,6 +34,10 @@ Shape = tuple[int, ...]
 
 class Unknown(Exception):
     """Nothing is known of the elements that a value reads."""
+
+
+def _no_labels() -> Labels:
+    return np.full((), NONE, np.int32)
 
 
 def combined(*parts: Labels) -> Labels:
@@ -80,7 +85,7 @@ class Reader:
                 self._follow(node)
 
     def _follow(self, node: Any) -> None:
-        name = name_of(node.func)
+        name = effects_of(node.func).name
         labels: Any
         try:
             labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
@@ -117,7 +122,7 @@ class Reader:
     def __call__(self, item: Any) -> Labels:
         """The labels of an argument."""
         if item.__class__ is not Value:
-            return np.full((), NONE, np.int32)
+            return _no_labels()
         found = self.found.get(item)
         if isinstance(found, Unknown):
             raise found
@@ -140,36 +145,29 @@ _SHAPING = frozenset(("dim", "keepdim", "dims", "left"))  # arguments given by n
 
 
 def _pointwise(read: Reader, *args: Any, **_: Any) -> Labels:
-    return combined(np.full((), NONE, np.int32), *map(read, values_in(args)))
+    return combined(_no_labels(), *map(read, values_in(args)))
 
 
-def _sum(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
-    return over(read(tensor), dims, bool(keepdim))
-
-
-def _extreme(read: Reader, tensor: Any, dims: Any = None, keepdim: Any = False, *_: Any) -> Labels:
-    """Rule for ``max`` and ``min``: reductions, or elementwise if a second tensor is given."""
-    return _pointwise(read, tensor, dims) if dims.__class__ is Value else _sum(read, tensor, dims, keepdim)
-
-
-def _along(read: Reader, tensor: Any, dim: Any = -1, *rest: Any) -> Labels:
-    dims = [dim for dim in (dim, *rest) if isinstance(dim, int) and not isinstance(dim, bool)]
-    return over(read(tensor), dims[0] if dims else -1)
+def _along(func: Any, read: Reader, *args: Any, **named: Any) -> Labels:
+    """Rule for operators along dimensions, which they reduce or keep."""
+    arguments = func._schema.arguments
+    given = {own.name: own.default_value for own in arguments}
+    given |= {**dict(zip(given, args, strict=False)), **named}
+    keepdim = given.get("keepdim", "dim" in given)
+    return combined(*(over(read(tensor), given.get("dim"), keepdim) for tensor in values_in(args)))
 
 
 def _spread(*dims: tuple[int, ...] | None, keepdim: bool = True) -> Rule:
     """Rule for an entry that reads each tensor along these dimensions; ``None``: all of it. The last ones go on."""
 
     def rule(read: Reader, *args: Any, **_: Any) -> Labels:
-        parts = [read(value) for value in values_in(args)]
-        each = zip(parts, (*dims, *dims[-1:] * len(parts)), strict=False)
-        return combined(*(over(part, _within(axes, part.ndim), keepdim and axes is not None) for part, axes in each))
+        parts, found = map(read, values_in(args)), []
+        for part, axes in zip(parts, itertools.chain(dims, itertools.repeat(dims[-1])), strict=False):
+            own = None if axes is None else tuple(axis for axis in axes if -part.ndim <= axis < part.ndim)
+            found.append(over(part, own, keepdim and axes is not None))
+        return combined(*found)
 
     return rule
-
-
-def _within(axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    return None if axes is None else tuple(axis for axis in axes if -rank <= axis < rank)
 
 
 def _batch_norm(read: Reader, tensor: Any, *rest: Any) -> Labels:
@@ -267,7 +265,7 @@ def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None
     """Rule for ``scatter`` and ``index_add``: an entry keeps its own, and may get any one along the dimension."""
     target, chosen = read(tensor), read(index)
     chosen = over(chosen, None, False) if chosen.ndim < target.ndim else over(chosen, dim)
-    put = over(read(source), dim) if source.__class__ is Value else np.full((), NONE, np.int32)
+    put = over(read(source), dim) if source.__class__ is Value else _no_labels()
     return combined(target, put, chosen)
 
 
@@ -293,33 +291,33 @@ def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) 
     return result
 
 
-def _unknown(name: str, read: Reader, *_: Any, **__: Any) -> Labels:
-    raise Unknown(name)
-
-
 def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
     return np.broadcast_to(read(source), np.broadcast_shapes(read(source).shape, (1,) * len(read.shape(target))))
 
 
-# Operators that share a rule.
+# Elementwise operators that torch does not mark as such.
+_ELEMENTWISE = frozenset(
+    "_to_copy where fill tril triu native_dropout bucketize detach alias lift _conj lift_fresh same "
+    "binary_cross_entropy binary_cross_entropy_with_logits mse_loss log_sigmoid_forward rrelu_with_noise bernoulli "
+    "normal poisson binomial _standard_gamma".split()
+)
+_ALONG = frozenset(
+    "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero var_mean std_mean median "
+    "nanmedian aminmax max min linalg_vector_norm norm mode kthvalue topk cumsum cumprod logcumsumexp cummax cummin "
+    "sort _softmax _log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c linalg_cross".split()
+)
+_MOVING = frozenset(
+    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
+    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter unsafe_split "
+    "unsafe_split_with_sizes unsafe_chunk _unsafe_view _reshape_copy view_copy".split()
+)
+# Other operators that share a rule.
 _SHARED: Mapping[str, Rule] = MappingProxyType(
     {
-        "_to_copy masked_fill where fill tril triu native_dropout bucketize detach alias lift clone": _pointwise,
-        "binary_cross_entropy binary_cross_entropy_with_logits mse_loss bernoulli normal poisson binomial": _pointwise,
-        "_standard_gamma rrelu_with_noise nan_to_num special_zeta _fake_quantize _conj lift_fresh": _pointwise,
-        "log_sigmoid_forward": _pointwise,
-        "_sample_dirichlet _dirichlet_grad multinomial linalg_cross": _spread((-1,)),
-        "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero": _sum,
-        "var_mean std_mean median nanmedian aminmax": _sum,
-        "max min": _extreme,
-        "cumsum cumprod logcumsumexp cummax cummin sort _softmax _log_softmax _safe_softmax renorm": _along,
-        "_fft_r2c _fft_c2r _fft_c2c": lambda read, tensor, dims, *_: over(read(tensor), dims),
-        "linalg_vector_norm norm": lambda read, tensor, order=2, *rest, **dims: _sum(read, tensor, *rest, **dims),
-        "mode": lambda read, tensor, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
-        "kthvalue": lambda read, tensor, k, dim=-1, keepdim=False: _sum(read, tensor, dim, keepdim),
+        "_sample_dirichlet _dirichlet_grad multinomial": _spread((-1,)),
         "dist": _spread(None),
         "view_as_real": lambda read, tensor: read(tensor)[..., None],
-        "view_as_complex": _spread((-1,), keepdim=False),
+        "view_as_complex mv dot vdot": _spread((-1,), keepdim=False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
         "masked_scatter": _spread((), (), None),
         "searchsorted take": _spread(None, ()),
@@ -327,21 +325,19 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math": _spread(
             (-1,), (-2, -1), (-2, -1), None
         ),
-        "mv dot vdot": _spread((-1,), keepdim=False),
         "mm bmm": _spread((-1,), (-2,)),
         "addmm baddbmm": _spread((), (-1,), (-2,)),
         "addmv": _spread((), (-1,), keepdim=False),
         "linalg_solve_triangular": _solve,
-        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse triangular_solve": _spread((-2, -1)),
-        "linalg_qr linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh": _spread((-2, -1)),
-        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d": _spread((-2, -1)),
-        "max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d": _spread((-2, -1)),
+        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse triangular_solve linalg_qr "
+        "linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh max_pool2d_with_indices avg_pool2d "
+        "_adaptive_avg_pool2d adaptive_max_pool2d max_pool2d mkldnn_max_pool2d upsample_nearest2d "
+        "upsample_bilinear2d": _spread((-2, -1)),
         "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": _spread((-3, -2, -1)),
         "convolution native_group_norm": _spread((1, 2, 3, 4, 5), None),
         "_linalg_det _linalg_slogdet": _spread((-2, -1), keepdim=False),
-        "zero": lambda read, *_: np.full((), NONE, np.int32),
+        "zero": lambda read, *_: _no_labels(),
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
-        "topk": lambda read, tensor, *_: over(read(tensor), [part for part in _ if isinstance(part, int)][1:2] or -1),
         "embedding": lambda read, table, index, *_: _index(read, table, [index]),
         "index _unsafe_index": _index,
         "index_select": _select,
@@ -359,32 +355,25 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
     }
 )
 _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
-_MOVING = frozenset(
-    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
-    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter unsafe_split "
-    "unsafe_split_with_sizes unsafe_chunk".split()
-)
-
-
-def name_of(func: Any) -> str:
-    """The name of an operator."""
-    return effects_of(func).name or getattr(func, "__name__", str(func))
 
 
 @cache
 def rule_of(func: Any) -> Rule:
-    """The rule of an operator."""
+    """The rule of an operator; raises :class:`Unknown` if it has none."""
     if func in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[func]
-    kind, name = effects_of(func), name_of(func)
+    kind = effects_of(func)
     if kind.is_blank:
-        return lambda read, *_, **__: np.full((), NONE, np.int32)
-    if name in _RULES:
-        return _RULES[name]
-    if name in _MOVING or kind.is_view or name in ("_unsafe_view", "_reshape_copy", "view_copy"):
+        return lambda read, *_, **__: _no_labels()
+    if kind.name in _RULES:
+        return _RULES[kind.name]
+    if kind.name in _ALONG:
+        return partial(_along, func)
+    if kind.name in _ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):
+        return _pointwise
+    if kind.name in _MOVING or kind.is_view:
         return partial(_moved, func)
-    is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) or name == "same"
-    return _pointwise if is_pointwise else partial(_unknown, name)
+    raise Unknown(kind.name)
 
 
 def _remade(read: Reader, data: Any, *_: Any) -> Labels:

@@ -101,42 +101,43 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
     left, tensors[site] = tensors[site].expand_as(right), right
     function, given, constants = recorded.in_rows(recording.cut(wanted, {site}, through).in_double(), {site}, tensors)
 
-    def at(value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    # What each column of the costs, and of the switches, belongs to.
+    owners = [
+        name
+        for name, value in zip((*costs, *found.values()), wanted, strict=True)
+        for _ in range(recording.shapes[value].numel())
+    ]
+    width = sum(recording.shapes[value].numel() for value in wanted[: len(costs)])
+
+    def at(value: Tensor) -> tuple[Tensor, ...]:
         """Costs and switches, ``(lines, elements)``."""
         tensors[site] = value
         with drawing(function, seed):
             rows = function(*(tensors[own] for own in given), *constants)
         rows[: len(costs)] = map(bound.weighted, costs, rows)
-        rows = [row.reshape(number, -1) for row in rows]
-        return rows[: len(costs)], rows[len(costs) :]
+        return torch.cat([row.reshape(number, -1) for row in rows], 1).split((width, len(owners) - width), 1)
 
     (before, old), (after, new) = at(left), at(right)
-    changed = torch.stack([(a != b).any(1) for a, b in zip(old, new, strict=True)], 1)
+    changed = old != new
     # Lines that pass several switches follow one of them each.
     turn = torch.arange(number) % changed.sum(1).clamp(min=1)
-    followed = ((changed.cumsum(1) - 1 == turn[:, None]) & changed).int().argmax(1)
-    sides = [torch.zeros_like(cost) for cost in before]
+    followed = ((changed.cumsum(1) - 1 == turn[:, None]) & changed).int().argmax(1, keepdim=True)
+    side = torch.zeros_like(before)
     for step in range(_HALVINGS if changed.any() else 0):
         middle = torch.lerp(left, right, 0.5)
         between, now = at(middle)
-        same = torch.stack([(a == b).all(1) for a, b in zip(old, now, strict=True)], 1)
-        stays = same.gather(1, followed[:, None])
+        stays = (old == now).gather(1, followed)
         if step >= _HALVINGS // 2:
-            for side, a, b, c in zip(sides, before, after, between, strict=True):
-                side += torch.where(stays, c - a, c - b).abs()
-        before = [torch.where(stays, c, a) for c, a in zip(between, before, strict=True)]
-        after = [torch.where(stays, b, c) for c, b in zip(between, after, strict=True)]
-        old = [torch.where(stays, c, a) for c, a in zip(now, old, strict=True)]
+            side += torch.where(stays, between - before, between - after).abs()
+        before, after = torch.where(stays, between, before), torch.where(stays, after, between)
+        old = torch.where(stays, now, old)
         row = stays.reshape(number, *(1 for _ in middle.shape[1:]))
         left, right = torch.where(row, middle, left), torch.where(row, right, middle)
-    jumps, operators = list[Jump](), [*found.values()]
-    for cost, a, b, side in zip(costs, before, after, sides, strict=True):
-        size, noise = (b - a).abs(), 64.0 * torch.finfo(a.dtype).eps * (a.abs() + b.abs() + 1.0)
-        is_jump = size.isfinite() & changed.any(1, keepdim=True) & (size > _FURTHER * side + noise)
-        largest, line = torch.where(is_jump, size, 0.0).amax(1).max(0)
-        jumps.append(Jump(float(largest), cost, operators[int(followed[line])]))
-    best = max(jumps)
-    return best if best.size > 0.0 else None
+    size, noise = (after - before).abs(), 64.0 * torch.finfo(before.dtype).eps * (after.abs() + before.abs() + 1.0)
+    is_jump = size.isfinite() & changed.any(1, keepdim=True) & (size > _FURTHER * side + noise)
+    largest, place = torch.where(is_jump, size, 0.0).flatten().max(0)
+    line, column = divmod(int(place), width)
+    return Jump(float(largest), owners[column], owners[width + int(followed[line])]) if largest > 0.0 else None
 
 
 class Path(NamedTuple):

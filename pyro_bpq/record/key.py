@@ -159,29 +159,22 @@ class Call:
         if kind in _PLAINEST or isinstance(item, Enum):
             # True == 1 == 1.0, but not for a program.
             self.note(path, (kind, item))
-        elif isinstance(item, Tensor):
-            self._tensor(path, item)
         elif id(item) in self._seen:
             self.note(path, ("again", self._seen[id(item)]))
-        elif len(self.spec) < _MOST:
+        elif len(self.spec) >= _MOST and not isinstance(item, Tensor):
+            self.note(path, "too much")
+        else:
             self._seen[id(item)] = len(self._seen)
             self._kept.append(item)
-            self._inside(path, item)
-        else:
-            self.note(path, "too much")
+            self._inside(path, item, kind)
 
-    def _tensor(self, path: Path, item: Tensor) -> None:
-        kind_of(item)  # a tensor that has none, as a sparse one, stands for itself
-        known = self._seen.get(id(item))
-        self.note(path, ("tensor", known))
-        if known is None:
-            self._seen[id(item)] = len(self._seen)
+    def _inside(self, path: Path, item: Any, kind: type) -> None:
+        if isinstance(item, Tensor):
+            kind_of(item)  # a tensor that has none, as a sparse one, stands for itself
+            self.note(path, "tensor")
             self.tensors.append(item)
             self.sources.append(path)
-
-    def _inside(self, path: Path, item: Any) -> None:
-        kind = type(item)
-        if kind is list and item and set(map(type, item)) == {float}:
+        elif kind is list and item and set(map(type, item)) == {float}:
             self.note(path, (list, tuple(item)))
         elif isinstance(item, (tuple, list)):
             self.note(path, (kind, len(item)))
@@ -197,8 +190,7 @@ class Call:
             self._module(path, item)
         elif isinstance(item, functools.partial):
             self.note(path, functools.partial)
-            for part in (item.func, item.args, item.keywords):
-                self.visit(("the partial {}", path), part)
+            self.visit(("the partial {}", path), (item.func, item.args, item.keywords))
         elif isinstance(item, MethodType):
             self.note(path, MethodType)
             self.visit(path, item.__func__)
@@ -237,9 +229,11 @@ class Call:
                         self.visit(("{}.{}", path, name), function)
 
     def _attributes(self, path: Path, item: Any) -> None:
-        without = _IN_USE if isinstance(item, Messenger) else self._states.get(id(item), ())
+        is_module, states = isinstance(item, nn.Module), self._states.get(id(item), ())
+        without = of_every_module() if is_module else _IN_USE if isinstance(item, Messenger) else ()
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
-        own = {name: value for name, value in getattr(item, "__dict__", {}).items() if name not in without} | slots
+        attributes = {**getattr(item, "__dict__", {}), **slots}
+        own = {name: value for name, value in attributes.items() if name not in without and name not in states}
         self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
         for name, value in own.items():
@@ -267,24 +261,19 @@ class Call:
             if isinstance(value, ModuleType):
                 if not is_library(value.__name__) and id(value) not in self._seen:
                     self._seen[id(value)] = len(self._seen)
-                    self._kept.append(value)
                     self._globals(vars(value), names)
             elif value is not None:
                 self.visit(("the global {}", name), value)
 
     def _module(self, path: Path, item: nn.Module) -> None:
-        own, usual = vars(item), of_every_module()
         if item._buffers:
             self.modules.append(item)
-        self.note(path, (type(item), item.training))
-        self._of_class(path, type(item))
+        self.note(path, item.training)
         for kind in ("_parameters", "_buffers", "_modules"):
             # A scripted module holds its parts elsewhere.
             for name, part in getattr(item, kind).items():
                 self.visit(("{}.{}", path, name), part)
-        for name, part in own.items():
-            if name not in usual and name not in self._states.get(id(item), ()):
-                self.visit(("{}.{}", path, name), part)
+        self._attributes(path, item)
 
 
 class Keys:

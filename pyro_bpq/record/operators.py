@@ -46,8 +46,8 @@ class Effects(NamedTuple):
 def effects_of(func: Any) -> Effects:
     """What an operator does."""
     schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator
-        return Effects()
+    if schema is None:  # a function, or a higher-order operator
+        return Effects(getattr(func, "__name__", str(func)))
     name = schema.name.removeprefix("aten::")
     writes = tuple(
         argument.name if argument.kwarg_only else position
