@@ -63,7 +63,7 @@ class Recording:
             with messages, tape:
                 with torch.no_grad():
                     before = [tensor.clone() for tensor in self.state]
-                result, surrogate = subject.recorded_step(program, RecordedStep.of(number, tape.value))
+                result, surrogate = subject.recorded_step(program, RecordedStep.of(number, tape.option))
                 loss = result.loss.detach()
                 leaves = inputs_of(surrogate)
                 graded = gradients_of(surrogate, leaves)

@@ -27,7 +27,7 @@ from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.calls import Args, Calls, Kwargs
 from pyro_bpq.record.checks import Check
 from pyro_bpq.record.frames import catcher
-from pyro_bpq.record.function import Function, makers, pruned
+from pyro_bpq.record.function import Function
 from pyro_bpq.record.indexing import has_scalars, one_hot, put, selected
 from pyro_bpq.record.key import Call, is_library
 from pyro_bpq.record.operators import effects_of, sizing
@@ -108,14 +108,14 @@ class StepTape(Tape):
 
     def forget(self) -> None:
         """Lets go of tensors that are looked at only until all values are known."""
-        for kept in (self.before, self.noise, self._written):
+        for kept in (self.before, self.noise):
             kept.clear()
 
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and where."""
         self.guards.extend([Guard(self.value_of(tensor), _reader()) for tensor in tensors_in(items)])
 
-    def value(self, schedule: Callable[[int], float], number: int) -> Tensor:
+    def option(self, schedule: Callable[[int], float], number: int) -> Tensor:
         """What a schedule gives at this step, as an input."""
         with self.paused:
             self.scheduled.append((schedule, scheduled(schedule, number)))
@@ -129,20 +129,17 @@ class StepTape(Tape):
         """
         place = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
         reached = [(value, place[id(tensor)]) for value, tensor in self.inputs.items() if id(tensor) in place]
-        known, maker = self.constants | {value for value, _ in reached}, makers(self.nodes)
+        known = self.constants | {value for value, _ in reached}
+        whole = Function(tuple(self.nodes), (), (), self.shapes, self.dtypes)
         for value, where in self.guards:
-            function = self._cut(maker, [value])
+            function = whole.cut([value], frozenset())
             if function.draws or not known.issuperset(function.given):
                 self.refuse_read(*where)
         if not self.guards:
             return Check()
-        function = self._cut(maker, [value for value, _ in self.guards])
+        function = whole.cut([value for value, _ in self.guards], frozenset())
         taken = {value: self.inputs[value] for value in function.given}
         return Check(reached=tuple(pair for pair in reached if pair[0] in taken), fixed=taken, function=function)
-
-    def _cut(self, maker: Mapping[Value, int], wanted: list[Value]) -> Function:
-        nodes, taken = pruned(self.nodes, maker, wanted, frozenset())
-        return Function(nodes, tuple(taken), tuple(wanted), self.shapes, self.dtypes)
 
     def graph(self, wanted: Iterable[Value]) -> fx.GraphModule:
         """A function of the inputs that are no numbers of Python."""
