@@ -21,6 +21,7 @@ from common import (
     AVERAGE,
     DEFAULT,
     DEFAULT_COMPILED,
+    DEFAULT_ONE,
     Data,
     Method,
     Race,
@@ -202,12 +203,8 @@ def rows_of(race: Race) -> list[Row]:
     return rows
 
 
-METHODS = (
-    DEFAULT,
-    replace(DEFAULT_COMPILED, name="default, compiled"),
-    AVERAGE,
-    Method("TraceGraph, net", TraceGraph_ELBO, "net", "TraceGraph"),
-)
+NET = Method("TraceGraph, net", TraceGraph_ELBO, "net", "TraceGraph")
+METHODS = (DEFAULT, DEFAULT_ONE, replace(DEFAULT_COMPILED, name="default, compiled"), AVERAGE, NET)
 
 
 def main() -> None:

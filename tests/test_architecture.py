@@ -269,7 +269,7 @@ BUDGETS = {
     "targets/": 158,
     "testing/": 838,
     "tests": 23289,
-    "benchmarks": 3195,
+    "benchmarks": 3191,
     "words of docs": 15976,
 }
 
