@@ -26,18 +26,21 @@ class _Choices(TorchDistribution):
 
     arg_constraints = {"logits": constraints.real_vector}  # noqa: RUF012 - torch's name
     has_enumerate_support = True
+    has_all = True  # whether a value has an entry for each item; else for each that is chosen
 
-    def __init__(self, logits: Tensor, k: int, length: int, validate_args: bool | None = None) -> None:
-        if not 1 <= k <= logits.shape[-1]:
-            raise OptionError(f"{type(self).__name__} chooses k={k} of {logits.shape[-1]} items: write 1 <= k <= n.")
-        self.logits, self.n, self.k = logits, logits.shape[-1], k
-        super().__init__(logits.shape[:-1], torch.Size((length,)), validate_args=validate_args)
+    def __init__(self, logits: Tensor, k: int | None = None, validate_args: bool | None = None) -> None:
+        self.logits, self.n = logits, logits.shape[-1] if logits.dim() else 0
+        self.k = self.n if k is None else k
+        if not 1 <= self.k <= self.n:
+            raise OptionError(f"{type(self).__name__} chooses k={k} of {self.n} items: 1 <= k <= n, logits (batch, n).")
+        event = self.n if self.has_all else self.k
+        super().__init__(logits.shape[:-1], torch.Size((event,)), validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """The law in a larger batch shape."""
         new: Any = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
         logits = self.logits.expand((*batch_shape, self.n))
-        _Choices.__init__(new, logits, self.k, self.event_shape[0], validate_args=False)
+        _Choices.__init__(new, logits, self.k, validate_args=False)
         new._validate_args = self._validate_args
         return new
 
@@ -112,7 +115,7 @@ class KSubset(_Choices):
     """
 
     def __init__(self, logits: Tensor, k: int, validate_args: bool | None = None) -> None:
-        super().__init__(logits, k, logits.shape[-1], validate_args)
+        super().__init__(logits, k, validate_args)
 
     @property
     def support(self) -> constraints.Constraint:
@@ -207,9 +210,7 @@ class PlackettLuce(_Choices):
         tensor(0.1667)
     """
 
-    def __init__(self, logits: Tensor, k: int | None = None, validate_args: bool | None = None) -> None:
-        k = logits.shape[-1] if k is None else k
-        super().__init__(logits, k, k, validate_args)
+    has_all = False
 
     @property
     def support(self) -> constraints.Constraint:

@@ -118,6 +118,8 @@ def test_shapes_checks_and_copies(law: Law) -> None:
     assert fn.to_event(1).log_prob(fn.sample()).shape == () and wide.n == 4 and wide.k == fn.k
     with pytest.raises(ValueError, match="support"):
         fn.log_prob(torch.full(fn.event_shape, 7).to(fn.sample()))
+    with pytest.raises(OptionError, match="k=1 of 0 items"):
+        KSubset(torch.tensor(1.0), 1)
     with pytest.raises(OptionError, match="k=5 of 4 items"):
         type(fn)(LOGITS, 5)
 

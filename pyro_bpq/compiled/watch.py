@@ -80,12 +80,9 @@ class StepTape(Tape):
         self.refused: Unrecordable | None = None
         self._first_seed, self._calls = first_seed, _StepCalls(self)
 
-    @torch.no_grad()
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # A tensor that was met late may lie in memory that was written into before.
-        for value, kept in reversed(self.before.items()):
-            self.inputs[value].copy_(kept)
+        self.undo()
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
 

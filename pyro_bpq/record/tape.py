@@ -89,6 +89,8 @@ class Tape(Ledger, TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         stack, self._stack, self._outer = self._stack or ExitStack(), None, None
         stack.__exit__(*error)
+        if any(error):  # the program may run again, in another way
+            self.undo()
 
     def __repr__(self) -> str:
         return f"Tape({len(self.nodes)} operators, {len(self.bits)} sources, steered by {sorted(self.escaped)})"

@@ -280,6 +280,13 @@ class Ledger(Notes):
             with self.paused:
                 self.before[value] = self.inputs[value].detach().clone()
 
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Gives inputs that were written into what was in them before."""
+        # A tensor that was met late may lie in memory that was written into before.
+        for value, kept in reversed(self.before.items()):
+            self.inputs[value].copy_(kept)
+
 
 class _Paused:
     """Counts how often it is entered."""

@@ -519,3 +519,20 @@ def test_guides_that_make_parameters_in_the_shape_of_a_run_serve_vectorised_part
         repeat(3, svi.step)
     assert elbo.particles.now.has_plate
     assert max(value.dim() for value in guide.parameters()) == 1
+
+
+def test_writes_of_attempts_that_fail_are_taken_back() -> None:
+    calls, table = torch.zeros(()), torch.zeros(3)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+        pyro.sample("y", dist.Bernoulli(torch.tensor([0.3, 0.5, 0.9])[z]))
+        calls.add_(1.0)
+        table.add_(torch.nn.functional.one_hot(z, 3))  # fails with values of several particles
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Categorical(logits=pyro.param("q", torch.zeros(3))))
+        pyro.sample("y", dist.Bernoulli(logits=pyro.param("r", torch.zeros(3))[z]))
+
+    repeat(3, TraceBackpropQ_ELBO().loss_and_grads, model, guide)
+    assert calls == 3.0 and table.sum() == 3.0
