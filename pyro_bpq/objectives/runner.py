@@ -307,8 +307,12 @@ class StepRunner(Runner):
             draws.again()
             traced, record = run(True), True
         loss = self._sum(traced, particles, mode)
+        # A program may read a shape. In a recorded run values are as large as their plates.
+        if record and particles.is_compact:
+            draws.again()
+            if not torch.allclose(loss, self._sum(run(False), particles, mode), rtol=1e-4):
+                self._refuse("values of size one in plates cost something else")
         if record:
-            # A program may read a shape.
             assert traced.recorded is not None
             alone, checked = self.alone(program, particles, traced), torch.linspace(0, rows - 1, MOST_CHECKED).int()
             values = Values((traced.recorded,), alone, (traced,), recordings.call, nesting)
