@@ -246,7 +246,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two_particles": {"num_particles": 2},
     "vectorised": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 0},
     "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
-    "steps": {"learner": CriticLearner(lr=0.1, steps=2)},
+    "learner": {"learner": CriticLearner(lr=0.1)},
 }
 
 

@@ -51,7 +51,7 @@ class Recording:
         """Takes a step that leaves no trace, and writes it down."""
         noise = subject.noise
         # What its call looked like, and what it has done.
-        self.call, self.tape = call, (tape := StepTape(noise.seed_of(noise.number + 1)))
+        self.call, self.tape = call, (tape := StepTape(noise.seed_of(noise.number + 1), call))
         # Critics, statistics and the state of their optimiser, and the tensors among these.
         self.places = subject.places()
         self.state = tensors_of(self.places)
@@ -114,7 +114,7 @@ class Recording:
         self.reads = [place[id(tensor)] for tensor in self.inputs]
         self.graded = [place[id(leaf)] for leaf in graded]  # positions of these leaves
         # What Python has read of the data of the call.
-        self.check = tape.check(call)
+        self.check = tape.check()
         self.numbers = self.check.numbers(call)
         # What tells the operators of two runs apart: their names, their numbers, and which results they read.
         operators = [str((node[:4], arguments_of(node))) for node in tape.nodes]

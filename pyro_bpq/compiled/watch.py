@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import linecache
 import operator
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -25,7 +24,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.calls import OWN, Args, Calls, Kwargs
+from pyro_bpq.record.calls import Args, Calls, Kwargs, handlers
 from pyro_bpq.record.checks import Check
 from pyro_bpq.record.frames import catcher
 from pyro_bpq.record.function import Function
@@ -33,7 +32,7 @@ from pyro_bpq.record.indexing import has_scalars, one_hot, put, selected
 from pyro_bpq.record.key import Call, is_library
 from pyro_bpq.record.operators import effects_of, sizing
 from pyro_bpq.record.tape import Tape, same
-from pyro_bpq.record.values import Guard, Value, tensors_in
+from pyro_bpq.record.values import Guard, Value, put_back, tensors_in
 from pyro_bpq.rollout.schedule import scheduled
 
 _ATEN = torch.ops.aten
@@ -73,16 +72,18 @@ class StepTape(Tape):
         refused: Why the step cannot be recorded; ``None`` if it can.
     """
 
-    def __init__(self, first_seed: int) -> None:
+    def __init__(self, first_seed: int, call: Call) -> None:
         super().__init__()
         self.own_noise: list[tuple[Noise, Tensor]] = []
         self.scheduled: list[tuple[Callable[[int], float], Tensor]] = []
         self.refused: Unrecordable | None = None
         self._first_seed, self._calls = first_seed, _StepCalls(self)
+        # Where the call has its data, by the identity of tensors.
+        self._data = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.undo()
+        put_back(self.written)
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
 
@@ -110,8 +111,19 @@ class StepTape(Tape):
             kept.clear()
 
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
-        """Notes that Python has read tensors, and where."""
-        self.guards.extend([Guard(self.value_of(tensor), _reader()) for tensor in tensors_in(items)])
+        """Notes that Python has read tensors, and where; refuses what is no function of the data of the call."""
+        for tensor in tensors_in(items):
+            value, where = self.value_of(tensor), _reader()
+            function = self._cut([value])
+            if function.draws or not all(map(self._is_known, function.given)):
+                self.refuse_read(*where)
+            self.guards.append(Guard(value, where))
+
+    def _cut(self, wanted: list[Value]) -> Function:
+        return Function(tuple(self.nodes), (), (), self.shapes, self.dtypes).cut(wanted, frozenset())
+
+    def _is_known(self, value: Value) -> bool:
+        return value in self.constants or id(self.inputs.get(value)) in self._data
 
     def option(self, schedule: Callable[[int], float], number: int) -> Tensor:
         """What a schedule gives at this step, as an input."""
@@ -119,25 +131,14 @@ class StepTape(Tape):
             self.scheduled.append((schedule, scheduled(schedule, number)))
         return self.scheduled[-1][1]
 
-    def check(self, call: Call) -> Check:
-        """What Python has read of the data of the call.
-
-        Raises:
-            Unrecordable: If it has read anything else.
-        """
-        place = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
-        reached = [(value, place[id(tensor)]) for value, tensor in self.inputs.items() if id(tensor) in place]
-        known = self.constants | {value for value, _ in reached}
-        whole = Function(tuple(self.nodes), (), (), self.shapes, self.dtypes)
-        for value, where in self.guards:
-            function = whole.cut([value], frozenset())
-            if function.draws or not known.issuperset(function.given):
-                self.refuse_read(*where)
+    def check(self) -> Check:
+        """What Python has read of the data of the call."""
         if not self.guards:
             return Check()
-        function = whole.cut([value for value, _ in self.guards], frozenset())
+        function = self._cut([guard.value for guard in self.guards])
         taken = {value: self.inputs[value] for value in function.given}
-        return Check(reached=tuple(pair for pair in reached if pair[0] in taken), fixed=taken, function=function)
+        reached = ((value, self._data[id(own)]) for value, own in taken.items() if id(own) in self._data)
+        return Check(reached=tuple(reached), fixed=taken, function=function)
 
     def graph(self, wanted: Iterable[Value]) -> fx.GraphModule:
         """A function of the inputs that are no numbers of Python."""
@@ -201,16 +202,16 @@ class _StepCalls(Calls):
 
     tape: StepTape
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        if func is torch.randint and _is_called_by("_seed"):
-            # Of a further run that draws nothing, or else the step is not recorded: any seed will do.
-            return 0
-        return super().__torch_function__(func, types, args, kwargs)
+    def __init__(self, tape: StepTape) -> None:
+        super().__init__(tape)
+        self._find = {**handlers(), torch.randint: "seed"}.get
 
-    def expose(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Refuses calls that hand out memory, but for the tape's own."""
-        if _module(sys._getframe(3)).startswith(OWN):
-            return func(*args, **kwargs)
+    def seed(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Draws no seed of a further run: it draws nothing itself, or else the step is not recorded."""
+        return 0 if _is_called_by("_seed") else func(*args, **kwargs)
+
+    def exposed(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Refuses calls that hand out memory."""
         self.tape.refuse_read(*_reader())
 
     def copy(self, func: Any, args: Args, kwargs: Kwargs) -> Any:

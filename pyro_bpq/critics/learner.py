@@ -100,7 +100,8 @@ class CriticLearner:
             ``n`` is the number of its steps so far. For another optimiser ``None`` takes 0.01.
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
-        steps: Number of steps of the optimiser on the rollout of each training step.
+        steps: Number of steps of the optimiser on the rollout of each training step. A copy, or a saved state, that is
+            taken before the last training step was learned from goes on with the first of them alone.
         replay: Options of learning from stored rollouts as well, or ``None``.
         slow: Options of slowly tracking targets, or ``None`` for targets from the current critics.
         ranks: The processes that train these critics together, if ``torch.distributed`` runs several. With ``None``

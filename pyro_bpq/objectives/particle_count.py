@@ -41,6 +41,7 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.program_errors import EXPLAINED
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.values import put_back
 from pyro_bpq.rollout.runs import Particles, Program
 
 LOG = logging.getLogger("pyro_bpq")
@@ -396,4 +397,4 @@ def _undo(runs: Sequence[TracedRun]) -> None:
     """Gives tensors that the first of some runs has written into what was in them before."""
     for run in runs[:1]:
         if run.recorded is not None:
-            run.recorded.recording.undo()
+            put_back(run.recorded.recording.written)

@@ -33,6 +33,7 @@ from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.substitute import AllValues
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, trace_run
+from pyro_bpq.record.values import put_back
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
@@ -266,7 +267,7 @@ class StepRunner(Runner):
             run = self.trace(program, one, step=1, track=True, warns=False)
             draws.again()
             assert run.recorded is not None
-            run.recorded.recording.undo()
+            put_back(run.recorded.recording.written)
             recordings.now.recorded[key] = run.recorded
         return recordings.now.recorded[key]
 

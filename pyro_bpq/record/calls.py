@@ -37,7 +37,7 @@ class Calls(TorchFunctionMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
-        self._find = _handlers().get
+        self._find = handlers().get
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if (name := self._find(func)) is not None:
@@ -66,6 +66,10 @@ class Calls(TorchFunctionMode):
         """Handles calls that give the memory of their argument to Python."""
         if (sys._getframe(2).f_globals.get("__name__") or "").startswith(OWN):  # the tape looks up a storage
             return func(*args, **kwargs)
+        return self.exposed(func, args, kwargs)
+
+    def exposed(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles those of the program."""
         self.tape.expose(args[0])  # whatever is written into it later is read at once
         return self.leave(func, args, kwargs)
 
@@ -135,7 +139,7 @@ def _told(result: Any) -> Any:
 
 
 @cache
-def _handlers() -> Mapping[Any, str]:
+def handlers() -> Mapping[Any, str]:
     """The methods of :class:`Calls` that handle functions, by function."""
     cls: Any = Tensor  # several of these names are missing from torch's stubs
     calls: dict[str, tuple[Any, ...]] = {

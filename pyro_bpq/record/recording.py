@@ -36,7 +36,7 @@ class Recording(Notes):
 
     tensors: dict[Value, Tensor] = field(default_factory=dict)
     noise: Set[Value] = frozenset()
-    written: Mapping[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    written: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
     marked: tuple[Value, ...] = ()
     _flat: dict[Any, Any] = field(default_factory=dict, repr=False)  # functions without writes
 
@@ -45,19 +45,12 @@ class Recording(Notes):
         """What a tape has written down; values of sites, and indices of plates, are ``given``."""
         notes = {part.name: getattr(tape, part.name) for part in fields(Notes)}
         tensors = {**tape.inputs, **tape.before, **tape.noise, **given}
-        written = {value: (tape.inputs[value], kept) for value, kept in tape.before.items()}
         noise, marks = frozenset(tape.noise), tuple(dict.fromkeys(marked))
-        return cls(**notes, tensors=tensors, noise=noise, written=written, marked=marks)
+        return cls(**notes, tensors=tensors, noise=noise, written=tape.written, marked=marks)
 
     @cached_property
     def _whole(self) -> Function:
         return Function(tuple(self.nodes), (), (), self.shapes, self.dtypes)
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Gives tensors that the run has written into what was in them before."""
-        for tensor, kept in self.written.values():
-            tensor.copy_(kept)
 
     def lasts(self, values: Iterable[Value]) -> bool:
         """Whether no value is one that another run has anew."""

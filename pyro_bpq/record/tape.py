@@ -28,7 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_bpq.record.calls import Calls
 from pyro_bpq.record.frames import catcher, entering, is_library_check, line_of_the_program
 from pyro_bpq.record.operators import Effects, effects_of, sizing, written_arguments
-from pyro_bpq.record.values import Guard, Ledger, Node, RecordingError, Stack, Taken, Target, Value, tensors_in
+from pyro_bpq.record.values import (
+    Guard,
+    Ledger,
+    Node,
+    RecordingError,
+    Stack,
+    Taken,
+    Target,
+    Value,
+    put_back,
+    tensors_in,
+)
 
 # Operators that make stacks, and those that take parts out of them.
 _OF_STACKS = frozenset(("stack", "select", "slice", "unbind"))
@@ -90,7 +101,7 @@ class Tape(Ledger, TorchDispatchMode):
         stack, self._stack, self._outer = self._stack or ExitStack(), None, None
         stack.__exit__(*error)
         if any(error):  # the program may run again, in another way
-            self.undo()
+            put_back(self.written)
 
     def __repr__(self) -> str:
         return f"Tape({len(self.nodes)} operators, {len(self.bits)} sources, steered by {sorted(self.escaped)})"

@@ -280,12 +280,18 @@ class Ledger(Notes):
             with self.paused:
                 self.before[value] = self.inputs[value].detach().clone()
 
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Gives inputs that were written into what was in them before."""
-        # A tensor that was met late may lie in memory that was written into before.
-        for value, kept in reversed(self.before.items()):
-            self.inputs[value].copy_(kept)
+    @property
+    def written(self) -> dict[Value, tuple[Tensor, Tensor]]:
+        """Inputs that were written into, and what was in them before."""
+        return {value: (self.inputs[value], kept) for value, kept in self.before.items()}
+
+
+@torch.no_grad()
+def put_back(written: dict[Value, tuple[Tensor, Tensor]]) -> None:
+    """Gives tensors that were written into what was in them before."""
+    # A tensor that was met late may lie in memory that was written into before.
+    for tensor, kept in reversed(written.values()):
+        tensor.copy_(kept)
 
 
 class _Paused:
