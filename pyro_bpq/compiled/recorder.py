@@ -27,7 +27,7 @@ from pyro_bpq.compiled.subject import (
 )
 from pyro_bpq.compiled.watch import NotYet, StepTape
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.function import arguments_of, results_of
+from pyro_bpq.record.function import results_of
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.values import Node, RecordingError, Value
 from pyro_bpq.record.watch import leaf_of
@@ -117,7 +117,7 @@ class Recording:
         self.check = tape.check()
         self.numbers = self.check.numbers(call)
         # What tells the operators of two runs apart: their names, their numbers, and which results they read.
-        operators = [str((node[:4], arguments_of(node))) for node in tape.nodes]
+        operators = [str((node[:4], node.reads)) for node in tape.nodes]
         fixed = [tape.inputs[value] for value in tape.constants]
         self.digest = hash((*operators, *(str((own.dtype, own.shape, own.tolist())) for own in fixed)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.substitute import AllValues
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
-from pyro_bpq.record.tracer import run_in_order, trace_run
+from pyro_bpq.record.tracer import run_in_order, run_unscored, trace_run
 from pyro_bpq.record.values import put_back
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
@@ -128,6 +128,8 @@ class StepRunner(Runner):
         recordings, planner = self.recordings, self.plans.planner
         if particles.sums:
             return self._summed(program, particles, mode)
+        if recordings.now.unscored and (found := self._unscored_step(program, particles, mode)) is not None:
+            return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
         if is_ordered:
             in_order = self._ordered_step(program, particles, mode)
@@ -153,10 +155,12 @@ class StepRunner(Runner):
             graphs = [merged_graph(runs[0], graphs)]
         rest = is_dynamic, particles, mode, program
         stages = tuple(self._planned(runs, programs, group, graphs[group[0]], *rest) for group in groups)
+        found = Observation(tuple(runs), stages=stages)
         if mode.learning and not is_dynamic and all(r.score is None for r in runs[0].run.sites.values()):
             # Nothing is charged with costs.
-            self.recordings.now.next = math.inf
-        found = Observation(tuple(runs), stages=stages)
+            recordings.now.next = math.inf
+            if may_settle and not particles.is_hidden and all(run.is_plain for run in runs):
+                recordings.now.unscored[particles, _sites_of(found.traces)] = self.plans.last
         return found if mode.looks else self.staged(found)
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
@@ -178,6 +182,22 @@ class StepRunner(Runner):
         if found:
             self.plans.forget()
         return found
+
+    def _unscored_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
+        """A step without scores, as ``Trace_ELBO`` takes it; ``None``, and nothing drawn, if there are some."""
+        known, draws = self.recordings.now.unscored, self.recordings.mark()
+        if not mode.may_order or mode.shows or mode.is_recorded:
+            return None
+        try:
+            runs = [run_unscored(*each, particles.nesting) for each in programs_of(program, particles)]
+        except Exception:  # the usual run says where
+            runs = []
+        plans = [known.get((particles, _sites_of(run.traces))) if run else None for run in runs]
+        if not plans or plans[0] is None or any(plan is not plans[0] for plan in plans):
+            draws.again()
+            return None
+        self.plans.last = plans[0]
+        return Observation((), (), tuple(in_order(run, {}) for run in runs if run))
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
         """A step in program order; ``None``, and nothing drawn, if it does not serve all sites."""
@@ -358,6 +378,11 @@ class StepRunner(Runner):
         if plan is None or plan.rows > particles.number:
             self._refuse("a law or a cost reads several sites")
         return plan
+
+
+def _sites_of(traces: tuple[Any, Any]) -> Hashable:
+    """What tells structures without scores apart: their sites, and the kinds of their laws."""
+    return tuple((name, type(site.get("fn"))) for trace in traces for name, site in trace.nodes.items())
 
 
 def _in_order(planner: Planner, runs: Sequence[PlainRun | TracedRun]) -> tuple[RunInOrder, ...] | None:

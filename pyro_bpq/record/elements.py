@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, arguments_of, values_in
+from pyro_bpq.record.function import Function, values_in
 from pyro_bpq.record.indexing import MASKS, copied, filled, one_hot, remade, selected, written
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.values import Value
@@ -42,7 +42,9 @@ def _no_labels() -> Labels:
 
 def combined(*parts: Labels) -> Labels:
     """Labels of a result whose elements read what elements of all parts read, broadcast."""
-    return reduce(lambda a, b: np.where(a == NONE, b, np.where((b == NONE) | (b == a), a, MANY)), parts)
+    told = [part for part in parts if part.size != 1 or part.item() != NONE] or [parts[0]]
+    found = reduce(lambda a, b: np.where(a == NONE, b, np.where((b == NONE) | (b == a), a, MANY)), told)
+    return found.reshape((1,) * (max(part.ndim for part in parts) - found.ndim) + found.shape)
 
 
 def alike(labels: Labels) -> Labels:
@@ -81,7 +83,7 @@ class Reader:
         self.shapes, self.dtypes, self.known = function.shapes, function.dtypes, known
         self.found: dict[Value, Labels | Unknown] = dict(starts)
         for node in function.nodes:
-            if not self.found.keys().isdisjoint(arguments_of(node)):
+            if not self.found.keys().isdisjoint(node.reads):
                 self._follow(node)
 
     def _follow(self, node: Any) -> None:
@@ -107,7 +109,7 @@ class Reader:
             own in (1, size) for own, size in zip(labels.shape, shape, strict=True)
         )
         if fits:
-            return alike(labels.astype(np.int32))
+            return alike(labels.astype(np.int32, copy=False))
         if not (labels == NONE).all():
             labels = over(labels, None, False)
         return labels.reshape((1,) * len(shape)) if labels.size == 1 else Unknown(name)

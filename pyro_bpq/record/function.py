@@ -29,15 +29,6 @@ def values_in(item: Any) -> Iterator[Value]:
             yield from values_in(part)
 
 
-def arguments_of(node: Node) -> list[Value]:
-    """The values that a node takes."""
-    found = list[Value]()
-    for part in (*node.args, *node.kwargs.values()) if node.kwargs else node.args:
-        if part.__class__ in (Value, tuple, list):
-            found += (part,) if part.__class__ is Value else values_in(part)
-    return found
-
-
 def results_of(node: Node) -> list[Value]:
     """The values that a node makes, those that it writes included."""
     own = [node.result] if node.result.__class__ is Value else [*values_in(node.result)]
@@ -87,7 +78,7 @@ class Function:
         needed, gone = set(self.wanted) | set(self.given), list[tuple[Value, ...]]()
         for node in reversed(self.nodes):
             pairs = [value for pair in node.written for value in pair]
-            own = {*arguments_of(node), *values_in(node.result), *pairs} - needed
+            own = {*node.reads, *values_in(node.result), *pairs} - needed
             needed |= own
             gone.append(tuple(own))
         return gone[::-1]
@@ -111,7 +102,7 @@ class Function:
                 i = makers.pop()
                 if i not in needed:
                     needed.add(i)
-                    pending += arguments_of(self.nodes[i])
+                    pending += self.nodes[i].reads
                     makers += self.nodes[i].after
         nodes = tuple(self.nodes[i] for i in sorted(needed))
         return replace(self, nodes=nodes, given=tuple(sorted(taken)), wanted=wanted)
@@ -120,7 +111,7 @@ class Function:
         """The operators that depend on some values."""
         known = {*sources}
         for node in self.nodes:
-            if not known.isdisjoint(arguments_of(node)):
+            if not known.isdisjoint(node.reads):
                 known.update(results_of(node))
                 yield node
 

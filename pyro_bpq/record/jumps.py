@@ -12,7 +12,7 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, arguments_of, drawing, results_of
+from pyro_bpq.record.function import Function, drawing, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded
@@ -43,14 +43,14 @@ class Jump(NamedTuple):
 def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
     """Values on the way that change by steps while sources move, and the operators that make them."""
     found, moving, dtypes, copied = dict[Value, str](), {*sources}, function.dtypes, dict[Value, Value]()
-    taken = {*function.wanted}.union(*map(arguments_of, function.nodes))
+    taken = {*function.wanted}.union(*(node.reads for node in function.nodes))
     for node in function.nodes:
-        read = moving.intersection(arguments_of(node))
+        read = moving.intersection(node.reads)
         if not read:
             continue
         made = {*results_of(node)}
         moving |= made
-        own = {copied.get(value, value) for value in arguments_of(node)}
+        own = {copied.get(value, value) for value in node.reads}
         if node.func is _EXPAND or getattr(node.func, "is_copy", False):
             copied[node.result] = copied.get(node.args[0], node.args[0])
         # Else a number is compared with itself, as where a Delta scores its value.

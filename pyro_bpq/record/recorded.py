@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, InRows, arguments_of, drawing, flat, results_of
+from pyro_bpq.record.function import Function, InRows, drawing, flat, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
@@ -200,7 +200,7 @@ class Recorded:
         of_node = list[int]()
         for node in recording.nodes:
             mask = _NOISE if isinstance(node.func, Draw) or effects_of(node.func).is_random else 0
-            for value in arguments_of(node):
+            for value in node.reads:
                 mask |= found[value]
             for i in node.after:
                 mask |= of_node[i]

@@ -60,13 +60,14 @@ class Known:
 class Alike:
     """What is known of calls that look alike, in which Python reads the same numbers.
 
-    Recorded again are their runs after 1, 2, 4, ... steps, and then every 64.
+    Recorded again are their runs after 4 and 16 steps, and then every 64.
 
     Attributes:
         particles: How their particles run, once that is settled, by what the user asks for.
         may_sum: Whether the loss may be summed over all values; ``sums`` how they run, after ``drawn`` steps that draw.
         always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
+        unscored: Plans of structures without scores, by how particles run and by their sites.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
         looks: Number of recorded runs that were looked at for jumps; ``paths`` what Python has done in the first ones.
     """
@@ -78,6 +79,7 @@ class Alike:
     always: str = ""
     steps: int = 0
     next: float = 0
+    unscored: dict[Any, Any] = field(default_factory=dict)
     recorded: dict[Any, Recorded] = field(default_factory=dict)
     looks: int = 0
     paths: list[Path] = field(default_factory=list)
@@ -108,7 +110,7 @@ class Recordings:
 
     The mode is one of:
 
-    - ``"auto"``: a run is recorded if its call looks new, after 1, 2, 4, ... steps and then every 64, and at every step
+    - ``"auto"``: a run is recorded if its call looks new, after 4 and 16 steps and then every 64, and at every step
       where what is computed from it must be fresh, or where sampled values steer the program;
     - ``"dynamic"``: every run is recorded;
     - ``"dense"``: none is, but one of particles in a plate, to show that they keep apart; steps go in program order, or
@@ -317,7 +319,7 @@ class Recordings:
         self.externals = traced.externals or self.externals
         now = self.now
         if now.steps or not now.next:  # else another run of the same step was recorded
-            now.next = min(2 * now.next, _LONGEST) or 1
+            now.next = min(4 * now.next, _LONGEST) or 4
         now.steps = 0
         if traced.escaped_sites and not self.escapes:
             self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is recorded.")

@@ -293,7 +293,7 @@ class Tape(Ledger, TorchDispatchMode):
                     self.steer(mask)
                 else:
                     known.mask |= mask
-        self.nodes.append(Node(func, taken.args, taken.kwargs, out, written, taken.after))
+        self.nodes.append(Node(func, taken.args, taken.kwargs, out, taken.reads, written, taken.after))
 
     # Calls of functions that affect the program only by what they return.
 

@@ -108,6 +108,12 @@ class TracedRun:
         """Whether it has cost statements or calls of external functions, which may be dear."""
         return bool(self.user_costs or self.externals)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its traces tell all of it, so that Pyro alone can run it."""
+        is_told = not (self.is_dear or self.untraced)
+        return is_told and plain_run(*self.traces, samples(self.guide_trace)) is not None
+
     @cached_property
     def mixes(self) -> tuple[str, str] | None:
         """A cost in which a particle reads others, and an operator without a rule, or ``""``; ``None`` if none does."""

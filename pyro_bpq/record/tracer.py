@@ -11,6 +11,7 @@ import pyro
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
+from pyro.infer.enum import get_importance_trace
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
@@ -118,6 +119,13 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
     guide_sites = watch.guide_sites(guide_trace)
     plain = None if watch.attached else plain_run(model_trace, guide_trace, guide_sites)
     return plain or _record(watch, model_trace, guide_trace, guide_sites)
+
+
+def run_unscored(model: Part, guide: Part, args: Args, kwargs: Kwargs, nesting: float) -> PlainRun | None:
+    """Runs the guide, and replays the model against it, as Pyro does; ``None`` if a site has a score."""
+    model_trace, guide_trace = get_importance_trace("flat", nesting, model, guide, args, kwargs)
+    run = plain_run(model_trace, guide_trace, samples(guide_trace))
+    return None if run is None or run.sites else run
 
 
 def _inputs(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:

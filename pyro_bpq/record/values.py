@@ -39,6 +39,7 @@ class Node(NamedTuple):
     args: Any
     kwargs: Mapping[str, Any]
     result: Any
+    reads: tuple[Value, ...] = ()  # the values among its arguments
     written: tuple[tuple[Value, Value], ...] = ()  # values that it wrote into, before and after, but for its result
     after: tuple[int, ...] = ()  # earlier nodes whose writes into the memory of its arguments it sees
 
@@ -178,6 +179,7 @@ class Taken(NamedTuple):
 
     args: Any
     kwargs: Mapping[str, Any]
+    reads: tuple[Value, ...]  # the values among them
     mask: int  # the sources of these values
     after: tuple[int, ...]  # the nodes that have written into their memory
 
@@ -203,17 +205,20 @@ class Ledger(Notes):
         self.storages, self._tensors = Memory(), Table()
         self.has_writes = False
         self.paused = _Paused()
-        self._mask, self._after = 0, tuple[int, ...]()  # of the arguments that are being looked at
+        # Of the arguments that are being looked at.
+        self._reads, self._mask, self._after = list[Value](), 0, tuple[int, ...]()
 
     def taken(self, args: Any, kwargs: Any = None) -> Taken:
         """What an operator takes that gets these arguments."""
-        self._mask, self._after = 0, ()
-        return Taken(self._put(args), self._put(kwargs) if kwargs else _NOTHING, self._mask, self._after)
+        self._reads, self._mask, self._after = [], 0, ()
+        own, named = self._put(args), self._put(kwargs) if kwargs else _NOTHING
+        return Taken(own, named, tuple(self._reads), self._mask, self._after)
 
     def _put(self, item: Any) -> Any:
         if isinstance(item, Tensor):
             known = self._tensors.get(id(item))
             value = self._arrived(item) if known is None else known.value
+            self._reads.append(value)
             self._mask |= self.masks[value]
             for storage in memory_of(item) if self.has_writes else ():
                 memory = self.storages.get(id(storage))
@@ -222,6 +227,8 @@ class Ledger(Notes):
                     self._after = (*self._after, memory.last_write)
             return value
         kind = item.__class__
+        if kind is Value:
+            self._reads.append(item)
         if kind is tuple:
             return tuple([self._put(part) for part in item])
         if kind is list:

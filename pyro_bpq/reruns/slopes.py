@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.components import Drawn
-from pyro_bpq.record.function import Function, arguments_of, flat, results_of, values_in
+from pyro_bpq.record.function import Function, flat, results_of, values_in
 from pyro_bpq.record.operators import PASSING, effects_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.values import Value
@@ -74,7 +74,7 @@ def linear_reads(function: Function, sites: Set[Value]) -> list[LinearRead]:
     reading, found = {*sites}, list[LinearRead]()
     for node in function.reading(sites):
         name, results = effects_of(node.func).name, [*values_in(node.result)]
-        read = [value for value in arguments_of(node) if value in reading]
+        read = [value for value in node.reads if value in reading]
         if not read or effects_of(node.func).is_blank:
             continue
         reading.update(results)
