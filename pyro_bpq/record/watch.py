@@ -3,7 +3,6 @@ r"""Watches a run of guide and model: values that leave torch, draws, and values
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +12,8 @@ import torch
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import is_identically_zero
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
-from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.distributions import Bernoulli, Independent
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
@@ -33,9 +29,6 @@ from pyro_bpq.rollout.features import base_distribution, count_components, finit
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
-
-# Smallest number of entries of Bernoulli values for which it saves time to draw and to check them here.
-LARGE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -105,16 +98,6 @@ class Watch(Messenger):
             self.given.add(msg["name"])
         if not msg["is_observed"] and has_rsample(msg) and not self._is_pathwise(msg):
             msg["fn"] = rebased(msg["fn"], lambda base: base, has_rsample=False)
-        if self._draws_alone(msg):
-            msg["value"] = draw_bits(msg)
-
-    def _draws_alone(self, msg: Any) -> bool:
-        """Whether the guide draws a value now, and no handler outside has a say in it."""
-        if msg["done"] or msg["is_observed"] or msg["value"] is not None:
-            return False
-        outside = itertools.takewhile(lambda handler: handler is not self, _PYRO_STACK)
-        # The handler of SVI sees parameters only.
-        return all(isinstance(handler, TraceMessenger) and handler.param_only for handler in outside)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
@@ -285,34 +268,6 @@ class Watch(Messenger):
         order = {name: i for i, name in enumerate(met) if name not in self.enumerated}
         merged = {**sites, **self.untraced}
         return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(merged)))}
-
-
-def draw_bits(msg: Any) -> Tensor | None:
-    """Draws the value of a sample statement on a CPU, if it is large and all Bernoulli; else ``None``.
-
-    An entry is 1 with its probability, rounded to the resolution of torch's uniform numbers: 2^-24 in single precision.
-    Torch draws each entry by itself, with twice as many random numbers.
-    """
-    fn = msg["fn"]
-    if not isinstance(fn, (Bernoulli, Independent)) or (fn.batch_shape + fn.event_shape).numel() < LARGE:
-        return None
-    if msg["args"] or msg["kwargs"] or not _draws_bits(fn):
-        return None
-    base = base_distribution(fn)
-    shape, dtype = base.batch_shape, base.probs.dtype
-    if base.probs.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
-        return None
-    # Half the distance of two of torch's uniform numbers.
-    half_step = torch.finfo(dtype).eps / 4.0
-    with torch.no_grad():
-        return (torch.rand(shape, dtype=dtype) < base.probs - half_step).to(dtype)
-
-
-def _draws_bits(fn: Any) -> bool:
-    """Whether a distribution is all independent Bernoulli components, and torch or Pyro draws them."""
-    is_bits = _draws_bits(fn.base_dist) if isinstance(fn, Independent) else isinstance(fn, Bernoulli)
-    methods = (type(fn).sample, type(fn).__call__) if is_bits else ()
-    return is_bits and all(method.__module__.startswith(("torch.", "pyro.")) for method in methods)
 
 
 def has_rsample(site: Any) -> bool:
