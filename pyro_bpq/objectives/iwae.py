@@ -140,9 +140,8 @@ class TraceBackpropQ_IWAE(Objective):
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
         costs = list(traced.run.costs.values())
-        scores = [record.score for record in traced.run.sites.values() if record.score is not None]
         log_w = -sum((self._reduce(cost, dim) for cost in costs), costs[0].new_zeros((1, 1))) / scale
-        score = sum((self._reduce(log_q, dim) for log_q in scores), torch.zeros_like(log_w.detach()))
+        score = sum((self._reduce(log_q, dim) for log_q in traced.scored.values()), torch.zeros_like(log_w.detach()))
         return log_w, score.expand_as(log_w)
 
     def _reduce(self, value: Tensor, dim: int | None) -> Tensor:

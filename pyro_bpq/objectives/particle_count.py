@@ -233,7 +233,7 @@ class _Step:
             self.runner.meet(self.program, self.mode)
         found, mixed = self._settled(way), None
         # Without a score no particle is charged with the costs of others: they run as the user has written.
-        if way.has_plate and any(record.score is not None for record in found.runs[0].run.sites.values()):
+        if way.has_plate and found.runs[0].scored:
             mixed = found.runs[0].mixes
         if way.has_plate and runner.recordings.failed:
             mixed = "the program", runner.recordings.failed

@@ -183,10 +183,13 @@ def _detached(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
 
 def _by_hand(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
     """Warns of factors of the guide that state ``log q`` of values that no site has drawn."""
-    drawn = {name for name, record in traced.run.sites.items() if record.score is not None}
     for name, site in guide.items():
         states = vars(site["fn"]).get("has_rsample") is False and hasattr(site["fn"], "log_factor")
-        if states and site["log_prob"].requires_grad and drawn.isdisjoint((traced.reads or {})[cost_of_guide(name)]):
+        if (
+            states
+            and site["log_prob"].requires_grad
+            and (traced.reads or {})[cost_of_guide(name)].isdisjoint(traced.scored)
+        ):
             yield (
                 f"The factor {name!r} of the guide has has_rsample=False, and reads no value that a site has drawn. "
                 "Values drawn by hand (torch.bernoulli, numpy) get no gradient: in place of draw and factor write "
@@ -213,8 +216,7 @@ def crossing(traced: TracedRun) -> str:
 
 def _left_a_plate(traced: TracedRun) -> str:
     # Gradients of sites without a score come through their values: no costs are charged to them.
-    sites = [n for n, site in traced.run.sites.items() if site.score is not None and traced.plates[n]]
-    sites = sorted(traced.escaped_sites.intersection(sites))
+    sites = sorted(name for name in traced.escaped_sites.intersection(traced.scored) if traced.plates[name])
     plates = dict.fromkeys(plate for name in sites for plate in traced.plates[name])
     rows = math.prod(traced.plate_sizes[plate] for plate in plates)
     if rows < _FEW_ROWS:

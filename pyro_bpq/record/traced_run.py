@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import MaskedDistribution
@@ -97,6 +97,11 @@ class TracedRun:
     def user_costs(self) -> dict[str, CostOptions]:
         """Options of each cost statement, by name of the cost."""
         return {cost: given for cost, site, _ in self._sites if (given := cost_options(site)) is not None}
+
+    @cached_property
+    def scored(self) -> dict[str, Tensor]:
+        """The scores of the sites that have one, in the order of draws."""
+        return {name: record.score for name, record in self.run.sites.items() if record.score is not None}
 
     @property
     def batch_ndim(self) -> int:
@@ -199,23 +204,12 @@ def _no_counterpart(name: str, known: list[str]) -> str:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class PlainRun:
-    """What program order needs of a run without choices at sites, scored sites in plates and cost statements.
+class PlainRun(NamedTuple):
+    """What program order needs of a run without choices at sites, scored sites in plates and cost statements."""
 
-    Args:
-        sites: What Pyro traced of the sites that have a score, by name, in the order of draws.
-        scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
-        loss: The loss of the run, a scalar in nats, detached.
-        differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
-        traces: Pyro's traces of model and guide.
-    """
-
-    sites: Mapping[str, Any]
-    scores: Tensor
-    loss: Tensor
-    differentiable: Tensor
-    traces: tuple[Any, Any]
+    scored: Mapping[str, Tensor]  # as in a traced run
+    run: Run  # its loss, and the sum of all costs through which pathwise gradients flow
+    traces: tuple[Any, Any]  # Pyro's traces of model and guide
 
 
 # What a site's infer may ask for that a plain run has no place for.
@@ -224,7 +218,7 @@ _OPTIONS = frozenset(("bpq", "baseline", "bpq_cost", "_do_not_trace", "_enumerat
 
 def plain_run(model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
     """A run as program order sees it, from its traces with log-probabilities; ``None`` where it is not plain."""
-    model_sites, scored, scores = samples(model_trace), dict[str, Any](), []
+    model_sites, scored = samples(model_trace), dict[str, Tensor]()
     for name, site in guide_sites.items():
         if site["is_observed"] or isinstance(site["fn"], MaskedDistribution) or not _OPTIONS.isdisjoint(site["infer"]):
             return None
@@ -232,14 +226,11 @@ def plain_run(model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any]
         if not _is_zero(score):
             if site["cond_indep_stack"] and any(frame.vectorized for frame in site["cond_indep_stack"]):
                 return None
-            scored[name] = site
-            scores.append(score.sum() if score.dim() else score)
+            scored[name] = score
     for name, site in model_sites.items():
         if not (site["is_observed"] or name in guide_sites) or not _OPTIONS.isdisjoint(site["infer"]):
             return None
-    differentiable, loss = _sums(guide_sites, model_sites)
-    stacked = torch.stack(scores) if scores else torch.zeros(0)
-    return PlainRun(scored, stacked, loss, differentiable, (model_trace, guide_trace))
+    return PlainRun(scored, Run({}, {}, *_sums(guide_sites, model_sites)), (model_trace, guide_trace))
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

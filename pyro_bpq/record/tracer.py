@@ -125,7 +125,7 @@ def run_unscored(model: Part, guide: Part, args: Args, kwargs: Kwargs, nesting: 
     """Runs the guide, and replays the model against it, as Pyro does; ``None`` if a site has a score."""
     model_trace, guide_trace = get_importance_trace("flat", nesting, model, guide, args, kwargs)
     run = plain_run(model_trace, guide_trace, samples(guide_trace))
-    return None if run is None or run.sites else run
+    return None if run is None or run.scored else run
 
 
 def _inputs(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:

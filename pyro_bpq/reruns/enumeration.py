@@ -160,7 +160,7 @@ class _Elimination:
                 )
         self.laws = Laws({name: self.table(self.terms[cost_of_guide(name)].weight()) for name in self.averaged})
         # Reparameterised sites that are drawn once for each value: functions of their noise, as other tensors are.
-        self.scored = traced.untraced | {name for name, record in traced.run.sites.items() if record.score is not None}
+        self.scored = traced.untraced.union(traced.scored)
         self.spread = {name for name in traced.run.sites if self.reads(cost_of_guide(name))} - self.scored
 
     def reads(self, *costs: str) -> frozenset[str]:

@@ -28,26 +28,29 @@ from pyro_bpq.step.values import Learning, Notes, Step, total
 
 
 @dataclass(frozen=True, eq=False)
-class RunInOrder(PlainRun):
-    """A run in program order, and the estimators of its sites that have a score, by name, in the order of draws."""
+class RunInOrder:
+    """A run in program order.
+
+    Args:
+        estimators: The estimators of the sites that have a score, by name, in the order of draws.
+        scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
+        loss: The loss of the run, a scalar in nats, detached.
+        differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
+        traces: Pyro's traces of model and guide.
+    """
 
     estimators: Mapping[str, Estimator]
+    scores: Tensor
+    loss: Tensor
+    differentiable: Tensor
+    traces: tuple[Any, Any]
 
 
 def in_order(run: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
     """Reads a run in program order, with the estimators of its sites that have a score."""
-    if isinstance(run, TracedRun):
-        own = [run.run.sites[name].score for name in estimators]
-        scores = [score.sum() if score.dim() else score for score in own if score is not None]
-        stacked = torch.stack(scores) if scores else torch.zeros(0)
-        run = PlainRun({}, stacked, run.run.loss.detach(), run.run.differentiable, run.traces)
-    return RunInOrder(**vars(run), estimators=estimators)
-
-
-def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
-    """Reads a run in program order, with one estimator for all of its sites that have a score."""
-    scored = run.sites if isinstance(run, PlainRun) else [n for n, s in run.run.sites.items() if s.score is not None]
-    return in_order(run, dict.fromkeys(scored, estimator))
+    scores = [score.sum() if score.dim() else score for score in map(run.scored.__getitem__, estimators)]
+    stacked = torch.stack(scores) if scores else torch.zeros(0)
+    return RunInOrder(estimators, stacked, run.run.loss.detach(), run.run.differentiable, run.traces)
 
 
 class RecentCosts:

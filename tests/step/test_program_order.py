@@ -16,11 +16,10 @@ from steps import fresh, repeat, stepped
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise
-from pyro_bpq.plan.planner import Planner
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, trace_run
 from pyro_bpq.record.watch import TraceOptions
-from pyro_bpq.step.program_order import served_alike
+from pyro_bpq.step.program_order import in_order
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -82,19 +81,7 @@ def test_a_step_is_unbiased(estimator: Estimator, particles: int) -> None:
     assert_unbiased(elbo.eval(), model, guide)
 
 
-@pytest.mark.parametrize("particles", [1, 2])
-def test_steps_of_plain_and_of_recorded_runs_are_the_same(particles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for is_plain in (True, False):
-        monkeypatch.setattr(Planner, "serves_order", property(lambda _, plain=is_plain: plain))
-        elbo = trained(ScoreFunction(LeaveOneOut() if particles > 1 else RunningBaseline()), 6, num_particles=particles)
-        weights = [w.detach().clone() for w in pyro.get_param_store()._params.values()]
-        found.append([*weights, *(entry["cost_to_go"] for entry in elbo.info.values())])
-    plain, recorded = found
-    assert len(plain) == len(recorded) and all(torch.equal(*pair) for pair in zip(plain, recorded, strict=True))
-
-
-def test_a_site_that_needs_more_costs_further_runs_once() -> None:
+def test_a_site_that_needs_more_costs_no_further_runs() -> None:
     calls = Counter[str]()
 
     def steered(name: str = "q") -> None:
@@ -113,8 +100,8 @@ def test_a_site_that_needs_more_costs_further_runs_once() -> None:
         before = calls["runs"]
         elbo.loss_and_grads(seen, steered)
         runs.append(calls["runs"] - before)
-    # Each step runs guide and model; the first one also for its plan, and to see that it has to do without order.
-    assert runs == [6, 2, 2, 2, 2, 2]
+    # Each step runs guide and model; the first one also for its plan.
+    assert runs == [4, 2, 2, 2, 2, 2]
     assert_unbiased(elbo.eval(), seen, steered)
 
 
@@ -178,7 +165,8 @@ def test_a_plain_run_says_the_same_as_a_recorded_one() -> None:
     found = []
     for run in (run_in_order, trace_run):
         pyro.set_rng_seed(0)
-        told = served_alike(run(weighted_model, weighted, (), {}, options), ScoreFunction())
+        seen = run(weighted_model, weighted, (), {}, options)
+        told = in_order(seen, dict.fromkeys(seen.scored, ScoreFunction()))
         q = [pyro.get_param_store()._params[name] for name in ("q", "w")]
         gradients = torch.autograd.grad(told.scores @ torch.tensor([1.0, 3.0]) + told.differentiable, q)
         found.append((tuple(told.estimators), told.loss, told.scores, *gradients))
