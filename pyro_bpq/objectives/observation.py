@@ -170,7 +170,7 @@ class Runner(ABC):
             draws.again()
             return programs, take(False)
         if self._finds_jumps(runs, mode):
-            draws.again()
+            draws.again(runs)
             runs = take(True)
         return programs, runs
 

@@ -41,7 +41,6 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.program_errors import EXPLAINED
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.values import put_back
 from pyro_bpq.rollout.runs import Particles, Program
 
 LOG = logging.getLogger("pyro_bpq")
@@ -228,8 +227,7 @@ class _Step:
         if way.has_plate and isinstance(poutine.unwrap(self.program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
             with torch.no_grad():
-                _undo([runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
-            draws.again()
+                draws.again([runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
             self.runner.meet(self.program, self.mode)
         found, mixed = self._settled(way), None
         # Without a score no particle is charged with the costs of others: they run as the user has written.
@@ -274,8 +272,7 @@ class _Step:
             count.use(runner, count.one)
             count.say(f"One particle runs, because {why}.")
             return runner.staged(found)
-        _undo(found.runs)
-        draws.again()
+        draws.again(found.runs)
         if self._sums():
             return self._summed()
         one, refused = found.runs[0], list[str]()
@@ -309,22 +306,23 @@ class _Step:
         ``one`` is the run of one particle, and its call. The structure has to be one of those that are ``known``.
         """
         draws, created = self.runner.recordings.mark(), set(pyro.get_param_store().keys())
+        runs: Sequence[TracedRun] = ()
         try:
             with warnings.catch_warnings():
                 if known is None:  # a run of one particle has given our own warnings in the same step
                     warnings.simplefilter("ignore", BPQWarning)
                 found = self._run(way)
+            runs = found.runs
             reason = "" if way.sums else self._differs(found, way, one, known)
             if not reason:
                 self.count.use(self.runner, way)
                 return found, ""
-            _undo(found.runs)
         except (StructureChangedError, TooManyOutcomesError):
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
             reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-        draws.again()
+        draws.again(runs)
         for name in set(pyro.get_param_store().keys()) - created:
             # They may have the shape of many particles.
             del pyro.get_param_store()[name]
@@ -391,10 +389,3 @@ class _Step:
         if not way.is_compact:
             count.say(count.said, f"The loss is not summed over all values: {reason}.")
         return found
-
-
-def _undo(runs: Sequence[TracedRun]) -> None:
-    """Gives tensors that the first of some runs has written into what was in them before."""
-    for run in runs[:1]:
-        if run.recorded is not None:
-            put_back(run.recorded.recording.written)

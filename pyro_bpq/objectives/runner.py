@@ -29,11 +29,9 @@ from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.jumps import is_undecided
 from pyro_bpq.record.plate_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.substitute import AllValues
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, run_unscored, trace_run
-from pyro_bpq.record.values import put_back
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
@@ -272,9 +270,8 @@ class StepRunner(Runner):
         if key not in recordings.now.recorded:
             one, draws = Particles(nesting=particles.nesting - 1), recordings.mark()
             run = self.trace(program, one, step=1, track=True, warns=False)
-            draws.again()
+            draws.again([run])
             assert run.recorded is not None
-            put_back(run.recorded.recording.written)
             recordings.now.recorded[key] = run.recorded
         return recordings.now.recorded[key]
 
@@ -300,7 +297,8 @@ class StepRunner(Runner):
 
     def _summed(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The run that fills the tables, a particle for each value, and their sum; refuses programs that have none."""
-        recordings, draws, rows, nesting = self.recordings, Draws(), particles.number, int(particles.nesting)
+        recordings, rows, nesting = self.recordings, particles.number, int(particles.nesting)
+        draws = recordings.mark()
         (together,) = programs_of(program, particles)
 
         def run(record: bool) -> TracedRun:
@@ -317,7 +315,7 @@ class StepRunner(Runner):
         loss = self._sum(traced, particles, mode)
         # A program may read a shape. In a recorded run values are as large as their plates.
         if record and particles.is_compact:
-            draws.again()
+            draws.again([traced])
             if not torch.allclose(loss, self._sum(run(False), particles, mode), rtol=1e-4):
                 self._refuse("values of size one in plates cost something else")
         if record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from pyro_bpq.critics.blocks import is_of_critic
 from pyro_bpq.record.external import Answers
 from pyro_bpq.record.function import seeded
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.values import put_back
 
 
 class LentBuffers:
@@ -79,8 +81,13 @@ class Draws:
         self._buffers = [(*pair, None if pair[-1] is None else pair[-1].detach().clone()) for pair in pairs]
 
     @torch.no_grad()
-    def again(self) -> None:
-        """Goes back to the mark: the draws since the mark are repeated from now on."""
+    def again(self, runs: Sequence[TracedRun] = ()) -> None:
+        """Goes back to the mark, and undoes what runs since then have written if they were recorded.
+
+        The draws since the mark are repeated from now on.
+        """
+        for run in reversed(runs):
+            put_back({} if run.recorded is None else run.recorded.recording.written)
         torch.set_rng_state(self._state)
         self.answers.position = 0
         _rewind(self._mark)
