@@ -129,15 +129,11 @@ class StepRunner(Runner):
         if recordings.now.unscored and (found := self._unscored_step(program, particles, mode)) is not None:
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
-        if is_ordered and self.plans.last is None:
-            # An objective whose state was loaded may have no plan to show. With two particles leave-one-out has a plan.
-            few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
-            self.observe(program, few, replace(mode, learning=False, may_order=False))
-            mark.again()
         if is_ordered and recordings.mode == "auto":
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
-        if is_ordered and (ordered := _in_order(planner, runs)) is not None:
+        # The first step goes another way, which has a plan to show.
+        if is_ordered and self.plans.last is not None and (ordered := _in_order(planner, runs)) is not None:
             return Observation((), (), ordered)
         recordings.now.steps += mode.counts(runs[0])
         # Further particles in a hidden dimension have the recording of the first one.
@@ -202,6 +198,11 @@ class StepRunner(Runner):
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """A step in program order, in which all sites are served alike."""
+        if self.plans.last is None:
+            # An objective whose state was loaded may have no plan to show. With two particles leave-one-out has a plan.
+            few, mark = replace(particles, number=min(particles.number, 2)), self.recordings.mark()
+            self.observe(program, few, replace(mode, learning=False, may_order=False))
+            mark.again()
         options = self._options(particles, step=mode.num_steps)
         runs = [run_in_order(*program, options) for _ in range(particles.number)]
         if mode.learning:

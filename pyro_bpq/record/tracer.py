@@ -321,7 +321,7 @@ def _reads(tape: Tape, guide_sites: Sites, model_sites: Sites, watch: Watch, hea
         reads[cost] = tape.mask_of(scored) | heard.get(cost, 0)
         if is_guide:
             # A flow remembers what it drew, so that its log-probability may not look at the value again.
-            reads[cost] |= tape.bits.get(name, 0) | tape.origins.get(name, 0) | watch.heard.get(name, 0)
+            reads[cost] |= tape.bits.get(name, 0) | tape.origins.get(name, 0) | watch.steering_of(name, True)
     return reads
 
 

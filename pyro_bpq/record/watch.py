@@ -66,8 +66,7 @@ class Watch(Messenger):
         self.attached = dict[str, Any]()
         self.untraced = dict[str, dict[str, Any]]()
         self.subsamples = dict[str, Any]()
-        # Sources, as bits: those that had left torch before a statement, and at the end of one of the guide.
-        self.escaped, self.heard = dict[tuple[bool, str], int](), dict[str, int]()
+        self.escaped = dict[tuple[bool, str], int]()  # sources, as bits, that had left torch at the end of a statement
         self.drawn = dict[str, Any]()  # values of sites on the tape
         self.num_of_guide = 0
         # External functions that were called, one of each object, and the attributes of it that they change.
@@ -90,8 +89,6 @@ class Watch(Messenger):
         self.where, self.num_of_guide = "model", 0 if self.tape is None else len(self.tape.nodes)
 
     def _pyro_sample(self, msg: Any) -> None:
-        if self.tape is not None:
-            self.escaped[self.is_guide, msg["name"]] = self.tape.steering
         if not self.is_guide:
             return
         if msg["done"]:
@@ -101,8 +98,8 @@ class Watch(Messenger):
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
-        if self.tape is not None and self.is_guide:
-            self.heard[msg["name"]] = self.tape.steering
+        if self.tape is not None:
+            self.escaped[self.is_guide, msg["name"]] = self.tape.steering
 
     def _pyro_post_param(self, msg: Any) -> None:
         if self.tape is not None and self.is_guide:
@@ -250,7 +247,7 @@ class Watch(Messenger):
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
 
     def steering_of(self, name: str, is_guide: bool) -> int:
-        """What Python had read before a statement, as bits."""
+        """What Python had read at the end of a statement, as bits."""
         # A GuideMessenger runs guide and model as one program: a model site may be noted as the guide's.
         return self.escaped.get((is_guide, name), self.escaped.get((True, name), 0))
 
