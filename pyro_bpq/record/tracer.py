@@ -17,7 +17,7 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
-from pyro.util import check_model_guide_match, check_site_shape, warn_if_inf, warn_if_nan
+from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Distribution, OneHotCategorical, Transform
 
@@ -100,10 +100,6 @@ def trace_run(
         traced = traced if finish is None else finish(traced)
         if tape is not None:
             traced = replace(traced, recorded=_recorded(tape, watch, traced, guide_sites, model_sites))
-    looks = tape is not None and poutine.is_validation_enabled()
-    for name, site in (*model_sites.items(), *samples(guide_trace).items()) if looks else ():
-        warn_if_nan(site["log_prob_sum"], f"log_prob_sum at site '{name}'")
-        warn_if_inf(site["log_prob_sum"], f"log_prob_sum at site '{name}'", allow_neginf=True)
     if options.only_costs:
         traced = _only_costs(traced, options.step == 0)
     if options.track and options.warns:
@@ -273,7 +269,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
     values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
     reached, stored, made = inputs_in(tape, watch.options.call)
-    parameters = {n: tape.value_of(own) for n, own in watch.parameters.items() if isinstance(own, Tensor)}
+    own = {name: site["value"] for name, site in traced.guide_trace.nodes.items() if site["type"] == "param"}
+    parameters = {name: tape.value_of(value) for name, value in own.items() if isinstance(value, Tensor)}
     # From such runs those of further particles are computed.
     is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     marked = [own.elements for part in (scored, drawn) for own in part.values()]

@@ -72,7 +72,6 @@ class Watch(Messenger):
         # External functions that were called, one of each object, and the attributes of it that they change.
         self.externals = dict[int, tuple[Any, set[str]]]()
         self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
-        self.parameters = dict[str, Any]()  # those of the guide, as ``pyro.param`` has returned them
 
     @property
     def is_guide(self) -> bool:
@@ -100,10 +99,6 @@ class Watch(Messenger):
         self._note(msg)
         if self.tape is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tape.steering
-
-    def _pyro_post_param(self, msg: Any) -> None:
-        if self.tape is not None and self.is_guide:
-            self.parameters[msg["name"]] = msg["value"]
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]
