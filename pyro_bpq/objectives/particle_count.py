@@ -347,7 +347,8 @@ class _Step:
 
     def _nesting(self, one: TracedRun) -> float:
         """Bound on the number of nested plates, from a run of one particle."""
-        return one.batch_ndim if math.isinf(self.count.nesting) else self.count.nesting
+        found = max((cost.dim() for cost in one.run.costs.values()), default=0)
+        return found if math.isinf(self.count.nesting) else self.count.nesting
 
     # Sums over all values.
 

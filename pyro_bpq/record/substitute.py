@@ -33,7 +33,7 @@ class AllValues(Messenger):
     def __init__(self, rows: int, nesting: int, is_compact: bool = False, is_scored: bool = True) -> None:
         super().__init__()
         self.rows, self.nesting, self.is_compact, self.is_scored = rows, nesting, is_compact, is_scored
-        self._values, self._index = dict[str, Tensor](), dict[Any, Tensor]()
+        self._values = dict[str, Tensor]()
 
     def _pyro_sample(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
@@ -59,9 +59,6 @@ class AllValues(Messenger):
         parameters = split.parameters(fn)
         is_small = self.is_compact and not self.is_scored
         batch = torch.Size([self.rows, *(1,) * (self.nesting - 1)]) if is_small else fn.batch_shape
-        key = split.cardinality, split.size, batch, parameters.device
-        if key not in self._index:
-            index = torch.arange(self.rows, device=parameters.device) % split.cardinality
-            self._index[key] = index.reshape(-1, *(1,) * self.nesting).expand(*batch, split.size)
-        value = split.value(self._index[key], fn)
+        index = torch.arange(self.rows, device=parameters.device) % split.cardinality
+        value = split.value(index.reshape(-1, *(1,) * self.nesting).expand(*batch, split.size), fn)
         return value.to(parameters.dtype) if split.kind in ("bernoulli", "one_hot") else value

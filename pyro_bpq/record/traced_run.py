@@ -104,11 +104,6 @@ class TracedRun:
         return {name: record.score for name, record in self.run.sites.items() if record.score is not None}
 
     @property
-    def batch_ndim(self) -> int:
-        """Largest number of batch dimensions of any site."""
-        return max((cost.dim() for cost in self.run.costs.values()), default=0)
-
-    @property
     def is_dear(self) -> bool:
         """Whether it has cost statements or calls of external functions, which may be dear."""
         return bool(self.user_costs or self.externals)

@@ -133,9 +133,7 @@ def _record(watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: S
     # Truth values and missing ones often switch parts of a program on and off.
     flags = tuple(pair for pair in watch.inputs.items() if any(pair[1] is flag for flag in (None, True, False)))
     run = record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
-    if watch.enumerated or watch.externals:
-        run = replace(run, enumerated=frozenset(watch.enumerated), externals=watch.externals)
-    return run
+    return replace(run, enumerated=frozenset(watch.enumerated), externals=watch.externals)
 
 
 def _traces(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs) -> tuple[Trace, Trace, Heard]:
