@@ -12,7 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import bias, repeat, trained
+from steps import bias, filtered, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -181,3 +181,29 @@ def test_a_list_of_losses_is_no_reason_to_record() -> None:
 
 
 LOSSES: list[float] = []
+
+
+@pytest.mark.parametrize(("law", "steps"), [(dist.Bernoulli, 70), (dist.Normal, 4)], ids=["summed", "jumping"])
+def test_what_a_program_counts_is_counted_once_in_each_step(law: Any, steps: int) -> None:
+    """Also in steps whose programs run more than once: to be summed, or with scores where a cost jumps."""
+    count, norm = torch.zeros(()), torch.nn.BatchNorm1d(1)
+
+    def model() -> None:
+        count.add_(1)
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", law(0.4) if law is dist.Bernoulli else law(0.0, 1.0))
+            norm(torch.arange(3.0)[:, None])
+            mean = pyro.param("w", torch.tensor(0.5)) * (z if law is dist.Bernoulli else z > 0.0)
+            pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor([1.0, 0.0, 2.0]))
+
+    def guide() -> None:
+        q = pyro.param("q", torch.full((3,), 0.3))
+        with pyro.plate("rows", 3):
+            pyro.sample("z", law(q.sigmoid()) if law is dist.Bernoulli else law(q, 1.0))
+
+    elbo = TraceBackpropQ_ELBO()
+    pyro.clear_param_store()
+    with filtered("ignore", UserWarning):
+        repeat(steps, lambda: elbo.loss_and_grads(model, guide))
+    assert elbo.plan.sums is (law is dist.Bernoulli)
+    assert count == norm.num_batches_tracked == steps
