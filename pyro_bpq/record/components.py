@@ -73,7 +73,6 @@ class Drawn:
     batch: torch.Size
     number: int  # number of independent components; 0 if they are not known, or if it is reparameterised
     elements: Value
-    event_ndim: int  # of the elements
     plates: Mapping[str, int]  # dimension of each vectorised plate, from the right
 
 
@@ -81,7 +80,6 @@ class Drawn:
 class Scored:
     """A cost: its elements in the batch and the event, and its plates."""
 
-    site: str
     elements: Value
     event_ndim: int
     plates: Mapping[str, int]

@@ -37,14 +37,15 @@ class Unknown(Exception):
 
 
 def _no_labels() -> Labels:
-    return np.full((), NONE, np.int32)
+    return np.array(NONE, np.int32)
 
 
 def combined(*parts: Labels) -> Labels:
     """Labels of a result whose elements read what elements of all parts read, broadcast."""
     told = [part for part in parts if part.size != 1 or part.item() != NONE] or [parts[0]]
     found = reduce(lambda a, b: np.where(a == NONE, b, np.where((b == NONE) | (b == a), a, MANY)), told)
-    return found.reshape((1,) * (max(part.ndim for part in parts) - found.ndim) + found.shape)
+    missing = max([part.ndim for part in parts]) - found.ndim
+    return found.reshape((1,) * missing + found.shape) if missing else found
 
 
 def alike(labels: Labels) -> Labels:
@@ -78,7 +79,7 @@ class Reader:
         self,
         function: Function,
         starts: Mapping[Value, Labels | Unknown],
-        known: Callable[[Value], Tensor | None] = lambda value: None,
+        known: Callable[[Value], Tensor | None],
     ) -> None:
         self.shapes, self.dtypes, self.known = function.shapes, function.dtypes, known
         self.found: dict[Value, Labels | Unknown] = dict(starts)
@@ -109,7 +110,7 @@ class Reader:
             own in (1, size) for own, size in zip(labels.shape, shape, strict=True)
         )
         if fits:
-            return alike(labels.astype(np.int32, copy=False))
+            return labels.astype(np.int32, copy=False)
         if not (labels == NONE).all():
             labels = over(labels, None, False)
         return labels.reshape((1,) * len(shape)) if labels.size == 1 else Unknown(name)
@@ -133,7 +134,7 @@ class Reader:
     def labels(self, value: Value) -> Labels | Unknown:
         """The labels of a value, or why they are unknown."""
         try:
-            return self(value)
+            return alike(self(value))
         except Unknown as error:
             return error
 
@@ -207,7 +208,8 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
         return [*map(numbers, item)] if item.__class__ in (list, tuple) else item
 
     found = func(*map(numbers, args), **named)
-    return [part.numpy() + NONE for part in found] if isinstance(found, (list, tuple)) else found.numpy() + NONE
+    parts = [alike(part.numpy() + NONE) for part in (found if isinstance(found, (list, tuple)) else [found])]
+    return parts if isinstance(found, (list, tuple)) else parts[0]
 
 
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:

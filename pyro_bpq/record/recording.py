@@ -2,8 +2,7 @@ r"""A recorded run: what depends on what, and what it would cost at other values
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -53,21 +52,13 @@ class Recording(Notes):
         """Whether no value is one that another run has anew."""
         return self.noise.isdisjoint(values) and self.written.keys().isdisjoint(values)
 
-    @cached_property
-    def known(self) -> Callable[[Value], Tensor | None]:
-        """Gives the numbers of a value that are the same in every run, as those of ``torch.arange``."""
-
-        @functools.cache
-        def known(value: Value) -> Tensor | None:
-            try:
-                function = None if self.masks[value] else self.cut([value])
-            except Uncut:
-                return None
-            if function is None or not self.constants.issuperset(function.given):
-                return None
-            return function.at(self.tensors)[0]
-
-        return known
+    def known(self, value: Value) -> Tensor | None:
+        """The numbers of a value that are the same in every run, as those of ``torch.arange``; ``None`` of others."""
+        try:
+            function = self.cut([value])
+        except Uncut:
+            return None
+        return function.at(self.tensors)[0] if self.constants.issuperset(function.given) else None
 
     def labels(
         self, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
@@ -78,16 +69,16 @@ class Recording(Notes):
             wanted: The values.
             starts: The labels of the source, and of what was drawn from it, by value.
         """
-        function, known, moved = self.cut(wanted, starts, sees_all=True), self.known, {value: value for value in starts}
+        function, known, own = self.cut(wanted, starts, sees_all=True), self.known, starts
         function = replace(function, nodes=tuple(function.reading(starts.keys())))
         if function.writes:
             try:
-                whole, moved = self._without_writes
+                whole, names = self._without_writes
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
-            function = whole.cut([moved[value] for value in wanted], {*whole.given})
-            known = lambda value: None  # noqa: E731
-        read = Reader(function, {moved[value]: own for value, own in starts.items() if value in moved}, known)
+            function = whole.cut([names[value] for value in wanted], {*whole.given})
+            own, known = {names[value]: of for value, of in starts.items() if value in names}, lambda value: None
+        read = Reader(function, own, known)
         return [read.labels(value) for value in function.wanted], len(function.nodes)
 
     @cached_property
