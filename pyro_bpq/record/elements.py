@@ -257,12 +257,7 @@ def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
 
 def _select(read: Reader, tensor: Any, dim: int, index: Any) -> Labels:
     """Rule for ``index_select``."""
-    own, known = read(tensor), read.known(index)
-    if known is not None and own.shape[dim] > 1:
-        return np.take(own, np.atleast_1d(known.cpu().numpy()), axis=dim)
-    shape = [1] * own.ndim
-    shape[dim] = read(index).size
-    return combined(over(own, dim), read(index).reshape(shape))
+    return _index(read, tensor, [None] * (dim % len(read.shape(tensor))) + [index])
 
 
 def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None, *_: Any) -> Labels:

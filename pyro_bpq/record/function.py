@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_bpq.record.indexing import copied, filled, written
-from pyro_bpq.record.laws import Draw, DrawRows, rows_of
+from pyro_bpq.record.laws import Draw, rows_of
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Node, Value
@@ -153,7 +153,7 @@ class Function:
     @cached_property
     def draws(self) -> bool:
         """Whether an operator draws from a generator."""
-        return any(isinstance(node.func, (Draw, DrawRows)) or effects_of(node.func).is_random for node in self.nodes)
+        return any(isinstance(node.func, Draw) or effects_of(node.func).is_random for node in self.nodes)
 
     @cached_property
     def writes(self) -> bool:
