@@ -7,7 +7,7 @@ costs that depend on component ``d``. An element of a cost that reads only compo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -99,29 +99,26 @@ def weighted_elements(elements: Tensor, event_ndim: int, *weights: Any) -> Tenso
 
 
 def rows_that_meet(
-    recording: Recording, drawn: Iterable[Drawn], costs: Mapping[str, Scored], plate: str
-) -> dict[str, str]:
-    """The costs in a plate in which a row reads other rows of it, with the operator that is not known, or ``""``."""
-    starts = {}
-    for site in drawn:
-        dim = site.plates.get(plate)
-        shape = recording.shapes[site.value]
-        if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
-            rank = len(shape) - len(site.batch)
-            starts[site.value] = _rows(len(shape), dim - rank, site.batch[dim])
-    own = {name: cost for name, cost in costs.items() if plate in cost.plates}
-    if not starts or not own:
-        return {}
-    found = {}
-    labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
-    for (name, cost), each in zip(own.items(), labels, strict=True):
-        dim, shape = cost.plates[plate] - cost.event_ndim, recording.shapes[cost.elements]
-        if isinstance(each, Unknown):
-            found[name] = str(each)
-        elif (each != NONE).any():
-            # Else the cost reads no site of the plate.
-            is_own = -dim <= each.ndim and bool(((each == NONE) | (each == _rows(each.ndim, dim, shape[dim]))).all())
-            found |= {} if is_own else {name: ""}
+    recording: Recording, drawn: Mapping[str, Drawn], costs: Mapping[str, Scored]
+) -> dict[str, tuple[str, str]]:
+    """Costs in which a row of a plate reads other rows: the plate, and an operator without a rule, or ``""``."""
+    found: dict[str, tuple[str, str]] = {}
+    for plate in dict.fromkeys(plate for site in drawn.values() for plate in site.plates):
+        starts = {}
+        for site in drawn.values():
+            dim, rank = site.plates.get(plate), len(recording.shapes[site.value])
+            if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
+                starts[site.value] = _rows(rank, dim - rank + len(site.batch), site.batch[dim])
+        own = {c: cost for c, cost in costs.items() if starts and plate in cost.plates and c not in found}
+        labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
+        for (name, cost), each in zip(own.items(), labels, strict=True):
+            dim = cost.plates[plate] - cost.event_ndim
+            if isinstance(each, Unknown):
+                found[name] = plate, str(each)
+                continue
+            row = _rows(each.ndim, dim, recording.shapes[cost.elements][dim]) if -dim <= each.ndim else NONE
+            if ((each != NONE) & (each != row)).any():
+                found[name] = plate, ""
     return found
 
 

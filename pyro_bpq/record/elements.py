@@ -88,7 +88,6 @@ class Reader:
                 self._follow(node)
 
     def _follow(self, node: Any) -> None:
-        name = effects_of(node.func).name
         labels: Any
         try:
             labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
@@ -98,22 +97,18 @@ class Reader:
         except Unknown as error:
             labels = error
         except (ValueError, IndexError, TypeError, ArithmeticError, RuntimeError):
-            labels = Unknown(name)
+            labels = Unknown(effects_of(node.func).name)
         results = [*values_in(node.result)]
         each = labels if isinstance(labels, list) else [labels] * len(results)
         for value, own in zip(results, each, strict=False):
-            self.found[value] = own if isinstance(own, Unknown) else self._fitted(own, value, name)
+            self.found[value] = own if isinstance(own, Unknown) else self._fitted(own, value)
 
-    def _fitted(self, labels: Labels, value: Value, name: str) -> Labels | Unknown:
+    def _fitted(self, labels: Labels, value: Value) -> Labels:
         shape = self.shape(value)
-        fits = labels.ndim == len(shape) and all(
-            own in (1, size) for own, size in zip(labels.shape, shape, strict=True)
-        )
-        if fits:
+        if labels.ndim == len(shape) and all(own in (1, size) for own, size in zip(labels.shape, shape, strict=True)):
             return labels.astype(np.int32, copy=False)
-        if not (labels == NONE).all():
-            labels = over(labels, None, False)
-        return labels.reshape((1,) * len(shape)) if labels.size == 1 else Unknown(name)
+        # Of a rule that is not exact, each element reads all.
+        return over(labels, None, False).reshape((1,) * len(shape))
 
     def shape(self, item: Any) -> Shape:
         """The shape of a value."""

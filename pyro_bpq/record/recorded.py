@@ -99,12 +99,7 @@ class Recorded:
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
         """Costs in which a row of a plate reads other rows: the plate, and an operator without a rule, or ``""``."""
-        plates = dict.fromkeys(plate for site in self.drawn.values() for plate in site.plates)
-        found: dict[str, tuple[str, str]] = {}
-        for plate in plates:
-            meeting = rows_that_meet(self.recording, self.drawn.values(), self.scored, plate)
-            found |= {cost: (plate, why) for cost, why in meeting.items() if cost not in found}
-        return found
+        return rows_that_meet(self.recording, self.drawn, self.scored)
 
     @cached_property
     def patterns(self) -> dict[tuple[str, str], Pattern]:
