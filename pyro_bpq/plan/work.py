@@ -44,7 +44,7 @@ def work_of_run(recorded: Recorded) -> Work:
 
 
 def work_at(recorded: Recorded, costs: Iterable[str], sites: Iterable[str]) -> Work:
-    """The cost of a row of :meth:`Recorded.at_rows`."""
+    """The cost of a row of :meth:`Bound.at_rows`."""
     run = recorded.recording
     function = run.cut([recorded.named[name] for name in costs], sees_all=True)
     return work_of(function.reading({recorded.drawn[name].value for name in sites}), run.shapes, run.dtypes)

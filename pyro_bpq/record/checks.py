@@ -48,11 +48,9 @@ class Check:
         if self.function is None:
             return kinds
         tensors = {**self.fixed, **{value: call.tensors[i] for value, i in self.reached}}
-        given = [tensors[value] for value in self.function.given]
-        found = self.function(*(tensor.clone() if self.function.writes else tensor for tensor in given))
         return *kinds, *(
             int(tensor.count_nonzero()) if value in self.sized else tensor.cpu().numpy().tobytes()
-            for value, tensor in zip(self.function.wanted, found, strict=True)
+            for value, tensor in zip(self.function.wanted, self.function.at(tensors), strict=True)
         )
 
 

@@ -7,7 +7,7 @@ costs that depend on component ``d``. An element of a cost that reads only compo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -73,7 +73,6 @@ class Drawn:
     batch: torch.Size
     number: int  # number of independent components; 0 if they are not known, or if it is reparameterised
     elements: Value
-    event_ndim: int  # of the elements
     plates: Mapping[str, int]  # dimension of each vectorised plate, from the right
 
 
@@ -81,7 +80,6 @@ class Drawn:
 class Scored:
     """A cost: its elements in the batch and the event, and its plates."""
 
-    site: str
     elements: Value
     event_ndim: int
     plates: Mapping[str, int]
@@ -101,29 +99,26 @@ def weighted_elements(elements: Tensor, event_ndim: int, *weights: Any) -> Tenso
 
 
 def rows_that_meet(
-    recording: Recording, drawn: Iterable[Drawn], costs: Mapping[str, Scored], plate: str
-) -> dict[str, str]:
-    """The costs in a plate in which a row reads other rows of it, with the operator that is not known, or ``""``."""
-    starts = {}
-    for site in drawn:
-        dim = site.plates.get(plate)
-        shape = recording.shapes[site.value]
-        if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
-            rank = len(shape) - len(site.batch)
-            starts[site.value] = _rows(len(shape), dim - rank, site.batch[dim])
-    own = {name: cost for name, cost in costs.items() if plate in cost.plates}
-    if not starts or not own:
-        return {}
-    found = {}
-    labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
-    for (name, cost), each in zip(own.items(), labels, strict=True):
-        dim, shape = cost.plates[plate] - cost.event_ndim, recording.shapes[cost.elements]
-        if isinstance(each, Unknown):
-            found[name] = str(each)
-        elif (each != NONE).any():
-            # Else the cost reads no site of the plate.
-            is_own = -dim <= each.ndim and bool(((each == NONE) | (each == _rows(each.ndim, dim, shape[dim]))).all())
-            found |= {} if is_own else {name: ""}
+    recording: Recording, drawn: Mapping[str, Drawn], costs: Mapping[str, Scored]
+) -> dict[str, tuple[str, str]]:
+    """Costs in which a row of a plate reads other rows: the plate, and an operator without a rule, or ``""``."""
+    found: dict[str, tuple[str, str]] = {}
+    for plate in dict.fromkeys(plate for site in drawn.values() for plate in site.plates):
+        starts = {}
+        for site in drawn.values():
+            dim, rank = site.plates.get(plate), len(recording.shapes[site.value])
+            if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
+                starts[site.value] = _rows(rank, dim - rank + len(site.batch), site.batch[dim])
+        own = {c: cost for c, cost in costs.items() if starts and plate in cost.plates and c not in found}
+        labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
+        for (name, cost), each in zip(own.items(), labels, strict=True):
+            dim = cost.plates[plate] - cost.event_ndim
+            if isinstance(each, Unknown):
+                found[name] = plate, str(each)
+                continue
+            row = _rows(each.ndim, dim, recording.shapes[cost.elements][dim]) if -dim <= each.ndim else NONE
+            if ((each != NONE) & (each != row)).any():
+                found[name] = plate, ""
     return found
 
 
@@ -137,69 +132,49 @@ def patterns_of(
     recording: Recording, drawn: Mapping[str, Drawn], costs: Mapping[str, Scored], met: Mapping[str, Any]
 ) -> dict[tuple[str, str], Pattern]:
     """What components of sites costs read, where their rows stay apart; ``met`` are costs where rows meet."""
-    found, left = {}, _MOST_FOLLOWED
+    found, left, masks = {}, _MOST_FOLLOWED, recording.masks
     for name, site in drawn.items():
         if site.number < 2 or left < 0:
             continue
-        below = {name: site}
-        for other, own in drawn.items():
-            if own.value > site.value and any(recording.reads(own.elements, above.value) for above in below.values()):
-                below[other] = own
-        readers = [own.value for own in below.values()]
-        wanted = {
-            c: cost
-            for c, cost in costs.items()
-            if c not in met and any(recording.reads(cost.elements, value) for value in readers)
-        }
-        labels, number = _component_labels(recording, below, name, [cost.elements for cost in wanted.values()])
+        shape, batch = recording.shapes[site.value], len(site.batch)
+        size = math.prod(shape[batch:]) // site.number
+        own = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])
+        # Bits of the site and of those that are drawn from it; of those that read many components, as all that reads
+        # them is taken to do.
+        below, mixed, starts = masks[site.value], 0, {site.value: own}
+        for other in drawn.values():
+            if other.value <= site.value or not masks[other.elements] & below:
+                continue
+            below |= masks[other.value]
+            read: Labels | Unknown = Unknown()
+            if not masks[other.elements] & mixed and _keeps_rows(site, other):
+                (read,), number = recording.labels([other.elements], starts)
+                left -= number
+            if isinstance(read, Unknown) or (read == MANY).any():
+                mixed |= masks[other.value]
+            else:
+                # What is drawn reads the elements that its law reads.
+                extra = (1,) * (len(recording.shapes[other.value]) - read.ndim)
+                starts[other.value] = read.reshape(read.shape + extra)
+        reading = {c: masks[cost.elements] for c, cost in costs.items() if c not in met}
+        apart = {c: costs[c] for c, mask in reading.items() if mask & below and not mask & mixed}
+        labels, number = recording.labels([cost.elements for cost in apart.values()], starts)
         left -= number
-        for c, cost in wanted.items():
-            read = labels[cost.elements]
-            pattern = None if isinstance(read, Unknown) else _pattern(read, recording.shapes[cost.elements], cost, site)
-            if pattern is not None:
+        for (c, cost), read in zip(apart.items(), labels, strict=True):
+            if not isinstance(read, Unknown) and (pattern := _pattern(recording, read, cost, site)) is not None:
                 found[name, c] = pattern
     return found
 
 
-def _component_labels(
-    recording: Recording, below: Mapping[str, Drawn], name: str, wanted: Sequence[Value]
-) -> tuple[dict[Value, Labels | Unknown], int]:
-    """The components of a site that elements read, and the number of operators that were followed.
-
-    ``below`` are the site and those that are drawn from it.
-    """
-    site, number = below[name], 0
-    shape, batch = recording.shapes[site.value], len(site.batch)
-    size = math.prod(shape[batch:]) // site.number
-    start = np.arange(site.number, dtype=np.int32).repeat(size).reshape(*(1,) * batch, *shape[batch:])
-    starts: dict[Value, Labels | Unknown] = {site.value: start}
-    mixed = list[Value]()  # sites that read many components; what reads them is taken to do so, too
-
-    def is_mixed(value: Value) -> bool:
-        return any(recording.reads(value, other) for other in mixed)
-
-    # What is drawn from it reads the elements that its law reads.
-    for other in (own for child, own in below.items() if child != name):
-        (own,), more = ([Unknown()], 0) if is_mixed(other.elements) else recording.labels([other.elements], starts)
-        number += more
-        # A site outside of a plate reads all of its rows.
-        has_rows = all(
-            -dim <= len(other.batch) and other.batch[dim] == site.batch[dim]
-            for dim in site.plates.values()
-            if -dim <= len(site.batch)
-        )
-        if isinstance(own, Unknown) or not has_rows or (own == MANY).any():
-            mixed.append(other.value)
-        else:
-            extra = (1,) * (len(recording.shapes[other.value]) - own.ndim)
-            starts[other.value] = own.reshape(own.shape + extra)
-    apart = [value for value in wanted if not is_mixed(value)]
-    labels, more = recording.labels(apart, starts)
-    return dict.fromkeys(wanted, Unknown()) | dict(zip(apart, labels, strict=True)), number + more
+def _keeps_rows(site: Drawn, other: Drawn) -> bool:
+    """Whether another site has the rows of a site: outside of a plate it reads all of them."""
+    dims = [dim for dim in site.plates.values() if -dim <= len(site.batch)]
+    return all(-dim <= len(other.batch) and other.batch[dim] == site.batch[dim] for dim in dims)
 
 
-def _pattern(labels: Labels, shape: Any, cost: Scored, site: Drawn) -> Pattern | None:
+def _pattern(recording: Recording, labels: Labels, cost: Scored, site: Drawn) -> Pattern | None:
     """The pattern of a cost if its rows are rows of the site, all rows alike."""
+    shape = recording.shapes[cost.elements]
     lead = shape[: len(shape) - cost.event_ndim]
     if (labels == MANY).any() or len(site.batch) > len(lead):
         return None

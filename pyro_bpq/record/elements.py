@@ -37,14 +37,15 @@ class Unknown(Exception):
 
 
 def _no_labels() -> Labels:
-    return np.full((), NONE, np.int32)
+    return np.array(NONE, np.int32)
 
 
 def combined(*parts: Labels) -> Labels:
     """Labels of a result whose elements read what elements of all parts read, broadcast."""
     told = [part for part in parts if part.size != 1 or part.item() != NONE] or [parts[0]]
     found = reduce(lambda a, b: np.where(a == NONE, b, np.where((b == NONE) | (b == a), a, MANY)), told)
-    return found.reshape((1,) * (max(part.ndim for part in parts) - found.ndim) + found.shape)
+    missing = max([part.ndim for part in parts]) - found.ndim
+    return found.reshape((1,) * missing + found.shape) if missing else found
 
 
 def alike(labels: Labels) -> Labels:
@@ -78,7 +79,7 @@ class Reader:
         self,
         function: Function,
         starts: Mapping[Value, Labels | Unknown],
-        known: Callable[[Value], Tensor | None] = lambda value: None,
+        known: Callable[[Value], Tensor | None],
     ) -> None:
         self.shapes, self.dtypes, self.known = function.shapes, function.dtypes, known
         self.found: dict[Value, Labels | Unknown] = dict(starts)
@@ -87,7 +88,6 @@ class Reader:
                 self._follow(node)
 
     def _follow(self, node: Any) -> None:
-        name = effects_of(node.func).name
         labels: Any
         try:
             labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
@@ -97,22 +97,18 @@ class Reader:
         except Unknown as error:
             labels = error
         except (ValueError, IndexError, TypeError, ArithmeticError, RuntimeError):
-            labels = Unknown(name)
+            labels = Unknown(effects_of(node.func).name)
         results = [*values_in(node.result)]
         each = labels if isinstance(labels, list) else [labels] * len(results)
         for value, own in zip(results, each, strict=False):
-            self.found[value] = own if isinstance(own, Unknown) else self._fitted(own, value, name)
+            self.found[value] = own if isinstance(own, Unknown) else self._fitted(own, value)
 
-    def _fitted(self, labels: Labels, value: Value, name: str) -> Labels | Unknown:
+    def _fitted(self, labels: Labels, value: Value) -> Labels:
         shape = self.shape(value)
-        fits = labels.ndim == len(shape) and all(
-            own in (1, size) for own, size in zip(labels.shape, shape, strict=True)
-        )
-        if fits:
-            return alike(labels.astype(np.int32, copy=False))
-        if not (labels == NONE).all():
-            labels = over(labels, None, False)
-        return labels.reshape((1,) * len(shape)) if labels.size == 1 else Unknown(name)
+        if labels.ndim == len(shape) and all(own in (1, size) for own, size in zip(labels.shape, shape, strict=True)):
+            return labels.astype(np.int32, copy=False)
+        # Of a rule that is not exact, each element reads all.
+        return over(labels, None, False).reshape((1,) * len(shape))
 
     def shape(self, item: Any) -> Shape:
         """The shape of a value."""
@@ -133,7 +129,7 @@ class Reader:
     def labels(self, value: Value) -> Labels | Unknown:
         """The labels of a value, or why they are unknown."""
         try:
-            return self(value)
+            return alike(self(value))
         except Unknown as error:
             return error
 
@@ -207,7 +203,8 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
         return [*map(numbers, item)] if item.__class__ in (list, tuple) else item
 
     found = func(*map(numbers, args), **named)
-    return [part.numpy() + NONE for part in found] if isinstance(found, (list, tuple)) else found.numpy() + NONE
+    parts = [alike(part.numpy() + NONE) for part in (found if isinstance(found, (list, tuple)) else [found])]
+    return parts if isinstance(found, (list, tuple)) else parts[0]
 
 
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
@@ -255,12 +252,7 @@ def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
 
 def _select(read: Reader, tensor: Any, dim: int, index: Any) -> Labels:
     """Rule for ``index_select``."""
-    own, known = read(tensor), read.known(index)
-    if known is not None and own.shape[dim] > 1:
-        return np.take(own, np.atleast_1d(known.cpu().numpy()), axis=dim)
-    shape = [1] * own.ndim
-    shape[dim] = read(index).size
-    return combined(over(own, dim), read(index).reshape(shape))
+    return _index(read, tensor, [None] * (dim % len(read.shape(tensor))) + [index])
 
 
 def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None, *_: Any) -> Labels:

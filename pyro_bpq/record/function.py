@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_bpq.record.indexing import copied, filled, written
-from pyro_bpq.record.laws import Draw, DrawRows, rows_of
+from pyro_bpq.record.laws import Draw, rows_of
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Node, Value
@@ -45,6 +45,9 @@ class Function:
         wanted: The values that it gives.
         shapes: The shape of each value.
         dtypes: Its type.
+        fixed: Tensors that are the same in every call, by value.
+        asked: What the given values are called in the function that it was made from.
+        has_rows: Which of its tensors have rows, if it runs row by row.
     """
 
     nodes: tuple[Node, ...]
@@ -52,10 +55,29 @@ class Function:
     wanted: tuple[Value, ...]
     shapes: Sequence[Any] = ()
     dtypes: Sequence[torch.dtype] = ()
+    fixed: Mapping[Value, Tensor] = field(default_factory=dict)
+    asked: tuple[Value, ...] = ()
+    has_rows: tuple[bool, ...] = ()
+
+    def at(self, tensors: Mapping[Value, Tensor], seed: int = 0) -> list[Tensor]:
+        """The wanted values, from tensors by value, which stay as they are, as do the global generators."""
+        taken = [tensors[value] for value in self.asked or self.given]
+        with drawing(self, seed):
+            return self(*(tensor.clone() for tensor in taken) if self.writes else taken)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """The wanted values, from tensors in place of the given ones."""
-        found: dict[Value, Tensor] = dict(zip(self.given, tensors, strict=True))
+        if not self.has_rows:
+            return self._run(tensors)
+        number = next(len(tensor) for tensor, own in zip(tensors, self.has_rows, strict=True) if own)
+        found = []
+        for row in rows_of(number, tensors, self.has_rows):
+            with drawing(self):  # the same noise in each row
+                found.append(self._run(row))
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        found: dict[Value, Tensor] = {**self.fixed, **dict(zip(self.given, tensors, strict=True))}
 
         def put(item: Any) -> Any:
             kind = item.__class__
@@ -105,7 +127,7 @@ class Function:
                     pending += self.nodes[i].reads
                     makers += self.nodes[i].after
         nodes = tuple(self.nodes[i] for i in sorted(needed))
-        return replace(self, nodes=nodes, given=tuple(sorted(taken)), wanted=wanted)
+        return replace(self, nodes=nodes, given=tuple(sorted(taken - self.fixed.keys())), wanted=wanted)
 
     def reading(self, sources: Set[Value]) -> Iterator[Node]:
         """The operators that depend on some values."""
@@ -131,7 +153,7 @@ class Function:
     @cached_property
     def draws(self) -> bool:
         """Whether an operator draws from a generator."""
-        return any(isinstance(node.func, (Draw, DrawRows)) or effects_of(node.func).is_random for node in self.nodes)
+        return any(isinstance(node.func, Draw) or effects_of(node.func).is_random for node in self.nodes)
 
     @cached_property
     def writes(self) -> bool:
@@ -140,16 +162,27 @@ class Function:
         kinds = ((node, effects_of(node.func)) for node in self.nodes)
         return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 
-    def without_writes(self, tensors: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:
-        """The same, in which no operator writes in place, and the constants that it takes besides.
-
-        ``tensors`` are such as it is called with.
-        """
+    def without_writes(self, tensors: Mapping[Value, Tensor]) -> Function:
+        """The same, in which no operator writes in place; ``tensors`` are such as it gets, by value."""
         if not self.writes:
-            return self, []
+            return self
         noted = self.with_draws(lambda draw: draw.noted)
         with torch.no_grad():
-            return flat(torch.func.functionalize(noted), [t.detach().clone() for t in tensors])
+            taken = [tensors[value].detach().clone() for value in self.given]
+            return flat(torch.func.functionalize(noted), taken, self.given)
+
+    def in_rows(self, moved: Set[Value], tensors: Mapping[Value, Tensor]) -> Function:
+        """The same for all rows at once, without writes; some values have rows."""
+        given = tuple(dict.fromkeys((*moved, *self.given)))
+        row = {value: tensors[value][0] if value in moved else tensors[value] for value in given}
+        plain = replace(self, given=given).without_writes(row)
+        # With noise of its own the row of the sample would differ from the others in more than its value.
+        run = torch.func.vmap(plain, tuple(0 if value in moved else None for value in given), randomness="same")
+        try:
+            return flat(run, [tensors[value] for value in given], given)
+        except (NotImplementedError, RuntimeError):
+            # Torch does not run an operator for many rows at once.
+            return replace(plain, has_rows=tuple(value in moved for value in given))
 
 
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
@@ -160,26 +193,28 @@ def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
             _bind(found, name, part)
 
 
-def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> tuple[Function, list[Tensor]]:
-    """The operators that run when a function is called with some tensors; and the constants that they take besides.
+def flat(
+    function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], asked: tuple[Value, ...] = ()
+) -> Function:
+    """The operators that run when a function is called with some tensors, which have been ``asked`` for.
 
-    The function takes these constants behind the tensors.
+    What it draws here is for nobody: the global generators stay as they are.
 
     Raises:
         NotImplementedError: If a result was made by something else than operators.
     """
-    with Tape() as tape:
+    with seeded(0), Tape() as tape:
         given = tuple(map(tape.value_of, tensors))
         found = function(*tensors)
         wanted = tuple(map(tape.value_of, found))
-    cut = Function(tuple(tape.nodes), given, wanted, tape.shapes, tape.dtypes).cut(wanted, {*given})
+    cut = Function(tuple(tape.nodes), (), (), tape.shapes, tape.dtypes).cut(wanted, {*given})
     if lost := [tape.opaque[value] for value in cut.given if value in tape.opaque]:
         raise NotImplementedError(lost[0])
     if tape.guards:
         raise NotImplementedError("a number is read")
-    constants = [value for value in cut.given if value not in given]
     nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in cut.nodes)
-    return replace(cut, nodes=nodes, given=(*given, *constants)), [tape.inputs[value] for value in constants]
+    fixed = {value: tape.inputs[value] for value in cut.given if value not in given}
+    return replace(cut, nodes=nodes, given=given, fixed=fixed, asked=asked)
 
 
 # Operators that torch runs row by row, and functions that do the same for all rows at once.
@@ -191,22 +226,6 @@ _INSTEAD: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
         torch.ops.aten.index_put.default: written,
     }
 )
-
-
-class InRows:
-    """A function that runs row by row."""
-
-    def __init__(self, function: Function, has_rows: Sequence[bool]) -> None:
-        self.function, self.has_rows, self.draws = function, has_rows, function.draws
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """The wanted values of all rows."""
-        number = next(len(tensor) for tensor, own in zip(tensors, self.has_rows, strict=True) if own)
-        found = []
-        for row in rows_of(number, tensors, self.has_rows):
-            with drawing(self.function):  # the same noise in each row
-                found.append(self.function(*row))
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
 def drawing(function: Function, seed: int = 0) -> contextlib.AbstractContextManager[None]:

@@ -32,7 +32,7 @@ def further_particles(first: TracedRun, bound: Bound | None, number: int) -> lis
     """
     if bound is None or first.untraced or not bound.recorded.traced:
         raise Uncut("a value that no operator has made")
-    rows = {value: tensor.unbind(0) for value, tensor in bound.recorded.many(number, bound).items()}
+    rows = {value: tensor.unbind(0) for value, tensor in bound.many(number).items()}
     return [_particle(first, 1 + number, iter(bound.recorded.traced), rows, i) for i in range(number)]
 
 
@@ -71,7 +71,7 @@ def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
 def costs_agree(traced: TracedRun, bound: Bound) -> bool:
     """Whether the operators of an earlier run give the costs of a run, up to rounding."""
     try:
-        found = bound.recorded.evaluated(tuple(traced.run.costs), bound)
+        found = bound.again(traced.run.costs)
     except (Uncut, KeyError, RuntimeError):
         return False
     alike = list[Tensor]()
@@ -90,7 +90,7 @@ def gradients_agree(traced: TracedRun, bound: Bound) -> bool:
     function = bound.recorded.recording.cut([wanted])
     # Reparameterised values lead on to the parameters of their laws.
     values = {site.value: traced.run.sites[name].value for name, site in bound.recorded.drawn.items()}
-    (again,) = function(*(values.get(value, bound.tensors[value]) for value in function.given))
+    (again,) = function.at({**bound.tensors, **values})
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
     native = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     if not again.requires_grad:

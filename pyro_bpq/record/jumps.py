@@ -12,10 +12,10 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, drawing, results_of
+from pyro_bpq.record.function import Function, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
-from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded
+from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, doubled
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import Value
@@ -95,11 +95,10 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
         return None
     wanted = [*(values[cost] for cost in costs), *found]
     number = max(2, min(_LINES, MOST_ELEMENTS // sum(recording.shapes[value].numel() + 1 for value in wanted)))
-    draws = [recorded.again((), bound, {}, frozenset((name,)), False, seed + i)[name] for i in range(number)]
-    tensors = {value: own.double() if own.is_floating_point() else own for value, own in bound.tensors.items()}
-    right = torch.stack(draws).double()
+    draws = [bound.again((), redrawn=frozenset((name,)), seed=seed + i)[name] for i in range(number)]
+    tensors, right = doubled(bound.tensors), torch.stack(draws).double()
     left, tensors[site] = tensors[site].expand_as(right), right
-    function, given, constants = recorded.in_rows(recording.cut(wanted, {site}, through).in_double(), {site}, tensors)
+    function = recording.cut(wanted, {site}, through).in_double().in_rows({site}, tensors)
 
     # What each column of the costs, and of the switches, belongs to.
     owners = [
@@ -111,9 +110,7 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
 
     def at(value: Tensor) -> tuple[Tensor, ...]:
         """Costs and switches, ``(lines, elements)``."""
-        tensors[site] = value
-        with drawing(function, seed):
-            rows = function(*(tensors[own] for own in given), *constants)
+        rows = function.at({**tensors, site: value}, seed)
         rows[: len(costs)] = map(bound.weighted, costs, rows)
         return torch.cat([row.reshape(number, -1) for row in rows], 1).split((width, len(owners) - width), 1)
 

@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from enum import Enum
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -150,23 +151,21 @@ class Call:
 
     def visit(self, path: Path, item: Any) -> None:
         """Notes an item and what it reaches; an object that cannot be looked into stands for itself."""
+        kind = type(item)
         try:
-            self._visit(path, item, type(item))
+            if kind in _PLAINEST or isinstance(item, Enum):
+                # True == 1 == 1.0, but not for a program.
+                self.note(path, (kind, item))
+            elif id(item) in self._seen:
+                self.note(path, ("again", self._seen[id(item)]))
+            elif len(self.spec) >= _MOST and not isinstance(item, Tensor):
+                self.note(path, "too much")
+            else:
+                self._seen[id(item)] = len(self._seen)
+                self._kept.append(item)
+                self._inside(path, item, kind)
         except Exception:  # of a proxy, a property or a metaclass of the user's
             self._opaque(path, item)
-
-    def _visit(self, path: Path, item: Any, kind: type) -> None:
-        if kind in _PLAINEST or isinstance(item, Enum):
-            # True == 1 == 1.0, but not for a program.
-            self.note(path, (kind, item))
-        elif id(item) in self._seen:
-            self.note(path, ("again", self._seen[id(item)]))
-        elif len(self.spec) >= _MOST and not isinstance(item, Tensor):
-            self.note(path, "too much")
-        else:
-            self._seen[id(item)] = len(self._seen)
-            self._kept.append(item)
-            self._inside(path, item, kind)
 
     def _inside(self, path: Path, item: Any, kind: type) -> None:
         if isinstance(item, Tensor):
@@ -177,24 +176,19 @@ class Call:
         elif kind is list and item and set(map(type, item)) == {float}:
             self.note(path, (list, tuple(item)))
         elif isinstance(item, (tuple, list)):
-            self.note(path, (kind, len(item)))
-            for i, part in enumerate(item):
-                self.visit(("{}[{}]", path, i), part)
+            self._parts(path, (kind, len(item)), "{}[{}]", enumerate(item))
         elif isinstance(item, dict):
-            self.note(path, (dict, tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)))
-            for key, part in item.items():
-                self.visit(("{}[{!r}]", path, key), part)
+            keys = tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)
+            self._parts(path, (dict, keys), "{}[{!r}]", item.items())
         elif isinstance(item, FunctionType):
             self._function(path, item)
         elif isinstance(item, nn.Module):
             self._module(path, item)
         elif isinstance(item, functools.partial):
-            self.note(path, functools.partial)
-            self.visit(("the partial {}", path), (item.func, item.args, item.keywords))
+            parts = enumerate((item.func, item.args, item.keywords))
+            self._parts(path, functools.partial, "the partial {}", parts)
         elif isinstance(item, MethodType):
-            self.note(path, MethodType)
-            self.visit(path, item.__func__)
-            self.visit(path, item.__self__)
+            self._parts(path, MethodType, "{}", enumerate((item.__func__, item.__self__)))
         elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
             self.note(path, (kind, frozenset((type(part), part) for part in item)))
         elif isinstance(item, numpy.ndarray) and item.size <= _MOST_NUMBERS and item.dtype.kind in "biufc":
@@ -208,6 +202,12 @@ class Call:
             self._attributes(path, item)
         else:
             self._opaque(path, item)
+
+    def _parts(self, path: Path, told: Hashable, form: str, parts: Iterable[tuple[Any, Any]]) -> None:
+        """Notes what is told of an item, and its parts."""
+        self.note(path, told)
+        for name, part in parts:
+            self.visit((form, path, name), part)
 
     def _opaque(self, path: Path, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
@@ -234,25 +234,20 @@ class Call:
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
         attributes = {**getattr(item, "__dict__", {}), **slots}
         own = {name: value for name, value in attributes.items() if name not in without and name not in states}
-        self.note(path, (type(item), tuple(own)))
         self._of_class(path, type(item))
-        for name, value in own.items():
-            self.visit(("{}.{}", path, name), value)
+        self._parts(path, (type(item), tuple(own)), "{}.{}", own.items())
 
     def _function(self, path: Path, item: FunctionType) -> None:
         code, is_foreign, of = item.__code__, is_of_library(item), item.__qualname__
         self.note(path, code)
-        if is_foreign and not item.__closure__:
-            return
         for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
-            try:
+            if cell != CellType():  # else it has no value yet
                 self.visit(("{} of {}", name, of), cell.cell_contents)
-            except ValueError:
-                self.note(("{} of {}", name, of), "no value yet")
+        if is_foreign:
+            return
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
-        if not is_foreign:
-            self._globals(item.__globals__, names_of(code))
+        self._globals(item.__globals__, names_of(code))
 
     def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:
         """Notes the globals that a function names, those of modules of the user's own too."""
@@ -268,11 +263,9 @@ class Call:
     def _module(self, path: Path, item: nn.Module) -> None:
         if item._buffers:
             self.modules.append(item)
-        self.note(path, item.training)
-        for kind in ("_parameters", "_buffers", "_modules"):
-            # A scripted module holds its parts elsewhere.
-            for name, part in getattr(item, kind).items():
-                self.visit(("{}.{}", path, name), part)
+        # A scripted module holds its parts elsewhere.
+        for parts in (item._parameters, item._buffers, item._modules):
+            self._parts(path, item.training, "{}.{}", parts.items())
         self._attributes(path, item)
 
 
@@ -295,18 +288,14 @@ class Keys:
             if old is not new and old != new and ((_is_number(old) and _is_number(new)) or _goes_on(old, new)):
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
-        varying = self._counters
+        varying = self.counters
         found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
         return (*found, *map(kind_of, call.tensors))
 
     @property
-    def _counters(self) -> set[int]:
+    def counters(self) -> set[int]:
+        """Positions of the numbers that are left out."""
         return {i for i, number in self._changes.items() if number > _MOST_CHANGES}
-
-    @property
-    def has_counters(self) -> bool:
-        """Whether numbers are left out."""
-        return bool(self._counters)
 
 
 def _is_number(entry: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ class Draw:
         """A value for each number in ``index``, which has a dimension that the caller does not see."""
         return _Rows.apply(self, index, *tensors)  # type: ignore[no-untyped-call]
 
+    def in_rows(self, number: int, has_rows: Sequence[bool], *tensors: Tensor) -> Tensor:
+        """So many values ``(rows, batch, event)``, each from its row of the tensors that have rows."""
+        return torch.stack([self(*row) for row in rows_of(number, tensors, has_rows)])
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Draw) and (self.name, self.is_mean) == (other.name, other.is_mean)
 
@@ -74,26 +79,6 @@ class Draw:
         found = copy.copy(self)
         found.is_mean = has_mean
         return found
-
-
-class DrawRows:
-    """Draws of a site in rows, each from tensors of its own.
-
-    Args:
-        draw: A draw.
-        number: Number of rows.
-        has_rows: For each tensor of the distribution whether each row has its own.
-    """
-
-    def __init__(self, draw: Draw, number: int, has_rows: tuple[bool, ...]) -> None:
-        self.draw, self.number, self.has_rows = draw, number, has_rows
-
-    def __repr__(self) -> str:
-        return f"DrawRows({self.draw}, {self.number})"
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        """The values, ``(rows, batch, event)``."""
-        return torch.stack([self.draw(*row) for row in rows_of(self.number, tensors, self.has_rows)])
 
 
 def rows_of(number: int, tensors: Sequence[Tensor], has_rows: Sequence[bool]) -> list[tuple[Tensor, ...]]:
@@ -116,8 +101,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, draw: Draw, _: Tensor, *tensors: Tensor) -> Any:
         own = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims[2:], strict=True)]
-        every = DrawRows(draw, info.batch_size, tuple(dim is not None for dim in dims[2:]))
-        return _noted(every, own), 0
+        return _noted(partial(draw.in_rows, info.batch_size, [dim is not None for dim in dims[2:]]), own), 0
 
 
 def _noted(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:

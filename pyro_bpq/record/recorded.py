@@ -3,9 +3,10 @@ r"""A recorded run of guide and model: its costs as functions of the values of i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import pyro
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, InRows, drawing, flat, results_of
+from pyro_bpq.record.function import Function, flat, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
@@ -28,30 +29,6 @@ from pyro_bpq.record.values import Value
 MOST_ELEMENTS = 1 << 21
 # Bits of what a value reads directly: what nothing makes again, random numbers besides the values of sites, sites.
 _LOST, _NOISE, _FIRST_SITE = 1, 2, 4
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """The tensors of a run with the operators of a recording.
-
-    Args:
-        recorded: The recording.
-        tensors: Its leaves by value.
-        weights: Scale and mask of each cost.
-    """
-
-    recorded: Recorded
-    tensors: Mapping[Value, Tensor]
-    weights: Mapping[str, tuple[Any, Any]]
-
-    def weighted(self, name: str, cost: Tensor) -> Tensor:
-        """A cost at other values, scaled and masked as that of the run."""
-        return cost if self.is_plain(name) else scale_and_mask(cost, *self.weights[name])
-
-    def is_plain(self, name: str) -> bool:
-        """Whether a cost is neither scaled nor masked."""
-        scale, mask = self.weights.get(name, (1.0, None))
-        return mask is None and isinstance(scale, float) and scale == 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +99,7 @@ class Recorded:
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:
         """Costs in which a row of a plate reads other rows: the plate, and an operator without a rule, or ``""``."""
-        plates = dict.fromkeys(plate for site in self.drawn.values() for plate in site.plates)
-        found: dict[str, tuple[str, str]] = {}
-        for plate in plates:
-            meeting = rows_that_meet(self.recording, self.drawn.values(), self.scored, plate)
-            found |= {cost: (plate, why) for cost, why in meeting.items() if cost not in found}
-        return found
+        return rows_that_meet(self.recording, self.drawn, self.scored)
 
     @cached_property
     def patterns(self) -> dict[tuple[str, str], Pattern]:
@@ -216,21 +188,47 @@ class Recorded:
         values = [self.named[cost], *(() if known is None else (known.elements,))]
         return max(math.prod(self.recording.shapes[value]) for value in values)
 
+    def draws(self, cost: str) -> bool:
+        """Whether it reads random numbers besides the values of sites."""
+        return bool(self._direct[self.named[cost]] & _NOISE)
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """The tensors of a run with the operators of a recording.
+
+    Args:
+        recorded: The recording.
+        tensors: Its leaves by value.
+        weights: Scale and mask of each cost.
+    """
+
+    recorded: Recorded
+    tensors: Mapping[Value, Tensor]
+    weights: Mapping[str, tuple[Any, Any]]
+
+    def weighted(self, name: str, cost: Tensor) -> Tensor:
+        """A cost at other values, scaled and masked as that of the run."""
+        return cost if self.is_plain(name) else scale_and_mask(cost, *self.weights[name])
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a cost is neither scaled nor masked."""
+        scale, mask = self.weights.get(name, (1.0, None))
+        return mask is None and isinstance(scale, float) and scale == 1.0
+
     def again(
         self,
-        names: Sequence[str],
-        bound: Bound,
-        given: Mapping[str, Tensor],
-        redrawn: frozenset[str],
-        means: bool,
-        seed: int,
+        names: Iterable[str],
+        given: Mapping[str, Tensor] = MappingProxyType({}),
+        redrawn: frozenset[str] = frozenset(),
+        means: bool = False,
+        seed: int = 0,
         in_double: bool = False,
     ) -> dict[str, Tensor]:
         """What is named, and the values of redrawn sites, where sites have given values and others are drawn anew.
 
         Args:
             names: Costs, elements of costs, laws and sites.
-            bound: The tensors of the run.
             given: Other values of sites.
             redrawn: Sites that are drawn anew.
             means: Whether these take their means, where they have one.
@@ -240,110 +238,74 @@ class Recorded:
         Raises:
             Uncut: If something on the way cannot be computed again.
         """
-        wanted, values = (*names, *sorted(redrawn)), {name: site.value for name, site in self.drawn.items()}
+        own, wanted = self.recorded, (*names, *sorted(redrawn))
 
         def made() -> Function:
-            drawn = frozenset(values[name] for name in redrawn)
-            function = self.recording.cut([self.named[name] for name in wanted], [values[n] for n in given], drawn)
+            drawn = frozenset(own.named[name] for name in redrawn)
+            function = own.recording.cut([own.named[name] for name in wanted], redrawn=drawn)
             function = function.with_draws(lambda draw: draw.mean) if means else function
             return function.in_double() if in_double else function
 
-        function = self.kept((wanted, redrawn, means, in_double), made)
-        tensors = {**bound.tensors, **{values[name]: value for name, value in given.items()}}
-        taken = [tensors[value] for value in function.given]
-        taken = [t.double() if t.is_floating_point() else t for t in taken] if in_double else taken
-        taken = [tensor.clone() for tensor in taken] if function.writes else taken
-        with drawing(function, seed):
-            found = zip(wanted, function(*taken), strict=True)
-            return {name: bound.weighted(name, value) for name, value in found}
+        function = own.kept((wanted, redrawn, means, in_double), made)
+        tensors = {**self.tensors, **{own.named[name]: value for name, value in given.items()}}
+        found = zip(wanted, function.at(doubled(tensors) if in_double else tensors, seed), strict=True)
+        return {name: self.weighted(name, value) for name, value in found}
 
-    def draws(self, cost: str) -> bool:
-        """Whether it reads random numbers besides the values of sites."""
-        return bool(self._direct[self.named[cost]] & _NOISE)
-
-    def evaluated(self, costs: Sequence[str], bound: Bound, in_double: bool = False) -> dict[str, Tensor]:
-        """Costs at the values of a run, in double precision if asked.
-
-        Raises:
-            Uncut: If something on the way cannot be computed again.
-        """
-        return self.again(costs, bound, {}, frozenset(), False, 0, in_double)
-
-    def at_rows(self, costs: Sequence[str], bound: Bound, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def at_rows(self, costs: Iterable[str], moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Costs ``(rows, batch)`` where some sites have other values ``(rows, batch, event)``; detached."""
-        names, number = tuple(costs), len(next(iter(moved.values())))
-        size = sum(math.prod(self.recording.shapes[self.named[name]]) for name in names)
+        names, own, number = tuple(costs), self.recorded, len(next(iter(moved.values())))
+        wanted, values = [own.named[name] for name in names], [own.named[name] for name in moved]
+        size = sum(math.prod(own.recording.shapes[value]) for value in wanted)
         rows = max(1, min(number, MOST_ELEMENTS // max(size, 1)))
-        few = zip(*(value.split(rows) for value in moved.values()), strict=True)
-        parts = [self._at_few(names, bound, dict(zip(moved, values, strict=True))) for values in few]
-        return {name: bound.weighted(name, torch.cat([part[i] for part in parts])) for i, name in enumerate(names)}
 
-    def many(self, number: int, bound: Bound) -> dict[Value, Tensor]:
+        def few(*parts: Tensor) -> list[Tensor]:
+            tensors = {**self.tensors, **dict(zip(values, parts, strict=True))}
+            key = names, tuple(moved), len(parts[0])
+            function = own.kept(key, lambda: own.recording.cut(wanted).in_rows({*values}, tensors))
+            found: list[Tensor] = function.at(tensors)
+            return found
+
+        found = zip(*map(few, *(value.split(rows) for value in moved.values())), strict=True)
+        return {name: self.weighted(name, torch.cat(parts)) for name, parts in zip(names, found, strict=True)}
+
+    def many(self, number: int) -> dict[Value, Tensor]:
         """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
 
         Raises:
             Uncut: If something cannot be computed again, or not for many particles at once.
         """
+        own = self.recorded
+        wanted = tuple(dict.fromkeys(value for value in own.traced if own.recording.masks[value]))
         try:
-            wanted, function, given, constants = self.kept(("many", number), lambda: self._of_many(number, bound))
+            function = own.kept(("many", number), lambda: self._of_many(number, wanted))
         except (NotImplementedError, RuntimeError) as error:
             raise Uncut(str(error)) from error
-        first = torch.arange(number)
-        return dict(zip(wanted, function(first, *(bound.tensors[value] for value in given), *constants), strict=True))
+        return dict(zip(wanted, function(*(self.tensors[value] for value in function.asked)), strict=True))
 
-    def _of_many(self, number: int, bound: Bound) -> tuple[Any, ...]:
-        recording, sites = self.recording, frozenset(site.value for site in self.drawn.values())
-        wanted = tuple(dict.fromkeys(value for value in self.traced if recording.masks[value]))
-        function = recording.cut(wanted, (), sites)
-        given, tensors = function.given, [bound.tensors[value] for value in function.given]
+    def _of_many(self, number: int, wanted: Sequence[Value]) -> Function:
+        recording, sites = self.recorded.recording, frozenset(site.value for site in self.recorded.drawn.values())
+        function = recording.cut(wanted, redrawn=sites)
+        given = function.given
         if not recording.lasts(given) or any(effects_of(node.func).is_random for node in function.nodes):
             raise Uncut("noise")
-        # The draws of this are for nobody.
-        with torch.random.fork_rng(), BlockMessenger(hide_types=["bpq_draw"]):
-            function, constants = function.without_writes(tensors)
 
-            def rows(index: Tensor, *own: Tensor) -> list[Tensor]:
-                return function.with_draws(lambda draw: partial(draw.rows, index))(*own)
+        def rows(index: Tensor, *own: Tensor) -> list[Tensor]:
+            return plain.with_draws(lambda draw: partial(draw.rows, index))(*own)
 
-            shared = [None] * (len(tensors) + len(constants))
-            run = torch.func.vmap(rows, (0, *shared), randomness="different")
-            function, more = flat(run, [torch.arange(number), *tensors, *constants])
-        return wanted, function, given, constants + more
+        def run(*own: Tensor) -> list[Tensor]:
+            every = torch.func.vmap(rows, (0, *(None for _ in own)), randomness="different")
+            found: list[Tensor] = every(torch.arange(number), *own)
+            return found
 
-    @torch.no_grad()
-    def _at_few(self, costs: tuple[str, ...], bound: Bound, moved: Mapping[str, Tensor]) -> list[Tensor]:
-        wanted, number = [self.named[name] for name in costs], len(next(iter(moved.values())))
-        values = {self.drawn[name].value: own for name, own in moved.items()}
-        tensors = {**bound.tensors, **values}
+        with BlockMessenger(hide_types=["bpq_draw"]):
+            plain = function.without_writes(self.tensors)
+            return flat(run, [self.tensors[value] for value in given], given)
 
-        def made() -> Any:
-            return self.in_rows(self.recording.cut(wanted, values), values.keys(), tensors)
 
-        function, given, constants = self.kept((costs, tuple(moved), number), made)
-        with drawing(function):
-            found = function(*(tensors[value] for value in given), *constants)
-        pairs = zip(found, (self.recording.shapes[value] for value in wanted), strict=True)
-        return [cost if cost.dim() > len(own) else cost.expand(number, *own) for cost, own in pairs]
-
-    def in_rows(
-        self, function: Function, moved: Set[Value], tensors: Mapping[Value, Tensor]
-    ) -> tuple[Any, tuple[Value, ...], list[Tensor]]:
-        """A function of all rows, the values that it takes, and constants; some values have rows."""
-        given, asked = function.given, [tensors[value] for value in function.given]
-        with torch.random.fork_rng():
-            row = [tensor[0] if value in moved else tensor for value, tensor in zip(given, asked, strict=True)]
-            function, constants = function.without_writes(row)
-            has_rows = [value in moved for value in given] + [False] * len(constants)
-            if not any(has_rows):
-                return function, given, constants
-            # With noise of its own the row of the sample would differ from the others in more than its value.
-            run = torch.func.vmap(function, tuple(0 if own else None for own in has_rows), randomness="same")
-            try:
-                many, more = flat(run, [*asked, *constants])
-            except (NotImplementedError, RuntimeError):
-                # Torch does not run an operator for many rows at once.
-                return InRows(function, has_rows), given, constants
-        return many, given, constants + more
+def doubled(tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+    """The same in double precision."""
+    return {value: own.double() if own.is_floating_point() else own for value, own in tensors.items()}
 
 
 def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:

@@ -2,13 +2,10 @@ r"""A recorded run: what depends on what, and what it would cost at other values
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_bpq.record.elements import Labels, Reader, Unknown
@@ -38,7 +35,6 @@ class Recording(Notes):
     noise: Set[Value] = frozenset()
     written: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
     marked: tuple[Value, ...] = ()
-    _flat: dict[Any, Any] = field(default_factory=dict, repr=False)  # functions without writes
 
     @classmethod
     def of(cls, tape: Tape, given: Mapping[Value, Tensor], marked: Iterable[Value] = ()) -> Recording:
@@ -56,25 +52,13 @@ class Recording(Notes):
         """Whether no value is one that another run has anew."""
         return self.noise.isdisjoint(values) and self.written.keys().isdisjoint(values)
 
-    def reads(self, value: Value, source: Value) -> bool:
-        """Whether a value depends on the value of a site."""
-        return bool(self.masks[value] & self.masks[source])
-
-    @cached_property
-    def known(self) -> Callable[[Value], Tensor | None]:
-        """Gives the numbers of a value that are the same in every run, as those of ``torch.arange``."""
-
-        @functools.cache
-        def known(value: Value) -> Tensor | None:
-            try:
-                function = None if self.masks[value] else self.cut([value])
-            except Uncut:
-                return None
-            if function is None or not self.constants.issuperset(function.given):
-                return None
-            return function(*(self.tensors[given] for given in function.given))[0]
-
-        return known
+    def known(self, value: Value) -> Tensor | None:
+        """The numbers of a value that are the same in every run, as those of ``torch.arange``; ``None`` of others."""
+        try:
+            function = self.cut([value])
+        except Uncut:
+            return None
+        return function.at(self.tensors)[0] if self.constants.issuperset(function.given) else None
 
     def labels(
         self, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
@@ -85,28 +69,23 @@ class Recording(Notes):
             wanted: The values.
             starts: The labels of the source, and of what was drawn from it, by value.
         """
-        function, known, moved = self.cut(wanted, starts, sees_all=True), self.known, {value: value for value in starts}
+        function, known, own = self.cut(wanted, starts, sees_all=True), self.known, starts
         function = replace(function, nodes=tuple(function.reading(starts.keys())))
         if function.writes:
             try:
-                whole, moved = self._without_writes(self.marked if {*wanted} <= {*self.marked} else tuple(wanted))
-                function = whole.cut([moved[value] for value in wanted], {*whole.given})
+                whole, names = self._without_writes
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
-            known = lambda value: None  # noqa: E731
-        read = Reader(function, {moved[value]: own for value, own in starts.items() if value in moved}, known)
+            function = whole.cut([names[value] for value in wanted], {*whole.given})
+            own, known = {names[value]: of for value, of in starts.items() if value in names}, lambda value: None
+        read = Reader(function, own, known)
         return [read.labels(value) for value in function.wanted], len(function.nodes)
 
-    def _without_writes(self, wanted: tuple[Value, ...]) -> tuple[Function, dict[Value, Value]]:
-        """The operators that make some values, none of which writes in place; their values, by those of the run."""
-        if wanted not in self._flat:
-            function = self.cut(wanted, sees_all=True)
-            given = [self.tensors[value] for value in function.given]
-            with torch.random.fork_rng({tensor.device.index for tensor in given if tensor.is_cuda}):
-                plain, _ = function.without_writes(given)
-            pairs = zip((*function.given, *wanted), (*plain.given[: len(given)], *plain.wanted), strict=True)
-            self._flat[wanted] = plain, dict(pairs)
-        return self._flat[wanted]
+    @cached_property
+    def _without_writes(self) -> tuple[Function, dict[Value, Value]]:
+        """The operators that make the marked values, none of which writes in place; its values, by those of the run."""
+        plain = self.cut(self.marked, sees_all=True).without_writes(self.tensors)
+        return plain, dict(zip((*plain.asked, *self.marked), (*plain.given, *plain.wanted), strict=True))
 
     def cut(
         self,

@@ -85,24 +85,7 @@ class Alike:
     paths: list[Path] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Kind:
-    """Calls that look alike, by the numbers that Python reads in them."""
-
-    checks: list[tuple[Check, dict[Any, Alike]]] = field(default_factory=list)
-
-    def find(self, call: Call) -> Alike:
-        """What is known of a call."""
-        known = (found.get(check.numbers(call)) for check, found in self.checks)
-        return next(filter(None, known), Alike())
-
-    def put(self, check: Check, call: Call, alike: Alike) -> Alike:
-        """Notes what the recorded run of a call has shown: what Python reads in such calls."""
-        for known, found in self.checks:
-            if known == check:
-                return found.setdefault(known.numbers(call), alike)
-        self.checks.append((check, {check.numbers(call): alike}))
-        return alike
+_Kind = list[tuple[Check, dict[Any, Alike]]]
 
 
 class Recordings:
@@ -138,6 +121,7 @@ class Recordings:
         self.known: OrderedDict[Any, Known] = OrderedDict()
         self.said, self.failed, self.num_recorded = "", "", 0
         self.call, self.now = Call(), Alike()
+        # By the keys of calls: what Python reads in them, and what is known of them by these numbers.
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._keys, self._kind, self._must = Keys(), _Kind(), False
 
@@ -170,9 +154,18 @@ class Recordings:
 
     def meet(self, call: Call) -> None:
         """Looks at a call before its programs run."""
-        kind = self._kinds.setdefault(self._keys.of(call), _Kind())
+        self.call, self._kind = call, self._kinds.setdefault(self._keys.of(call), _Kind())
         _trim(self._kinds)
-        self.call, self._kind, self.now = call, kind, kind.find(call)
+        known = (found.get(check.numbers(call)) for check, found in self._kind)
+        self.now = next(filter(None, known), Alike())
+
+    def _learn(self, check: Check) -> None:
+        """Notes what Python reads in calls like this one, as a recorded run has shown."""
+        known = next((pair for pair in self._kind if pair[0] == check), None)
+        if known is None:
+            known = check, {}
+            self._kind.append(known)
+        self.now = known[1].setdefault(known[0].numbers(self.call), self.now)
 
     def mark(self) -> Draws:
         """A mark to which a step of the call can go back, in its draws and in the buffers of its modules."""
@@ -281,7 +274,7 @@ class Recordings:
         is_joined = not (self.mode == "dynamic" or self.is_dynamic(traced))
         if not is_joined:
             # Which numbers Python reads is not looked at.
-            self.now = self._kind.put(Check(), self.call, self.now)
+            self._learn(Check())
         new, key = traced.recorded, self._key(traced, number)
         if new is None or self.is_dense:
             if new is not None:
@@ -299,7 +292,7 @@ class Recordings:
     def finds_jumps(self, traced: TracedRun) -> bool:
         """Whether a recorded run shows that pathwise gradients of sites miss jumps; they are scored from now on."""
         now = self.now
-        found = dict(jumps_of(traced, self.call, now.looks, now.paths, self._keys.has_counters))
+        found = dict(jumps_of(traced, self.call, now.looks, now.paths, bool(self._keys.counters)))
         now.looks += 1
         for name, seen in found.items():
             warnings.warn(told(name, seen), BPQWarning, stacklevel=2)
@@ -336,7 +329,7 @@ class Recordings:
             check = check_of(new)
             if check is None:
                 check, self.now.always = Check(), "Python reads numbers that change from step to step"
-            self.now = self._kind.put(check, self.call, self.now)
+            self._learn(check)
         self.now.recorded[self._key(traced, number)] = new
         patterns = frozenset(new.patterns.items())
         if old is None:

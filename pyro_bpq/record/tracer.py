@@ -237,7 +237,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
             continue
         is_user, fn = cost_options(site) is not None, site["fn"]
         elements, ndim = (site["log_prob"], 0) if is_user or not follows else elements_of(site)
-        scored[cost] = Scored(site["name"], tape.value_of(elements), ndim, _plates(site))
+        scored[cost] = Scored(tape.value_of(elements), ndim, _plates(site))
         if isinstance(base_distribution(fn), OneHotCategorical):
             if cost in costs and not (site["is_observed"] or is_enumerated(site)):
                 # A linear function of the value, which has a slope.
@@ -252,14 +252,14 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         if site is None:
             continue
         values[value] = site["value"]
-        fn, (law, ndim), is_pathwise = site["fn"], (site["log_prob"], 0), has_rsample(site)
+        fn, law, is_pathwise = site["fn"], site["log_prob"], has_rsample(site)
         number = 0 if is_pathwise else independent_components(fn) or 0
         if follows and number > 1:
-            law, ndim = element_log_prob(unchecked(fn), site["value"])
+            law, _ = element_log_prob(unchecked(fn), site["value"])
         # Nothing is charged with costs where no site is noisy.
         plates = {p: dim for p, dim in _plates(site).items() if not is_pathwise or (is_noisy and p == PARTICLES)}
         read, batch = tape.value_of(site["value"]), batch_of(fn, site["value"])
-        drawn[name] = Drawn(value, read, batch, number, tape.value_of(law), ndim, plates)
+        drawn[name] = Drawn(value, read, batch, number, tape.value_of(law), plates)
         law = site.get("unscaled_log_prob", site["score_parts"].score_function)
         while isinstance(fn, MaskedDistribution):
             fn, law = fn.base_dist, None

@@ -64,7 +64,7 @@ class Reruns:
                 given = {name: own if own.requires_grad else own.to(record.value.dtype)}
                 given |= {} if other is None else {site: other.sites[site].value.detach() for site in below}
                 rest = below.difference(given)
-                found = bound.recorded.again(costs, bound, given, rest, means, self._seed())
+                found = bound.again(costs, given, rest, means, self._seed())
                 sites = {n: replace(run.sites[n], value=v) for n, v in (found | given).items() if n in run.sites}
                 runs.append(
                     replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
@@ -99,7 +99,7 @@ class Reruns:
         run, patterns = traced.run, self.plan.patterns
         names = {cost: f"elements of {cost}" for _, cost in patterns}
         wanted = *run.costs, *names.values()
-        found = bound.recorded.again(wanted, bound, {}, frozenset(run.sites), False, self._seed())
+        found = bound.again(wanted, redrawn=frozenset(run.sites), seed=self._seed())
         signs = {cost: 1.0 if self.plan.graph.cost(cost).is_of_guide else -1.0 for cost in names}
         sites = charge_sites(run.sites, patterns, {cost: (signs[cost], found[name]) for cost, name in names.items()})
         return replace(run, sites=sites, costs={cost: found[cost] for cost in run.costs})
@@ -143,7 +143,7 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
         for traced, bound in zip(values.traced, values.bound, strict=True):
             leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
             with torch.enable_grad():
-                found = bound.recorded.again(costs, bound, {name: leaf}, below, False, 0)
+                found = bound.again(costs, {name: leaf}, below)
             expansions(
                 bound, Wanted((tuple(graph.downstream_costs(name)),), (name,))
             )  # torch may refuse to go backward

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
         recorded, sites = bound.recorded, traced.run.sites
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
         moved = {name: flips.moved(name, value, sites[name].fn, moves) for name, value in values.items()}
-        return Rows(traced, bound, recorded.at_rows(wanted, bound, moved))
+        return Rows(traced, bound, bound.at_rows(wanted, moved))
 
     def sampled(self, name: str, split: Components, shape: tuple[int, ...]) -> Tensor:
         """Index ``(M, plates, D)`` of the sampled value of each component of a site."""

@@ -149,7 +149,6 @@ class Slopes:
         self._like = [parts.index(part) if all(is_plain for _, is_plain in part) else i for i, part in enumerate(parts)]
         self._run: Any = None
         self._found: list[tuple[int, str, str]] = []
-        self._constants: list[Tensor] = []
 
     def __call__(
         self, bound: Bound, signs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -166,11 +165,11 @@ class Slopes:
         taken += signs(probed) if probed else []
         if self._run is None:
             try:
-                self._run, self._constants = flat(self._derived, taken)
+                self._run = flat(self._derived, taken)
             except NotImplementedError:
                 self._run = self._derived
         found: list[dict[str, Expansion]] = [{name: Expansion() for name in self.sites} for _ in self.groups]
-        for (i, name, kind), part in zip(self._found, self._run(*taken, *self._constants), strict=True):
+        for (i, name, kind), part in zip(self._found, self._run(*taken), strict=True):
             found[i][name] = found[i][name]._replace(**{kind: part.detach()})
         return [found[like] for like in self._like]
 

@@ -83,12 +83,12 @@ def is_alike(values: Values, number: int) -> bool:
     alone = values.of_particle(index)
     own = alone.recorded
     names = [name for name in own.costs if name in recorded.costs and own.can_compute(name) and not own.draws(name)]
-    found = own.evaluated(names, alone)
+    found = alone.again(names)
     if all(_is_close(found[name], values.particle_of(run.run.costs[name], index)) for name in names):
         return True
     names = [name for name in names if recorded.can_compute(name)]
     try:
-        found, many = own.evaluated(names, alone, True), recorded.evaluated(names, among, True)
+        found, many = alone.again(names, in_double=True), among.again(names, in_double=True)
     except RuntimeError:  # an operator of single precision
         return False
     return all(_is_close(found[name], values.particle_of(many[name], index), 5e-8) for name in names)

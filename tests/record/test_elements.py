@@ -93,7 +93,7 @@ def _positions(function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
         result = function(z)
         source, wanted = tape.value_of(z), tape.value_of(result)
     starts = {source: np.arange(6, dtype=np.int32).reshape(SHAPE)}
-    (found,), _ = Recording.of(tape, {source: z}).labels([wanted], starts)
+    (found,), _ = Recording.of(tape, {source: z}, [wanted]).labels([wanted], starts)
     assert not tape.escaped
     return None if isinstance(found, Unknown) else np.broadcast_to(found, result.shape)
 

@@ -30,5 +30,5 @@ def test_rows_of_equal_values_cost_the_same(noisy: Callable[[Tensor], Tensor]) -
     (recorded,) = elbo.runner.recordings.now.recorded.values()
     values = torch.tensor([0.0, 1.0]).repeat(10)
     bound = recorded.bound({"z": values}, {}, elbo.runner.recordings.call, {})
-    costs = recorded.at_rows(["-log p(x)"], bound, {"z": torch.stack([values, values, 1.0 - values])})["-log p(x)"]
+    costs = bound.at_rows(["-log p(x)"], {"z": torch.stack([values, values, 1.0 - values])})["-log p(x)"]
     assert costs[0] == costs[1] != costs[2]

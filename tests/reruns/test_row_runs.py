@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.objectives import runner
-from pyro_bpq.record.recorded import Recorded
+from pyro_bpq.record.recorded import Bound
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -129,12 +129,12 @@ def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monk
 @ESTIMATORS
 def test_costs_of_other_rows_are_a_bias_that_is_caught(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: rows are taken from one another."""
-    at_rows = Recorded.at_rows
+    at_rows = Bound.at_rows
 
-    def rolled(self: Recorded, *args: Any) -> dict[str, Tensor]:
+    def rolled(self: Bound, *args: Any) -> dict[str, Tensor]:
         return {cost: torch.cat([row[:1], row[1:].roll(1, 0)]) for cost, row in at_rows(self, *args).items()}
 
-    monkeypatch.setattr(Recorded, "at_rows", rolled)
+    monkeypatch.setattr(Bound, "at_rows", rolled)
     model, _ = PROGRAMS["left"]
     elbo = trained(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=5)
     with pytest.raises(AssertionError, match="biased"):
