@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -188,7 +188,7 @@ class AveragedAdam(torch.optim.Optimizer):
             if parameters:
                 self._advance(parameters, group)
 
-    def _advance(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _advance(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         z, x, v = ([self.state[p][name] for p in parameters] for name in "zxv")
         if group["n"] is None:
@@ -253,11 +253,12 @@ class CriticOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the state of every block's optimiser, also for blocks that are not built yet."""
-        self.optimizers, self._loaded = {}, copy.deepcopy(dict(state))
+        # In place: a compiled step sees that they are gone.
+        self.optimizers.clear()
+        self._loaded = copy.deepcopy(dict(state))
 
-    def forget(self, keys: Iterable[str], is_final: bool = False) -> None:
-        """Drops the optimisers of forgotten blocks, and with ``is_final`` also their loaded states."""
-        for key in keys:
-            self.optimizers.pop(key, None)
-            if is_final:
-                self._loaded.pop(key, None)
+    def keep(self, names: Container[str]) -> None:
+        """Drops the optimisers of all other blocks, and their loaded states."""
+        for table in (self.optimizers, self._loaded):
+            for key in [key for key in table if key not in names]:
+                del table[key]
