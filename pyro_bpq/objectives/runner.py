@@ -161,7 +161,7 @@ class StepRunner(Runner):
             recordings.now.next = math.inf
             if may_settle and not particles.is_hidden and all(run.is_plain for run in runs):
                 recordings.now.unscored[particles, _sites_of(found.traces)] = self.plans.last
-        return found if mode.looks else self.staged(found)
+        return found
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
