@@ -131,10 +131,13 @@ class StepRunner(Runner):
         if recordings.now.unscored and (found := self._unscored_step(program, particles, mode)) is not None:
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
-        if is_ordered:
-            in_order = self._ordered_step(program, particles, mode)
-            if in_order is not None:
-                return in_order
+        if is_ordered and self.plans.last is None:
+            # There has to be a plan to show. With two particles leave-one-out has a plan.
+            few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
+            self.observe(program, few, replace(mode, learning=False, may_order=False))
+            mark.again()
+        if is_ordered and recordings.mode == "auto":
+            return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered and (ordered := _in_order(planner, runs)) is not None:
             return Observation((), (), ordered)
@@ -199,33 +202,16 @@ class StepRunner(Runner):
         self.plans.last = plans[0]
         return Observation((), (), tuple(in_order(run, {}) for run in runs if run))
 
-    def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
-        """A step in program order; ``None``, and nothing drawn, if it does not serve all sites."""
-        planner, recordings = self.plans.planner, self.recordings
-        follows_rules = recordings.mode == "auto"
-        if not follows_rules and (recordings.needs_graphs or not planner.serves_order):
-            return None
-        if self.plans.last is None:
-            # An objective whose state was loaded may have no plan to show. With two particles leave-one-out has a plan.
-            few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
-            self.observe(program, few, replace(mode, learning=False, may_order=False))
-            mark.again()
-        draws, options = None if follows_rules else Draws(), self._options(particles, step=mode.num_steps)
+    def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """A step in program order, by the rules' own estimator."""
+        planner, options = self.plans.planner, self._options(particles, step=mode.num_steps)
         runs = [run_in_order(*program, options) for _ in range(particles.number)]
-        if follows_rules:
+        if mode.learning:
             # If program order does not fit a run, only later steps change: what a step does must not depend on the
             # values that it has drawn.
-            fits = all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs)
-            ordered = tuple(served_alike(run, plain_score(len(runs))) for run in runs)
-        else:
-            found = _in_order(planner, runs)
-            fits, ordered = found is not None, found or ()
-        if mode.learning:
-            recordings.settle_order(fits)
-        if draws is not None and not fits:
-            draws.again()
-            return None
-        return Observation((), (), ordered, is_lone=follows_rules and len(runs) == 1)
+            self.recordings.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
+        ordered = tuple(served_alike(run, plain_score(len(runs))) for run in runs)
+        return Observation((), (), ordered, is_lone=len(runs) == 1)
 
     def _planned(
         self,
@@ -385,9 +371,9 @@ def _sites_of(traces: tuple[Any, Any]) -> Hashable:
     return tuple((name, type(site.get("fn"))) for trace in traces for name, site in trace.nodes.items())
 
 
-def _in_order(planner: Planner, runs: Sequence[PlainRun | TracedRun]) -> tuple[RunInOrder, ...] | None:
+def _in_order(planner: Planner, runs: Sequence[TracedRun]) -> tuple[RunInOrder, ...] | None:
     """The signals of runs in program order; ``None`` if an estimator needs more."""
-    estimators = [planner.order_estimators(run, len(runs)) for run in runs]
+    estimators = [planner.order_estimators(run) for run in runs]
     found = tuple(in_order(run, own) for run, own in zip(runs, estimators, strict=True) if own is not None)
     return found if len(found) == len(runs) else None
 

@@ -36,8 +36,7 @@ from pyro_bpq.plan.rules import (
 from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
 from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.record.config import SiteOptions
-from pyro_bpq.record.traced_run import PlainRun, TracedRun
-from pyro_bpq.record.watch import site_info
+from pyro_bpq.record.traced_run import TracedRun
 
 # Largest number of plans that are kept.
 _PLANS = 64
@@ -108,21 +107,12 @@ class Planner:
             )
         return estimator, rule.says
 
-    @property
-    def serves_order(self) -> bool:
-        """Whether an estimator was chosen for all sites, and needs their costs-to-go alone."""
-        return self.is_elbo and self.estimator is not None and self.estimator.needs_costs_alone
-
-    def order_estimators(self, traced: TracedRun | PlainRun, num_particles: int) -> dict[str, Estimator] | None:
+    def order_estimators(self, traced: TracedRun) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
-        if isinstance(traced, PlainRun):
-            infos = {name: site_info(site, (), num_particles) for name, site in traced.sites.items()}
-            facts = {name: self._facts(info, SiteOptions()) for name, info in infos.items()}
-        elif any(options.critic for options in traced.options.values()):
+        if any(options.critic for options in traced.options.values()):
             return None
-        else:
-            scored = [name for name, record in traced.run.sites.items() if record.score is not None]
-            facts = {name: self._facts(traced.infos[name], traced.options[name]) for name in scored}
+        scored = [name for name, record in traced.run.sites.items() if record.score is not None]
+        facts = {name: self._facts(traced.infos[name], traced.options[name]) for name in scored}
         chosen = {name: self.choice(site)[0] for name, site in facts.items()}
         found = {n: facts[n].score_function if own.is_pathwise else own for n, own in chosen.items()}
         return found if all(own.needs_costs_alone for own in found.values()) else None

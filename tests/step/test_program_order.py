@@ -16,7 +16,6 @@ from steps import fresh, repeat, stepped
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise
-from pyro_bpq.plan.planner import Planner
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, trace_run
 from pyro_bpq.record.watch import TraceOptions
@@ -82,18 +81,6 @@ def test_a_step_is_unbiased(estimator: Estimator, particles: int) -> None:
     assert_unbiased(elbo.eval(), model, guide)
 
 
-@pytest.mark.parametrize("particles", [1, 2])
-def test_steps_of_plain_and_of_recorded_runs_are_the_same(particles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for is_plain in (True, False):
-        monkeypatch.setattr(Planner, "serves_order", property(lambda _, plain=is_plain: plain))
-        elbo = trained(ScoreFunction(LeaveOneOut() if particles > 1 else RunningBaseline()), 6, num_particles=particles)
-        weights = [w.detach().clone() for w in pyro.get_param_store()._params.values()]
-        found.append([*weights, *(entry["cost_to_go"] for entry in elbo.info.values())])
-    plain, recorded = found
-    assert len(plain) == len(recorded) and all(torch.equal(*pair) for pair in zip(plain, recorded, strict=True))
-
-
 def test_a_site_that_needs_more_costs_further_runs_once() -> None:
     calls = Counter[str]()
 
@@ -113,8 +100,8 @@ def test_a_site_that_needs_more_costs_further_runs_once() -> None:
         before = calls["runs"]
         elbo.loss_and_grads(seen, steered)
         runs.append(calls["runs"] - before)
-    # Each step runs guide and model; the first one also for its plan, and to see that it has to do without order.
-    assert runs == [6, 2, 2, 2, 2, 2]
+    # Each step runs guide and model; the first one also for the plan that is shown.
+    assert runs == [4, 2, 2, 2, 2, 2]
     assert_unbiased(elbo.eval(), seen, steered)
 
 
