@@ -1,4 +1,4 @@
-"""Snapshots of an object's attributes, by which a step that fails is undone."""
+"""Snapshots of objects and dictionaries, by which a step that fails is undone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def snapshot(part: object) -> dict[str, Any]:
-    """The attributes of an object, by name; its collections are copied, not what they hold."""
+def snapshot(part: Any) -> dict[Any, Any]:
+    """The items of a dictionary; or the attributes of an object, whose collections are copied, not what they hold."""
+    if isinstance(part, dict):
+        return {**part}
     own = vars(part).copy()
     for name, value in own.items():
         if isinstance(value, (dict, list, set, deque)):
@@ -16,7 +18,8 @@ def snapshot(part: object) -> dict[str, Any]:
     return own
 
 
-def restore(part: object, mark: Mapping[str, Any]) -> None:
-    """Takes an object back to a snapshot."""
-    vars(part).clear()
-    vars(part).update(mark)
+def restore(part: Any, mark: Mapping[Any, Any]) -> None:
+    """Takes an object or a dictionary back to a snapshot."""
+    own = part if isinstance(part, dict) else vars(part)
+    own.clear()
+    own.update(mark)

@@ -205,7 +205,8 @@ def _number_of(node: fx.Node, filled: Mapping[fx.Node, float]) -> float | None:
         return None
     if name in _ONES:
         return 1.0
-    first = filled.get(node.all_input_nodes[0]) if name in PASSING or name == "neg" else None
+    # Numbers of Python may stand for tensors.
+    first = next(map(filled.get, node.all_input_nodes), None) if name in PASSING or name == "neg" else None
     return -first if first is not None and name == "neg" else first
 
 

@@ -61,8 +61,6 @@ class CriticBank(nn.Module):
         # Blocks that were selected since the last call of tidy, and whether steps that learn did so.
         self._touched: dict[str, bool] = {}
         self._most_rows = 0
-        # Names of blocks that were forgotten, or all of whose loaded rows were forgotten.
-        self._gone: list[str] = []
 
     def generator(self, kind: str, keys: Sequence[str]) -> torch.Generator:
         """A generator for a new block; it depends on the seed and on the block's kind and keys."""
@@ -118,8 +116,14 @@ class CriticBank(nn.Module):
         # Sorted, because all processes that learn together need the same order.
         return self.weights(sorted(self._touched))
 
-    def tidy(self) -> list[str]:
-        """Forgets old rows, between steps; returns the names of the blocks that no longer exist."""
+    @property
+    def names(self) -> set[str]:
+        """Names of the blocks, and of those that loaded rows come from."""
+        return {*self.blocks, *(rows[_HOME] for rows in self._waiting.values() if _HOME in rows)}
+
+    def tidy(self) -> bool:
+        """Forgets old rows, between steps; says whether there were any."""
+        is_full = False
         if used := self._used:
             for key, size in used.items():
                 self._order.pop(key, None)
@@ -127,46 +131,28 @@ class CriticBank(nn.Module):
             number, rows = sum(used.values()), sum(self._order.values())
             self._most_rows = max(self._most_rows, number)
             limit = max(self.max_idle + number, _STEPS * self._most_rows)
-            if rows + len(self._waiting) > limit:
+            is_full = rows + len(self._waiting) > limit
+            if is_full:
                 self._forget(rows, limit, used)
         self._touched.clear()
-        gone, self._gone = self._gone, []
-        return gone
+        return is_full
 
     def _forget(self, rows: int, limit: int, used: Container[str]) -> None:
         """Forgets the oldest rows; loaded rows that no step has selected go first."""
         self._take(list(self._waiting)[: rows + len(self._waiting) - limit])
-        forgotten = []
-        for key, size in self._order.items():
+        for key, size in list(self._order.items()):
             if rows <= limit or key in used:
                 break
-            forgotten.append(key)
             rows -= size
-        self._drop(forgotten)
-        self._gone += forgotten
-
-    def _take(self, names: Iterable[tuple[str, str]], home: str | None = None) -> dict[tuple[str, str], Any]:
-        """Removes and returns waiting rows."""
-        found = {name: self._waiting[name] for name in names if name in self._waiting}
-        if found:
-            # Not in place, because a snapshot may hold the old dictionary.
-            self._waiting = {name: rows for name, rows in self._waiting.items() if name not in found}
-            left = {rows.get(_HOME) for rows in self._waiting.values()}
-            homes = dict.fromkeys(rows.get(_HOME) for rows in found.values())
-            self._gone = [*self._gone, *(name for name in homes if name and name not in left and name != home)]
-        return found
-
-    def _drop(self, keys: Sequence[str]) -> None:
-        """Removes blocks from the bank."""
-        for key in keys:
             block = self.blocks[key]
             for name in block.keys:
                 del self._index[block.kind, name]
-            del self.blocks[key]
-            self._order.pop(key, None)
-            self._touched.pop(key, None)
-        if keys:
+            del self.blocks[key], self._order[key]
             self._selections.clear()
+
+    def _take(self, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+        """Removes and returns waiting rows."""
+        return {name: self._waiting.pop(name) for name in names if name in self._waiting}
 
     @torch.no_grad()
     def commit(self, writes: Sequence[Write]) -> None:
@@ -180,18 +166,6 @@ class CriticBank(nn.Module):
             else:
                 buffer[rows] = value.to(buffer)
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """A mark of the present state; :meth:`restore` takes the bank back to it."""
-        return len(self.blocks), self._waiting, self._gone, dict(self._touched)
-
-    def restore(self, mark: tuple[Any, ...]) -> list[str]:
-        """Forgets blocks that were built after ``mark``, and returns their names."""
-        size, self._waiting, self._gone, touched = mark
-        built = list(self.blocks)[size:]
-        self._drop(built)
-        self._touched = dict(touched)
-        return built
-
     def _add(self, block: Block) -> None:
         if self.is_own:
             block.hide_weights()
@@ -201,7 +175,7 @@ class CriticBank(nn.Module):
         self.blocks[key] = block
         for row, name in enumerate(block.keys):
             self._index[block.kind, name] = (key, row)
-        self._load_waiting(key, block)
+        self._load_waiting(block)
         if self._on_build is not None:
             self._on_build(key)
 
@@ -233,7 +207,7 @@ class CriticBank(nn.Module):
         """Kind and keys of every block, the most recently used block last."""
         order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
         blocks = {key: {"kind": self.blocks[key].kind, "keys": [*self.blocks[key].keys]} for key in order}
-        return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
+        return {"blocks": blocks, "waiting": {**self._waiting}, "most_rows": self._most_rows}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Does nothing: :meth:`_load_from_state_dict` handles the extra state."""
@@ -249,20 +223,20 @@ class CriticBank(nn.Module):
                 waiting[described["kind"], name] = rows | {_HOME: key}
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key, block in self.blocks.items():
-            self._load_waiting(key, block)
+            self._load_waiting(block)
             # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")
             state_dict.update({name: value.clone() for name, value in own.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @torch.no_grad()
-    def _load_waiting(self, key: str, block: Block) -> None:
+    def _load_waiting(self, block: Block) -> None:
         if not self._waiting:
             return
         own = block.state_dict(keep_vars=True)
         names = [(block.kind, name) for name in block.keys]
         self._warn_of_others(block.kind, block.keys)
-        found = self._take(names, key)
+        found = self._take(names)
         for row, name in enumerate(names):
             for tensor, value in found.get(name, {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:

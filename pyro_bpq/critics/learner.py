@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -165,7 +165,7 @@ class AveragedAdam(torch.optim.Optimizer):
         z ← z - lr speed g / √v,   x ← x + c (z - x),   y = (1 - mix) z + mix x,   c = max(min(1, 3/n), floor)
 
     Gradients ``g`` are taken at the parameters ``y``, which are also the result. ``decay`` is the weight of the past in
-    the running square ``v`` of the gradient; ``eps`` is added to ``√v``.
+    the running square ``v`` of the gradient; ``eps`` is added to ``√v``. Parameters of a group take equally many steps.
 
     References:
         | The Road Less Scheduled (Defazio et al., 2024)
@@ -175,55 +175,35 @@ class AveragedAdam(torch.optim.Optimizer):
     decay, mix, floor, eps = 0.99, 0.9, 0.03, 1e-8
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "speed": None})
+        super().__init__(params, {"lr": lr, "speed": None, "n": None})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """One step along ``.grad``."""
         for group in self.param_groups:
-            # Parameters that have taken equally many steps advance together.
-            alike: dict[int, list[Tensor]] = {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"z": p.clone(), "x": p.clone(), "v": torch.zeros_like(p), "n": 0}
-                if not isinstance(state["n"], Tensor):
-                    state["n"] += 1
-                n = state["n"]
-                alike.setdefault(-id(n) if isinstance(n, Tensor) else n, []).append(p)
-            for parameters in alike.values():
-                n = self.state[parameters[0]]["n"]
-                if isinstance(n, Tensor):
-                    n.add_(1.0)
-                self._advance(parameters, n, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p] |= {"z": p.clone(), "x": p.clone(), "v": torch.zeros_like(p)}
+            if parameters:
+                self._advance(parameters, group)
 
-    def count_in_tensors(self) -> None:
-        """Counts steps in tensors from now on, because a recorded step would freeze a number."""
-        made: dict[tuple[int, torch.device], Tensor] = {}
-        for p, state in self.state.items():
-            n = state["n"]
-            if not isinstance(n, Tensor):
-                new = torch.tensor(float(n), dtype=torch.float64, device=p.device)
-                state["n"] = made.setdefault((n, p.device), new)
-
-    def _advance(self, parameters: list[Tensor], n: int | Tensor, group: Mapping[str, Any]) -> None:
+    def _advance(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         z, x, v = ([self.state[p][name] for p in parameters] for name in "zxv")
+        if group["n"] is None:
+            # A tensor, as a recorded step would freeze a number.
+            group["n"] = torch.zeros((), dtype=torch.float64, device=z[0].device)
+        n = group["n"].add_(1.0)
         torch._foreach_mul_(v, self.decay)
         torch._foreach_addcmul_(v, gradients, gradients, 1.0 - self.decay)
         scale = torch._foreach_sqrt(v)
-        torch._foreach_div_(scale, (1.0 - self.decay**n) ** 0.5)
+        torch._foreach_div_(scale, (1.0 - self.decay**n).sqrt())
         torch._foreach_add_(scale, self.eps)
-        if group.get("speed") is not None:
-            torch._foreach_div_(scale, [group["speed"]] * len(scale))
+        if group["speed"] is not None:
+            torch._foreach_div_(scale, group["speed"])
         torch._foreach_addcdiv_(z, gradients, scale, -group["lr"])
-        if isinstance(n, Tensor):
-            weights = [(3.0 / n).clamp(self.floor, 1.0).to(p.dtype) for p in parameters]
-            torch._foreach_lerp_(x, z, weights)
-        else:
-            torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), self.floor))
+        torch._foreach_lerp_(x, z, [(3.0 / n).clamp(self.floor, 1.0).to(x[0].dtype)] * len(x))
         torch._foreach_copy_(parameters, z)
         torch._foreach_lerp_(parameters, x, self.mix)
 
@@ -273,11 +253,12 @@ class CriticOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the state of every block's optimiser, also for blocks that are not built yet."""
-        self.optimizers, self._loaded = {}, copy.deepcopy(dict(state))
+        # In place: a compiled step sees that they are gone.
+        self.optimizers.clear()
+        self._loaded = copy.deepcopy(dict(state))
 
-    def forget(self, keys: Iterable[str], is_final: bool = False) -> None:
-        """Drops the optimisers of forgotten blocks, and with ``is_final`` also their loaded states."""
-        for key in keys:
-            self.optimizers.pop(key, None)
-            if is_final:
-                self._loaded.pop(key, None)
+    def keep(self, names: Container[str]) -> None:
+        """Drops the optimisers of all other blocks, and their loaded states."""
+        for table in (self.optimizers, self._loaded):
+            for key in [key for key in table if key not in names]:
+                del table[key]

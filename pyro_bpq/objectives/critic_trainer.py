@@ -84,7 +84,8 @@ class CriticTrainer:
             self._commit(writes, gradients)
             if self.keeps_staged and self.learner is not None:
                 self._learn_again(owner)
-        self.optimizer.forget(self.critics.tidy(), is_final=True)
+        if self.critics.tidy():
+            self.optimizer.keep(self.critics.names)
 
     def _commit(self, writes: Sequence[Write], gradients: Mapping[str, Tensor]) -> None:
         """Applies writes and gradients to the blocks that exist; the others get theirs when they are built."""
@@ -143,36 +144,18 @@ class CriticTrainer:
 
     # Going back.
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The objects in which a step notes what it teaches."""
-        return (self,) if self.replayer is None else (self, self.replayer, self.replayer.buffer)
-
-    def mark(self, deep: bool) -> Any:
-        """A mark to which :meth:`go_back` takes what a step builds, and with ``deep`` also what critics learn."""
-        tensors, tables = list[Tensor](), list[dict[Any, Any]]()
+    def parts(self, deep: bool) -> tuple[list[Any], list[Tensor]]:
+        """The objects and dictionaries that a step changes; with ``deep`` also those of learning, and its tensors."""
+        found: list[Any] = [self, self.critics, self.critics.blocks, self.optimizer.optimizers]
+        found += [] if self.replayer is None else [self.replayer, self.replayer.buffer]
         # A sweep changes critics while the step is still going on.
-        if deep or self.options.sweep is not None:
-            own = self.optimizer.optimizers
-            states = [state for each in own.values() for state in each.state.values()]
-            tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-            tensors += named_tensors(self.critics).values()
-            tables = [own, *states]
-            for each in own.values():
-                tables += [each.state, *each.param_groups]
-        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        return self.critics.snapshot(), kept, [(table, {**table}) for table in tables]
-
-    def go_back(self, mark: Any) -> None:
-        """Undoes what was built and learned after a mark."""
-        bank, tensors, tables = mark
-        self.optimizer.forget(self.critics.restore(bank))
-        with torch.no_grad():
-            for tensor, value in tensors:
-                tensor.copy_(value)
-        for table, before in tables:
-            table.clear()
-            table.update(before)
+        if not (deep or self.options.sweep is not None):
+            return found, []
+        tables: list[dict[Any, Any]] = []
+        for each in self.optimizer.optimizers.values():
+            tables += [each.state, *each.state.values(), *each.param_groups]
+        held = [value for table in tables for value in table.values() if isinstance(value, Tensor)]
+        return found + tables, [*held, *named_tensors(self.critics).values()]
 
     # State.
 

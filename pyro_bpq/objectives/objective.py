@@ -357,8 +357,10 @@ class Objective(CountedELBO, nn.Module):
 
     def mark(self, deep: bool = False) -> Any:
         """A mark to which :meth:`go_back` takes all that a step finds out; with ``deep`` also what critics learn."""
-        parts = (self.particles, *self.trainer.parts, *self.runner.parts)
-        return self.trainer.mark(deep), [(part, snapshot(part)) for part in parts], self.info, self.ms
+        learned, tensors = self.trainer.parts(deep)
+        parts = (self.particles, *self.runner.parts, *learned)
+        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        return [(part, snapshot(part)) for part in parts], kept, self.info, self.ms
 
     @contextlib.contextmanager
     def undoing(self, deep: bool = False) -> Iterator[None]:
@@ -370,12 +372,14 @@ class Objective(CountedELBO, nn.Module):
             self.go_back(mark)
             raise
 
+    @torch.no_grad()
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and found out after a mark."""
-        trainer, parts, self.info, self.ms = mark
-        self.trainer.go_back(trainer)
+        parts, tensors, self.info, self.ms = mark
         for part, own in parts:
             restore(part, own)
+        for tensor, value in tensors:
+            tensor.copy_(value)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""

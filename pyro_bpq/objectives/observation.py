@@ -45,7 +45,6 @@ class Mode:
     is_recorded: bool = False
     # Whether the step needs nothing but costs in program order, where that is all that is known.
     may_order: bool = False
-    looks: bool = False  # whether what it finds may not count, so that signals are made later
     shows: bool = False  # whether somebody wants to see the signals of sites, so that a graph is needed in any case
 
     def counts(self, run: TracedRun) -> bool:

@@ -40,6 +40,7 @@ from pyro_bpq.record.cost_statement import SkipCosts
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.program_errors import EXPLAINED
 from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
 
@@ -198,23 +199,28 @@ class _Step:
         return found
 
     def _run(self, way: Particles) -> Observation:
-        return self.runner.observe(self.program, way, self.mode)
+        return self.runner.staged(self.runner.observe(self.program, way, self.mode))
+
+    def _back(self, draws: Draws, runs: Sequence[TracedRun] = ()) -> None:
+        """Takes back what some runs have drawn and written; the programs run again."""
+        draws.again(runs)
+        self.runner.meet(self.program, self.mode)
 
     def _settled(self, way: Particles) -> Observation:
         """The step of particles that run in a settled way, as long as they can be computed from a recording."""
-        count, draws = self.count, self.runner.recordings.mark() if way.is_hidden else None
-        count.now = way
+        self.count.now = way
+        if not way.is_hidden:
+            return self._run(way)
+        count, draws = self.count, self.runner.recordings.mark()
         try:
             return self._run(way)
         except Uncut as error:
-            assert draws is not None
-            draws.again()
+            self._back(draws)
             count.say(f"Particles do not run {way.way}: {error}.")
             return self._instead(count.one if count.is_open else replace(way, is_hidden=False))
 
     def _instead(self, way: Particles) -> Observation:
         """The step in another way, which is settled from now on."""
-        self.runner.meet(self.program, self.mode)
         self.count.use(self.runner, way)
         return self._run(way)
 
@@ -227,8 +233,7 @@ class _Step:
         if way.has_plate and isinstance(poutine.unwrap(self.program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
             with torch.no_grad():
-                draws.again([runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
-            self.runner.meet(self.program, self.mode)
+                self._back(draws, [runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
         found, mixed = self._settled(way), None
         # Without a score no particle is charged with the costs of others: they run as the user has written.
         if way.has_plate and found.runs[0].scored:
@@ -243,9 +248,8 @@ class _Step:
         reason = f"{cost} reads values of other particles"
         if why:
             reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
-        draws.again()
+        self._back(draws, found.runs)
         apart = replace(way, is_vectorized=False, nesting=count.nesting)
-        runner.meet(self.program, self.mode)
         hidden = None if found.runs[0].is_dear else self._tried(replace(apart, is_hidden=True))[0]
         now = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
         count.say(f"{way.number} particles do not run in a plate: {reason}. They run {now}.")
@@ -263,7 +267,7 @@ class _Step:
         """The step of a call that looks new: one particle shows what number the program is good for."""
         count, runner = self.count, self.runner
         draws, call, count.now = runner.recordings.mark(), runner.recordings.call, count.one
-        found = runner.observe(self.program, count.one, replace(self.mode, looks=True))
+        found = runner.observe(self.program, count.one, self.mode)
         self._plan_sums(found)
         number, why = (1, STEERED) if found.ordered else runner.good_for(found.runs[0])
         if self.mode.has_ranks:
@@ -272,14 +276,14 @@ class _Step:
             count.use(runner, count.one)
             count.say(f"One particle runs, because {why}.")
             return runner.staged(found)
-        draws.again(found.runs)
-        if self._sums():
+        is_summed = self._sums()
+        self._back(draws, found.runs)
+        if is_summed:
             return self._summed()
         one, refused = found.runs[0], list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
         hidden = Particles(number, False, True, count.nesting)
         for way, where in ((plate, "in a plate"), (hidden, "in one call")):
-            runner.meet(self.program, self.mode)
             many, why = self._tried(way, (one, call))
             if many is not None:
                 count.say(f"{number} particles run {way.way}.", *refused)
@@ -293,10 +297,7 @@ class _Step:
         way = self.count.now
         if not way.has_plate or way.sums or self.mode.is_recorded:
             return None
-        found, _ = self._tried(way, known=set(self.runner.recordings.known))
-        if found is None:
-            self.runner.meet(self.program, self.mode)
-        return found
+        return self._tried(way, known=set(self.runner.recordings.known))[0]
 
     def _tried(
         self, way: Particles, one: tuple[TracedRun, Call] | None = None, known: set[Any] | None = None
@@ -305,15 +306,14 @@ class _Step:
 
         ``one`` is the run of one particle, and its call. The structure has to be one of those that are ``known``.
         """
-        draws, created = self.runner.recordings.mark(), set(pyro.get_param_store().keys())
+        draws, params = self.runner.recordings.mark(), set(pyro.get_param_store().keys())
         runs: Sequence[TracedRun] = ()
         try:
             with warnings.catch_warnings():
                 if known is None:  # a run of one particle has given our own warnings in the same step
                     warnings.simplefilter("ignore", BPQWarning)
                 found = self._run(way)
-            runs = found.runs
-            reason = "" if way.sums else self._differs(found, way, one, known)
+            runs, reason = found.runs, "" if way.sums else self._differs(found, way, one, known)
             if not reason:
                 self.count.use(self.runner, way)
                 return found, ""
@@ -322,10 +322,10 @@ class _Step:
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
             reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-        draws.again(runs)
-        for name in set(pyro.get_param_store().keys()) - created:
+        for name in set(pyro.get_param_store().keys()) - params:
             # They may have the shape of many particles.
             del pyro.get_param_store()[name]
+        self._back(draws, runs)
         return None, reason
 
     def _differs(
@@ -386,7 +386,7 @@ class _Step:
         now = self.runner.recordings.now
         now.sums = replace(way, is_compact=False) if way.is_compact else None
         now.may_sum = way.is_compact
-        found = count.observe(self.runner, self.program, mode)
+        found = self.taken()
         if not way.is_compact:
             count.say(count.said, f"The loss is not summed over all values: {reason}.")
         return found

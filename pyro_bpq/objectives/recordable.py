@@ -84,12 +84,10 @@ class Recordable:
         optimizers = self.objective.trainer.optimizer.optimizers
         modules = self.objective.critics.modules()
         tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
-        for optimizer in optimizers.values():
-            assert isinstance(optimizer, AveragedAdam)
-            optimizer.count_in_tensors()
-            tables += optimizer.state.values()
+        tables += [state for optimizer in optimizers.values() for state in optimizer.state.values()]
         found = [Place(table, name, held) for table in tables for name, held in table.items() if held is not None]
-        return [*found, *(Place(optimizers, key, optimizer) for key, optimizer in optimizers.items())]
+        counts = [Place(group, "n", group["n"]) for each in optimizers.values() for group in each.param_groups]
+        return [*found, *counts, *(Place(optimizers, key, optimizer) for key, optimizer in optimizers.items())]
 
     def recorded_step(self, program: Program, number: RecordedStep) -> tuple[Step, Tensor]:
         """Takes a step, and gives a scalar that has its gradient; what the step teaches is noted, not applied."""

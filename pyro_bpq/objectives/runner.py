@@ -129,6 +129,11 @@ class StepRunner(Runner):
         if recordings.now.unscored and (found := self._unscored_step(program, particles, mode)) is not None:
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
+        if is_ordered and self.plans.last is None:
+            # There has to be a plan to show. With two particles leave-one-out has a plan.
+            few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
+            self.observe(program, few, replace(mode, learning=False, may_order=False))
+            mark.again()
         if is_ordered and recordings.mode == "auto":
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
@@ -158,7 +163,7 @@ class StepRunner(Runner):
             recordings.now.next = math.inf
             if may_settle and not particles.is_hidden and all(run.is_plain for run in runs):
                 recordings.now.unscored[particles, _sites_of(found.traces)] = self.plans.last
-        return found if mode.looks else self.staged(found)
+        return found
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
@@ -197,19 +202,13 @@ class StepRunner(Runner):
         return Observation((), (), tuple(in_order(run, {}) for run in runs if run))
 
     def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """A step in program order, in which all sites are served alike."""
-        if self.plans.last is None:
-            # An objective whose state was loaded may have no plan to show. With two particles leave-one-out has a plan.
-            few, mark = replace(particles, number=min(particles.number, 2)), self.recordings.mark()
-            self.observe(program, few, replace(mode, learning=False, may_order=False))
-            mark.again()
-        options = self._options(particles, step=mode.num_steps)
+        """A step in program order, by the rules' own estimator."""
+        planner, options = self.plans.planner, self._options(particles, step=mode.num_steps)
         runs = [run_in_order(*program, options) for _ in range(particles.number)]
         if mode.learning:
             # If program order does not fit a run, only later steps change: what a step does must not depend on the
             # values that it has drawn.
-            fits = all(isinstance(run, PlainRun) or self.plans.planner.fits_order(run) for run in runs)
-            self.recordings.settle_order(fits)
+            self.recordings.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
         ordered = tuple(in_order(run, dict.fromkeys(run.scored, plain_score(len(runs)))) for run in runs)
         return Observation((), (), ordered, is_lone=len(runs) == 1)
 

@@ -14,6 +14,7 @@ from pyro.optim import ClippedAdam
 from steps import repeat
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from pyro_bpq import CompiledSVI, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.compiled.backends import fused_draws
@@ -144,6 +145,17 @@ def test_backward_passes_from_the_same_numbers_are_one() -> None:
     inputs = [torch.rand(3, 4), torch.rand(4, 5)]
     graph = make_fx(body)(*inputs)
     assert (number_of(graph, "mm"), number_of(check(graph, inputs), "mm")) == (4, 3)
+
+
+def test_numbers_may_stand_for_tensors() -> None:
+    """``dist.Normal(z, 1.0)`` converts the logarithm of its scale, a number of Python."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    number = graph.call_function(torch.ops.aten._to_copy.default, (0.5,), {"dtype": torch.float64})
+    graph.output([graph.call_function(torch.ops.aten.mul.Tensor, (x, number))])
+    inputs, module = [torch.rand(3, dtype=torch.float64)], fx.GraphModule({}, graph)
+    FakeTensorProp(module).propagate(*inputs)
+    check(module, inputs)
 
 
 @pytest.mark.parametrize("terms", [3, 8, NUMBER])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block, Selection
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.snapshots import restore, snapshot
 
 
 class Weight(nn.Module):
@@ -73,9 +74,10 @@ def test_select_builds_only_what_is_missing() -> None:
 
 def test_commit_ignores_blocks_that_are_gone() -> None:
     bank = CriticBank()
-    mark = bank.snapshot()
+    marks = [(part, snapshot(part)) for part in (bank, bank.blocks)]
     writes = select(bank, "a").write("mean", torch.ones(1))
-    bank.restore(mark)
+    for part, mark in marks:
+        restore(part, mark)
     bank.commit(writes)
     assert not len(bank.blocks)
 
@@ -85,9 +87,10 @@ def test_restore_keeps_rows_that_were_loaded() -> None:
     write(bank, select(bank, "ab"), [1.0, 2.0])
     fresh = CriticBank()
     fresh.load_state_dict(bank.state_dict())
-    mark = fresh.snapshot()
+    marks = [(part, snapshot(part)) for part in (fresh, fresh.blocks)]
     assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
-    fresh.restore(mark)
+    for part, mark in marks:
+        restore(part, mark)
     assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
 
 
