@@ -103,8 +103,6 @@ class Plan:
         return ", ".join(costs) + rows if costs else "nothing"
 
     def _held(self, name: str) -> str:
-        if name not in self.held.sites:
-            return "nothing: a child's law is unknown at other values, so the site gets leave-one-out"
         return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.others} rows of an extra run"
 
     @cached_property

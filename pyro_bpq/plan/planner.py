@@ -29,8 +29,10 @@ from pyro_bpq.plan.rules import (
     MANY_COMPONENTS,
     MANY_SITES,
     MOST_CHILDREN,
+    NOT_HELD,
     SITES,
     SiteFacts,
+    plain_score,
     site_critic,
 )
 from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
@@ -166,6 +168,10 @@ class Planner:
             notes.append(f"Critics take the place of other particles as baselines, {asks}.")
         sites = self._told(structure, asked, wanted, noise)
         choices = {name: self.choice(site) for name, site in sites.items()}
+        held = held_plan(structure, {name: own for name, (own, _) in choices.items()}, self.estimator is not None)
+        for name, (estimator, _) in choices.items():
+            if "hindsight" in estimator.needs and name not in held.sites and not facts.is_dynamic:
+                choices[name] = plain_score(facts.num_particles), NOT_HELD
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
         given = {n: None if sums else site_critic(self.critic, sites[n], fns[n], e) for n, e in estimators.items()}
@@ -181,7 +187,7 @@ class Planner:
             graph,
             layout,
             noise.flips,
-            held_plan(structure, estimators, self.estimator is not None),
+            held,
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
             noise.compared,
             rules={name: rule for name, (_, rule) in choices.items()},

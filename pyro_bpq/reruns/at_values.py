@@ -106,10 +106,7 @@ class Reruns:
 
     def hindsight(self, signals: Signals, c: int) -> HeldCosts:
         """What other values of the sites of a class change while all other sites keep theirs."""
-        if "hindsight" not in signals.shared:
-            # The same for all classes.
-            signals.shared["hindsight"] = HeldRuns(self, signals)
-        return signals.shared["hindsight"].of_class(c)
+        return signals.once("hindsight", lambda: HeldRuns(self, signals)).of_class(c)
 
     def _seed(self) -> int:
         return int(torch.randint(1 << 62, (), generator=self._seeds, device="cpu"))
