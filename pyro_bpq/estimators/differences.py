@@ -103,21 +103,15 @@ class Differences(Estimator):
         held: HeldCosts = context.signals["hindsight"]
         assert held.near is not None
         with torch.no_grad():
-            rest, later = held.rest, context.cost - held.settled
-            later = later if rest is None else later - rest
-            if held.lost is not None:
-                is_lost = held.lost.reshape(-1, *(1,) * (later.dim() - 1))
-                rest = torch.where(is_lost, context.cost, torch.zeros_like(later) if rest is None else rest)
-                later = later.masked_fill(is_lost, 0.0)
+            later = context.cost - held.settled
+            later = later if held.rest is None else later - held.rest
             level, statistics = centred_cost(later, context, "baseline")
             kept = unit_scale(*context.statistics["moments"].unbind(1))
             kept = kept.reshape(-1, *(1,) * level.dim())
             table, new, errors = _table(held, level.unsqueeze(-1), kept, context.statistics)
             table, linear = _without_linear(table * held.near.step, held, context)
             statistics = {**statistics, **errors, **linear, "moments": context.running_mean("moments", new, _DECAY)}
-            if held.lost is not None:
-                table = table.masked_fill(is_lost.unsqueeze(-1), 0.0)
-            rest = unknown_costs(held._replace(rest=rest), later)
+            rest = unknown_costs(held, later)
         surrogate = (table * held.log_q).sum(-1)
         for cost, score, name in ((rest, context.score, "rest"), (held.settled + later, held.dispersion, "whole")):
             if cost is not None and score is not None:

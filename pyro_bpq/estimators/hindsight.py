@@ -67,7 +67,6 @@ class HeldCosts(NamedTuple):
             ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.
         near: Of counts the weights of the steps.
         back: Of counts the change of ``log q`` of the sites that read them one step to the other side, as ``exact``.
-        lost: Of counts, whether nothing is known at other values of a site, ``(G,)``; ``None`` if something is at each.
         dispersion: ``log q`` of negative binomials as a function of ``total_count`` alone, ``(G, M, plates)``, with its
             gradient; ``None`` if there is none.
     """
@@ -86,7 +85,6 @@ class HeldCosts(NamedTuple):
     excess: tuple[Tensor, Tensor] | None = None
     near: Neighbours | None = None
     back: Tensor | None = None
-    lost: Tensor | None = None
     dispersion: Tensor | None = None
 
     @property

@@ -120,12 +120,16 @@ def to_value(weights: Tensor, program: SiteProgram) -> Tensor:
     return sum(terms[1:], terms[0]).reshape(value.shape)
 
 
+def draw(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws ``z`` anew, independent of the sample, with its derivative to the parameters."""
+    noise = _noise(params, index, generator)
+    return params + noise if params.dim() == index.dim() else params - noise
+
+
 def independent_value(params: Tensor, index: Tensor, program: SiteProgram) -> Tensor:
     """A value drawn anew, independent of the sample."""
-    noise = _noise(params, index, program.generator)
-    if params.dim() == index.dim():
-        return program.from_index((params.detach() + noise > 0).long())
-    return program.from_index((params.detach() - noise).argmax(-1))
+    z = draw(params.detach(), index, program.generator)
+    return program.from_index((z > 0).long() if z.dim() == index.dim() else z.argmax(-1))
 
 
 def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

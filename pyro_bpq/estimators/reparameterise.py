@@ -39,11 +39,6 @@ class Pathwise(Estimator):
         return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {alternative(site)}"
 
 
-def _moved(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    """A value of a location-scale family with fixed noise."""
-    return loc + scale * ((value - loc) / scale).detach()
-
-
 def parameter_names(fn: Any) -> tuple[str, ...]:
     """Names of the parameters from which a univariate distribution can be rebuilt."""
     base = base_distribution(fn)
@@ -61,8 +56,7 @@ def parameter_names(fn: Any) -> tuple[str, ...]:
 def reparameterise(fn: Any, value: Tensor) -> Tensor:
     r"""A drawn value of a univariate distribution, with the gradient of the distribution's parameters.
 
-        loc and scale:  x = loc + scale stop((x - loc) / scale)
-        otherwise:      dx/dθ = -∂F(x; θ)/∂θ / p(x; θ),   F the distribution function
+        dx/dθ = -∂F(x; θ)/∂θ / p(x; θ),   F the distribution function
 
     Register a function for a distribution of your own with ``reparameterise.register``.
 
@@ -79,19 +73,6 @@ def reparameterise(fn: Any, value: Tensor) -> Tensor:
         ) from error
     density = fn.log_prob(value).exp().detach()
     return value - (cumulative - cumulative.detach()) / density
-
-
-@reparameterise.register(td.Normal)
-@reparameterise.register(td.Laplace)
-@reparameterise.register(td.Cauchy)
-@reparameterise.register(td.Gumbel)
-def _location_scale(fn: Any, value: Tensor) -> Tensor:
-    return _moved(value, fn.loc, fn.scale)
-
-
-@reparameterise.register(td.LogNormal)
-def _log_normal(fn: td.LogNormal, value: Tensor) -> Tensor:
-    return _moved(value.log(), fn.loc, fn.scale).exp()
 
 
 @reparameterise.register(td.Gamma)

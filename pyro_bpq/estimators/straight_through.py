@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, event_sum
-from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_given
+from pyro_bpq.estimators.noise import gumbel_given, uniform_given
 from pyro_bpq.estimators.relaxation import Temperature, Tempered
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.rollout.features import finite_components
@@ -139,15 +140,9 @@ class Concrete(Tempered):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The slope at the relaxed value times that value."""
-        program, (log_probs, _) = context.program, context.table
-        is_binary = program.value.numel() < log_probs.numel()
-        if is_binary:
-            logits = (log_probs[..., 1] - log_probs[..., 0]).reshape(program.value.shape)
-            perturbed = logits - torch.logit(uniform(logits, program.generator))
-        else:
-            logits = log_probs.reshape(program.value.shape)
-            perturbed = logits + gumbel(logits, program.generator)
-        soft = _probs(perturbed / self.tau, is_binary)
+        program, (log_probs, index) = context.program, context.table
+        z = relaxation.draw(relaxation.parameters(log_probs), index, program.generator)
+        soft = relaxation.to_value(relaxation.relax(z, self.tau, index), program)
         _, slope = program.gradient(soft.detach())
         return SiteTerm(event_sum(slope * soft, context.cost.dim()))
 

@@ -7,6 +7,7 @@ structure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,8 +30,10 @@ from pyro_bpq.plan.rules import (
     MANY_COMPONENTS,
     MANY_SITES,
     MOST_CHILDREN,
+    NOT_HELD,
     SITES,
     SiteFacts,
+    plain_score,
     site_critic,
 )
 from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
@@ -154,6 +157,10 @@ class Planner:
             notes.append(f"Critics take the place of other particles as baselines, {asks}.")
         sites = self._told(structure, asked, wanted, noise)
         choices = {name: self.choice(site) for name, site in sites.items()}
+        held = held_plan(structure, {name: own for name, (own, _) in choices.items()}, self.estimator is not None)
+        for name, (estimator, _) in choices.items():
+            if "hindsight" in estimator.needs and name not in held.sites and not facts.is_dynamic:
+                choices[name] = plain_score(facts.num_particles), NOT_HELD
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
         given = {n: None if sums else site_critic(self.critic, sites[n], fns[n], e) for n, e in estimators.items()}
@@ -169,7 +176,7 @@ class Planner:
             graph,
             layout,
             noise.flips,
-            held_plan(structure, estimators, self.estimator is not None),
+            held,
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
             noise.compared,
             rules={name: rule for name, (_, rule) in choices.items()},
@@ -238,25 +245,24 @@ class Planner:
         has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
             is_served, fn = name in noise.served, traced.run.sites[name].fn
-            is_partly_scored = wanted[name].is_pathwise and traced.run.sites[name].score is not None
-            more: dict[str, Any] = {"is_partly_scored": is_partly_scored, "is_served": is_served}
+            is_untold = name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None)
             is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
-            can_step = can_step and len(graph.children(name)) <= MOST_CHILDREN
-            if site.info.counts is not None:
-                more |= {"can_step": can_step, "has_slopes": partial(has_slope, name)}
-            if name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None):
-                keeps_rows = facts.cuts_plates or not graph.node(name).plates
-                is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
-                more |= {
-                    "is_untold": True,
-                    "can_compare": is_plain and not facts.is_dynamic,
-                    "has_slopes": has_slopes,
-                    "is_alone": len(many) == 1 and keeps_rows and is_last and not structure.charged(name),
-                    "layers": len(many) if keeps_rows and is_plain else 0,
-                    "reads": num_reads(traced, name),
-                }
-            found[name] = replace(site, is_ordered=facts.is_ordered, **more)
+            keeps_rows = facts.cuts_plates or not graph.node(name).plates
+            is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
+            found[name] = replace(
+                site,
+                is_partly_scored=wanted[name].is_pathwise and traced.run.sites[name].score is not None,
+                is_ordered=facts.is_ordered,
+                is_served=is_served,
+                is_untold=is_untold,
+                can_compare=is_plain and not facts.is_dynamic,
+                can_step=can_step and len(graph.children(name)) <= MOST_CHILDREN,
+                has_slopes=has_slopes if is_untold else partial(has_slope, name),
+                is_alone=many == [name] and keeps_rows and is_last and not structure.charged(name),
+                layers=len(many) if keeps_rows and is_plain else 0,
+                reads=num_reads(traced, name) if is_untold else math.inf,
+            )
         return found
 
     def _is_told(self, structure: Structure, name: str, flips: Flips) -> bool:

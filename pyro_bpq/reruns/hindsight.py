@@ -72,10 +72,9 @@ class HeldRuns:
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
         self.exact: dict[str, dict[str, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
-        if self.plan.sites:
-            self._choose()
-            self._evaluate()
-            self._predict()
+        self._choose()
+        self._evaluate()
+        self._predict()
 
     def _choose(self) -> None:
         """Draws what is evaluated: a particle and a group of sites if that serves all, and components."""
@@ -90,12 +89,12 @@ class HeldRuns:
                 self.group = _draw(like.new_full((groups,), 1.0 / groups), 1, generator)
         for c, cls in enumerate(self.signals.layout.classes):
             # Sites of a class are alike.
-            site = next((plan.sites[name] for name in cls.names if name in plan.sites), None)
+            site = plan.sites.get(cls.names[0])
             if site is not None and site.is_drawn:
                 index, share = _drawn(_openness(self.signals.batches[c], self.particle), site.number, generator)
                 share = share if self.particle is None else number * share
                 if self.group is not None:
-                    own = [plan.group_of.get(name, -1) for name in cls.names]
+                    own = [plan.group_of[name] for name in cls.names]
                     share = share * groups * _of_group(self.group, own, share)
                 self.drawn[c] = index, share
 
@@ -105,7 +104,7 @@ class HeldRuns:
         plan, values, place = self.plan, self.values, self.signals.layout.place
         parts = {name: defaultdict[str, list[Tensor]](list) for name in plan.sites}
         runs = values.of_runs(self.particle)
-        by_site = {n: self.drawn[c][0][g] for n, (c, g) in place.items() if n in plan.sites and c in self.drawn}
+        by_site = {name: self.drawn[c][0][g] for name, (c, g) in place.items() if c in self.drawn}
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
@@ -211,59 +210,39 @@ class HeldRuns:
             log_q, value = batch.means, batch.widened(batch.value)
         elif index is not None and batch.components.kind == "bernoulli":
             log_q, has_bits = batch.log_odds, True
-            value = batch.flat(batch.value).to(log_q.dtype)
+            value = batch.widened(batch.value).to(log_q.dtype)
         else:
             log_q, value = batch.log_probs, batch.index
-        own = log_q.detach(), value, [None] * len(names) if index is None else index
-        pairs = [self._changes(*each) for each in zip(names, *own, strict=True)]
-        changes, exact = (Changes(*map(torch.stack, zip(*each, strict=True))) for each in zip(*pairs, strict=True))
+        shape = log_q.shape[1:] if index is None else (*index.shape[1:], *log_q.shape[value.dim() :])
+        exact = Changes(*(self._stack(names, side).expand(-1, *shape) for side in Changes._fields))
+        changes = exact
+        if index is not None:
+            predicted = zip(*(self.predicted[name] for name in names), strict=True)
+            changes = Changes(*(torch.stack(own).to(log_q.detach()) for own in predicted))
         settled, rest, excess = self._known(names, index)
         sign = 1.0 - 2.0 * value if has_bits else None
         held = HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
         if not is_count:
             return held
-        none = {"back": torch.zeros_like(exact.law[0])}
-        back = torch.stack([self.exact.get(name, none)["back"].expand(exact.law[0].shape) for name in names])
-        lost = [name not in self.exact for name in names]
-        is_lost = torch.tensor(lost, device=log_q.device) if any(lost) else None
-        return held._replace(near=batch.near, back=back, lost=is_lost, dispersion=batch.dispersion)
+        back = self._stack(names, "back").expand_as(exact.law)
+        return held._replace(near=batch.near, back=back, dispersion=batch.dispersion)
+
+    def _stack(self, names: Sequence[str], what: str) -> Tensor:
+        return torch.stack([self.exact[name][what] for name in names])
 
     def _known(
         self, names: Sequence[str], index: Tensor | None
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """Sums of immediate costs, of costs that are not known at other values, and what the run has cost more."""
-        sites, excess = [self.plan.sites.get(name) for name in names], None
-        settled = self._sum(names, [() if site is None else site.changes["immediate"] for site in sites])
-        has_rest = any(site.rest for site in sites if site is not None)
-        rest = self._sum(names, [() if site is None else site.rest for site in sites]) if has_rest else None
-        known = [self.exact[name] for name in names if name in self.exact]
-        if known and self.values.is_outdated:
-            none = dict.fromkeys(known[0], torch.zeros_like(known[0]["excess of later"]))
-            each = [self.exact.get(name, none) for name in names]
-            later, immediate = (
-                torch.stack([own[f"excess of {side}"] for own in each]) for side in ("later", "immediate")
-            )
-            excess = later, immediate
+        sites, excess = [self.plan.sites[name] for name in names], None
+        settled = self._sum(names, [site.changes["immediate"] for site in sites])
+        rest = self._sum(names, [site.rest for site in sites]) if any(site.rest for site in sites) else None
+        if self.values.is_outdated:
+            later, immediate = excess = self._stack(names, "excess of later"), self._stack(names, "excess of immediate")
             if index is None:
                 rest, excess = later + immediate if rest is None else rest + later + immediate, None
                 settled = settled - immediate
         return settled, rest, excess
-
-    def _changes(self, name: str, log_q: Tensor, value: Tensor, drawn: Tensor | None) -> tuple[Changes, Changes]:
-        """Changes of one site, and the true changes of what is evaluated."""
-        has_pairs, at = log_q.dim() == value.dim(), drawn
-        if drawn is not None and not has_pairs:
-            at = drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])
-        if name in self.exact:
-            shape = log_q.shape if at is None else at.shape
-            exact = Changes(*(self.exact[name][side].expand(shape) for side in Changes._fields))
-            return exact if at is None else Changes(*(own.to(log_q) for own in self.predicted[name])), exact
-        # No changes are known. With all weight on the drawn value the estimator is the plain score function.
-        law, none = torch.full_like(log_q, -torch.inf), torch.zeros_like(log_q)
-        plain = Changes(law if has_pairs else law.scatter_(-1, value.unsqueeze(-1), 0.0), none, none)
-        if at is None:
-            return plain, plain
-        return plain, Changes(*(own[: len(at)].gather(-1 if has_pairs else -2, at) for own in plain))
 
     def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor:
         """Sums ``(G, M, plates)``, in nats, of costs that read each site."""
