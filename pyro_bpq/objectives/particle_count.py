@@ -16,7 +16,6 @@ import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -306,23 +305,22 @@ class _Step:
         ``one`` is the run of one particle, and its call. The structure has to be one of those that are ``known``.
         """
         draws, created = self.runner.recordings.mark(), set(pyro.get_param_store().keys())
-        runs: Sequence[TracedRun] = ()
         try:
             with warnings.catch_warnings():
                 if known is None:  # a run of one particle has given our own warnings in the same step
                     warnings.simplefilter("ignore", BPQWarning)
                 found = self._run(way)
-            runs = found.runs
             reason = "" if way.sums else self._differs(found, way, one, known)
             if not reason:
                 self.count.use(self.runner, way)
                 return found, ""
+            draws.again(found.runs)
         except (StructureChangedError, TooManyOutcomesError):
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
             reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-        draws.again(runs)
+            draws.again()
         for name in set(pyro.get_param_store().keys()) - created:
             # They may have the shape of many particles.
             del pyro.get_param_store()[name]
