@@ -41,7 +41,7 @@ from pyro_bpq.reruns.tables import exact_sum
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.rollout.sums import in_single
-from pyro_bpq.step.program_order import RunInOrder, in_order
+from pyro_bpq.step.program_order import in_order
 from pyro_bpq.step.signals import Signals
 
 _NOTHING_ENUMERATED = (
@@ -137,9 +137,11 @@ class StepRunner(Runner):
         if is_ordered and recordings.mode == "auto":
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
-        # The first step goes another way, which has a plan to show.
-        if is_ordered and self.plans.last is not None and (ordered := _in_order(planner, runs)) is not None:
-            return Observation((), (), ordered)
+        if is_ordered and self.plans.last is not None:  # the first step goes another way, which has a plan to show
+            chosen = [(run, planner.order_estimators(run)) for run in runs]
+            ordered = tuple(in_order(run, own) for run, own in chosen if own is not None)
+            if len(ordered) == len(runs):  # else an estimator needs more
+                return Observation((), (), ordered)
         recordings.now.steps += mode.counts(runs[0])
         # Further particles in a hidden dimension have the recording of the first one.
         shown = runs[:1] if particles.is_hidden else runs
@@ -368,13 +370,6 @@ class StepRunner(Runner):
 def _sites_of(traces: tuple[Any, Any]) -> Hashable:
     """What tells structures without scores apart: their sites, and the kinds of their laws."""
     return tuple((name, type(site.get("fn"))) for trace in traces for name, site in trace.nodes.items())
-
-
-def _in_order(planner: Planner, runs: Sequence[TracedRun]) -> tuple[RunInOrder, ...] | None:
-    """The signals of runs in program order; ``None`` if an estimator needs more."""
-    estimators = [planner.order_estimators(run) for run in runs]
-    found = tuple(in_order(run, own) for run, own in zip(runs, estimators, strict=True) if own is not None)
-    return found if len(found) == len(runs) else None
 
 
 def stacked(runs: Sequence[TracedRun], is_dynamic: bool) -> list[list[int]]:

@@ -183,13 +183,10 @@ def _detached(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
 
 def _by_hand(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
     """Warns of factors of the guide that state ``log q`` of values that no site has drawn."""
+    reads = traced.reads or {}
     for name, site in guide.items():
         states = vars(site["fn"]).get("has_rsample") is False and hasattr(site["fn"], "log_factor")
-        if (
-            states
-            and site["log_prob"].requires_grad
-            and (traced.reads or {})[cost_of_guide(name)].isdisjoint(traced.scored)
-        ):
+        if states and site["log_prob"].requires_grad and reads[cost_of_guide(name)].isdisjoint(traced.scored):
             yield (
                 f"The factor {name!r} of the guide has has_rsample=False, and reads no value that a site has drawn. "
                 "Values drawn by hand (torch.bernoulli, numpy) get no gradient: in place of draw and factor write "

@@ -187,10 +187,11 @@ class Tape(Ledger, TorchDispatchMode):
         elif not is_check:
             self.guards.extend([Guard(self.value(tensor), found) for tensor in tensors_in(items)])
 
-    def compute(self, mask: int) -> None:
-        """Notes that an operator reads sources: a program that would catch its error learns from it."""
-        if mask & ~self.steering and catcher(self._outer):
+    def compute(self, mask: int, reads: Iterable[Value] = ()) -> None:
+        """Notes that an operator reads sources, or values: a program that would catch its error learns from it."""
+        if (mask & ~self.steering or not mask) and catcher(self._outer):
             self.steer(mask)
+            self.guards.extend([] if mask else [Guard(value, None) for value in reads])
 
     def steer(self, mask: int) -> None:
         """Notes that Python has learned something of these sources."""
@@ -225,7 +226,7 @@ class Tape(Ledger, TorchDispatchMode):
         try:
             taken = self.taken(args, kwargs)
             if not kind.is_total:
-                self.compute(taken.mask)
+                self.compute(taken.mask, taken.reads)
             targets = self.targets(written_arguments(kind, args, kwargs)) if kind.writes else []
         except Exception as error:
             raise RecordingError(kind.name) from error
