@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.errors import UnsupportedProgramError
@@ -34,13 +33,6 @@ from pyro_bpq.step.critic_loss import critic_loss
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.planned import PlannedObjective
-
-
-def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
-    """Gradients of a loss, by name of the weight."""
-    weights = critics.touched_weights
-    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
 
 class Replayer:
@@ -93,7 +85,7 @@ class Replayer:
                 except StaleError:
                     self.buffer.drop(stored)
         self._state = generator.get_state()
-        return gradients_of(torch.stack(losses).mean(), owner.critics) if losses else {}
+        return owner.critics.gradients(torch.stack(losses).mean()) if losses else {}
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved: the generator and the slow guide, not the rollouts."""
