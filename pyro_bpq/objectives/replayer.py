@@ -106,13 +106,10 @@ class Replayer:
         seeds: Sequence[int],
     ) -> list[Tensor]:
         """The mean loss over several draws of what an update redraws; empty if nothing learns."""
-        losses = []
-        for seed in seeds if self._redraws(stored, site) else seeds[:1]:
-            loss = self._loss(owner, stored, site, sites, seed)
-            if loss is None:
-                return []
-            losses.append(loss)
-        return losses if len(losses) == 1 else [torch.stack(losses).mean()]
+        seeds = seeds if self._redraws(stored, site) else seeds[:1]
+        found = [self._loss(owner, stored, site, sites, seed) for seed in seeds]
+        losses = [loss for loss in found if loss is not None]
+        return [torch.stack(losses).mean()] if losses else []
 
     def _redraws(self, stored: StoredRollout, site: str) -> bool:
         """Whether an update of a site's critics draws anything; else all draws would be alike."""
