@@ -110,11 +110,12 @@ class CriticBank(nn.Module):
         tensors = ((f"{key}.{name}", t) for key in names for name, t in named_tensors(self.blocks[key]).items())
         return {name: tensor for name, tensor in tensors if tensor.requires_grad}
 
-    @property
-    def touched_weights(self) -> dict[str, Tensor]:
-        """Trainable tensors of the blocks selected since :meth:`tidy`; no other critics can have a gradient."""
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """Gradients of a loss, by name of the weight; only the blocks selected since :meth:`tidy` can have one."""
         # Sorted, because all processes that learn together need the same order.
-        return self.weights(sorted(self._touched))
+        weights = self.weights(sorted(self._touched))
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
     @property
     def names(self) -> set[str]:

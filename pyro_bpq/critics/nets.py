@@ -158,18 +158,6 @@ def check_hidden(owner: Any, least: int = 0, name: str = "hidden") -> None:
     check_option(owner, name, is_valid, "a tuple of positive layer sizes, e.g. (32,)")
 
 
-def layers(sites: int, sizes: Sequence[int], generator: torch.Generator) -> tuple[nn.ParameterList, nn.ParameterList]:
-    """Weights and biases of a perceptron per site; those of the last layer are zero."""
-    weights, biases = nn.ParameterList(), nn.ParameterList()
-    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-        weight = torch.zeros(sites, fan_in, fan_out, device="cpu")
-        if i < len(sizes) - 2:
-            weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
-        weights.append(nn.Parameter(weight))
-        biases.append(nn.Parameter(torch.zeros(sites, 1, fan_out)))
-    return weights, biases
-
-
 class Perceptron(nn.Module):
     """One perceptron per site, from ``(G, N, F)`` to ``(G, N, outputs)``; its last layer starts at zero.
 
@@ -182,7 +170,13 @@ class Perceptron(nn.Module):
         super().__init__()
         last = shape.outputs if outputs is None else outputs
         sizes = [shape.features, *(hidden if shape.features else ()), last]
-        self.weights, self.biases = layers(shape.sites, sizes, generator)
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+            weight = torch.zeros(shape.sites, fan_in, fan_out, device="cpu")
+            if i < len(sizes) - 2:
+                weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
+            self.weights.append(nn.Parameter(weight))
+            self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
 
     def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
         """Evaluates the perceptrons of all sites in one batched call."""

@@ -16,7 +16,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Write, named_tensors
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.observation import Transient
-from pyro_bpq.objectives.replayer import Replayer, gradients_of
+from pyro_bpq.objectives.replayer import Replayer
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.program_order import RecentCosts
@@ -128,7 +128,7 @@ class CriticTrainer:
         return bool(gradients)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        gradients = gradients_of(loss, self.critics)
+        gradients = self.critics.gradients(loss)
         return gradients if self.ranks is None else self.ranks.average(gradients)
 
     def register(self) -> None:

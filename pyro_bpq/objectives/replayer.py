@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.errors import UnsupportedProgramError
@@ -34,13 +33,6 @@ from pyro_bpq.step.critic_loss import critic_loss
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.planned import PlannedObjective
-
-
-def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
-    """Gradients of a loss, by name of the weight."""
-    weights = critics.touched_weights
-    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
 
 class Replayer:
@@ -93,7 +85,7 @@ class Replayer:
                 except StaleError:
                     self.buffer.drop(stored)
         self._state = generator.get_state()
-        return gradients_of(torch.stack(losses).mean(), owner.critics) if losses else {}
+        return owner.critics.gradients(torch.stack(losses).mean()) if losses else {}
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved: the generator and the slow guide, not the rollouts."""
@@ -114,13 +106,10 @@ class Replayer:
         seeds: Sequence[int],
     ) -> list[Tensor]:
         """The mean loss over several draws of what an update redraws; empty if nothing learns."""
-        losses = []
-        for seed in seeds if self._redraws(stored, site) else seeds[:1]:
-            loss = self._loss(owner, stored, site, sites, seed)
-            if loss is None:
-                return []
-            losses.append(loss)
-        return losses if len(losses) == 1 else [torch.stack(losses).mean()]
+        seeds = seeds if self._redraws(stored, site) else seeds[:1]
+        found = [self._loss(owner, stored, site, sites, seed) for seed in seeds]
+        losses = [loss for loss in found if loss is not None]
+        return [torch.stack(losses).mean()] if losses else []
 
     def _redraws(self, stored: StoredRollout, site: str) -> bool:
         """Whether an update of a site's critics draws anything; else all draws would be alike."""

@@ -278,11 +278,11 @@ class TrustRegionSVI(_ControlledSVI):
             return
         # The factor 0.96 leaves a margin, because the quadratic form is only an approximation of the KL.
         full = -math.sqrt(2.0 * 0.96 * self.max_kl / quadratic) * direction
-        start, is_accepted = [leaf.detach().clone() for leaf in own], False
+        start, is_accepted = _flat({leaf: leaf.detach() for leaf in own}, own), False
         try:
             for i in range(self.backtracks + 1):
                 change = 0.8**i * full
-                _assign(own, start, change)
+                _assign(own, start + change)
                 with torch.no_grad():
                     try:
                         found, _ = captured(objective.nearby)
@@ -300,7 +300,7 @@ class TrustRegionSVI(_ControlledSVI):
                     return
         finally:
             if not is_accepted:
-                _assign(own, start, torch.zeros_like(full))
+                _assign(own, start)
 
 
 def _numbers(kl: Mapping[str, Tensor]) -> dict[str, float]:
@@ -333,10 +333,9 @@ def _gradient(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _assign(leaves: Sequence[Tensor], start: Sequence[Tensor], change: Tensor) -> None:
-    parts = change.split([leaf.numel() for leaf in leaves])
-    for leaf, value, part in zip(leaves, start, parts, strict=True):
-        leaf.copy_(value + part.reshape(leaf.shape))
+def _assign(leaves: Sequence[Tensor], values: Tensor) -> None:
+    for leaf, part in zip(leaves, values.split([leaf.numel() for leaf in leaves]), strict=True):
+        leaf.copy_(part.reshape(leaf.shape))
 
 
 def _conjugate_gradient(product: Callable[[Tensor], Tensor], right: Tensor, iterations: int) -> Tensor:

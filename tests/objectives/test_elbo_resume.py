@@ -311,3 +311,16 @@ def test_what_was_found_of_a_program_goes_on(name: str, options: dict[str, Any],
     pyro.set_rng_seed(5)
     assert_equal(([second.step() for _ in range(4)], stored()), expected)
     assert resumed.plan is not None
+
+
+def test_a_compiled_objective_goes_on_with_the_state_that_was_loaded() -> None:
+    elbo, programs = TraceBackpropQ_ELBO(1, compile="eager"), CHAIN.params().programs
+    repeat(12, elbo.loss_and_grads, *programs)
+    assert elbo.compiled is not None and elbo.compiled.entries
+    state, found = copy.deepcopy(elbo.state_dict()), []
+    for _ in range(2):
+        elbo.load_state_dict(copy.deepcopy(state))
+        pyro.set_rng_seed(1)
+        repeat(4, elbo.loss_and_grads, *programs)
+        found.append(state_of(elbo.critics))
+    assert_equal(*found)
