@@ -90,11 +90,6 @@ class Recorded:
         """Takes over what an earlier run that did the same has been asked."""
         known = ("_made", "met", "patterns", "cuts", "core", "_direct")
         vars(self).update({name: vars(other)[name] for name in known if name in vars(other)})
-        own, before = self.recording.tensors, other.recording.tensors
-        for value in self.recording.constants & before.keys() & own.keys():
-            # Compiled steps know constants by their tensors.
-            if torch.equal(own[value], before[value]):
-                own[value] = before[value]
 
     @cached_property
     def met(self) -> dict[str, tuple[str, str]]:

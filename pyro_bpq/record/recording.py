@@ -69,15 +69,17 @@ class Recording(Notes):
             wanted: The values.
             starts: The labels of the source, and of what was drawn from it, by value.
         """
-        function, known, own = self.cut(wanted, starts, sees_all=True), self.known, starts
-        function = replace(function, nodes=tuple(function.reading(starts.keys())))
+        function, known = self.cut(wanted, starts, sees_all=True), self.known
+        # A view that no operator shows may read anything.
+        own = {value: Unknown(self.opaque[value]) for value in function.given if value in self.opaque} | {**starts}
+        function = replace(function, nodes=tuple(function.reading(own.keys())))
         if function.writes:
             try:
                 whole, names = self._without_writes
             except (RuntimeError, NotImplementedError, KeyError) as error:
                 return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
             function = whole.cut([names[value] for value in wanted], {*whole.given})
-            own, known = {names[value]: of for value, of in starts.items() if value in names}, lambda value: None
+            own, known = {names[value]: of for value, of in own.items() if value in names}, lambda value: None
         read = Reader(function, own, known)
         return [read.labels(value) for value in function.wanted], len(function.nodes)
 
