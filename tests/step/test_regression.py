@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block
-from pyro_bpq.step.critic_loss import CriticRows, regression
+from pyro_bpq.step.critic_loss import regression
 
 NAMES = {"mean": 0.0, "spread_level": 1.0, "spread_advantage": 1.0, "rows": 1.0}
 
 
-def rows(bank: CriticBank, count: float, unit: float = 1.0) -> CriticRows:
+def rows(bank: CriticBank, count: float, unit: float = 1.0) -> Any:
     """One critic that has seen ``count`` steps."""
 
     def build(keys: tuple[str, ...]) -> Block:
@@ -21,7 +24,7 @@ def rows(bank: CriticBank, count: float, unit: float = 1.0) -> CriticRows:
 
     selection = bank.select("k", ("a",), build)
     assert selection is not None
-    return CriticRows(("a",), selection, torch.tensor([unit]).reshape(1, 1, 1))
+    return SimpleNamespace(selection=selection, unit=torch.tensor([unit]).reshape(1, 1, 1))
 
 
 def test_first_step_sets_the_statistics_and_teaches_nothing() -> None:
