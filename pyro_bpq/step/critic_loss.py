@@ -2,21 +2,24 @@ r"""The regression of critics on their targets, in units of the targets' running
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.blocks import Write
+from pyro_bpq.critics.blocks import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
-from pyro_bpq.step.critic_step import CriticBatch
 from pyro_bpq.step.returns import values_and_targets
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning, Notes, total
 
 # Decay of the running moments of targets.
 DECAY = 0.98
+# Value and target of the Q-nodes of each group.
+Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def critic_loss(
@@ -27,26 +30,49 @@ def critic_loss(
     There is one of ``signals`` for all particles, or one for each in steered programs. Nothing is built or written:
     new running statistics and diagnostics of sites are added to ``notes``.
     """
-    notes, losses = notes or Notes(), list[Tensor]()
+    notes = notes or Notes()
+    found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
     for one in signals:
         for g, (value, target) in values_and_targets(one, learning).items():
-            critic = one.critics[g]
+            critic, group = one.critics[g], one.critics[g].group
             notes.writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
-            learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
-            if not any(learns):
-                continue
             weight = learning.level_weight if critic.batch.cls.spec.has_params else 1.0
-            mask = None if all(learns) else value.new_tensor(learns)
-            loss, writes, diagnostics = regression(critic, value, target, weight, chosen=mask, ranks=learning.ranks)
-            losses.append(loss / len(signals))
-            notes.writes += writes
-            for i, node in enumerate(critic.group.nodes):
-                notes.show(node.site, **{name: values[i] for name, values in diagnostics.items()})
+            # Particles of their own may have different Q-nodes.
+            alone = len(signals) > 1
+            for at in [slice(i, i + 1) for i in range(len(group.nodes))] if alone else [slice(None)]:
+                nodes, selection = group.nodes[at], one.bank.select(group.kind, group.keys[at], None)
+                assert selection is not None
+                rows = CriticRows(tuple(node.site for node in nodes), selection, critic.unit[at])
+                key = (tuple(node.name for node in nodes), group.kind, value.shape[2:], weight)
+                found.setdefault(key, []).append((rows, value[at], target[at]))
+    losses = []
+    for (names, _, _, weight), parts in found.items():
+        learns = [chosen is None or name in chosen for name in names]
+        if not any(learns):
+            continue
+        all_rows, values, targets = zip(*parts, strict=True)
+        rows = replace(all_rows[0], unit=torch.cat([each.unit for each in all_rows], 1))
+        value, target = torch.cat(values, 1), torch.cat(targets, 1)
+        mask = None if all(learns) else value.new_tensor(learns)
+        loss, writes, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
+        losses.append(loss)
+        notes.writes += writes
+        for i, site in enumerate(rows.sites):
+            notes.show(site, **{name: values[i] for name, values in diagnostics.items()})
     return total(losses) if losses else None
 
 
+@dataclass(frozen=True)
+class CriticRows:
+    """Critics in a regression."""
+
+    sites: tuple[str, ...]  # Site of each
+    selection: Selection  # Their rows in the bank
+    unit: Tensor  # Scale of the sites (subsampling), broadcastable to `(Q, M, plates)`; targets are divided by it
+
+
 def regression(
-    critic: CriticBatch,
+    critic: CriticRows,
     value: Tensor,
     target: Tensor,
     level_weight: float,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block
-from pyro_bpq.step.critic_loss import regression
+from pyro_bpq.step.critic_loss import CriticRows, regression
 
 NAMES = {"mean": 0.0, "spread_level": 1.0, "spread_advantage": 1.0, "rows": 1.0}
 
 
-def rows(bank: CriticBank, count: float, unit: float = 1.0) -> Any:
+def rows(bank: CriticBank, count: float, unit: float = 1.0) -> CriticRows:
     """One critic that has seen ``count`` steps."""
 
     def build(keys: tuple[str, ...]) -> Block:
@@ -24,7 +21,7 @@ def rows(bank: CriticBank, count: float, unit: float = 1.0) -> Any:
 
     selection = bank.select("k", ("a",), build)
     assert selection is not None
-    return SimpleNamespace(selection=selection, unit=torch.tensor([unit]).reshape(1, 1, 1))
+    return CriticRows(("a",), selection, torch.tensor([unit]).reshape(1, 1, 1))
 
 
 def test_first_step_sets_the_statistics_and_teaches_nothing() -> None:
