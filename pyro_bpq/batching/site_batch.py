@@ -136,9 +136,7 @@ class SiteBatch:
     def like(self) -> Tensor:
         """A detached tensor with the dtype and device of the sites' parameters."""
         if self.cls.spec.components is not None:
-            # Log-odds take less time than tables.
-            is_bit = not self.by_value and self.components.kind == "bernoulli"
-            return self.log_odds.detach() if is_bit else self.probs
+            return self.components.parameters(self._records[0].fn).detach()
         return self.moments.mean if self.cls.spec.has_moments else self.encoded
 
     @cached_property
@@ -244,11 +242,10 @@ class SiteBatch:
         return [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
 
     def _scales(self, name: str) -> Tensor:
-        scales, like, size = [getattr(site, name) for site in self._records], self.like, len(self.cls.names)
-        if any(isinstance(scale, Tensor) for scale in scales) or scales != scales[:size] * len(self.rollout.runs):
+        def scale(site: SiteRecord) -> Tensor:
+            own = getattr(site, name)
             # A scale may read sampled values and parameters.
-            return self.stack(lambda site: torch.as_tensor(getattr(site, name)).detach().to(like), 0)
-        lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales[:size]]
-        if numbers == numbers[:1] * len(numbers):
-            return like.new_full((len(numbers), *lead), numbers[0])
-        return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
+            return own.detach().to(like) if isinstance(own, Tensor) else like.new_full((), own)
+
+        like = self.like
+        return self.stack(scale, 0)

@@ -101,12 +101,14 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
         )
     if layout.network is None or not signals.critics:
         return None
-    key = f"advantage {estimator.lam}"
-    if key not in signals.shared:
-        q, expected = by_name(signals, layout.network, predictions(signals, signals.critics, 1.0), 1.0)
-        # All classes share one backward pass.
-        signals.shared[key] = advantages(layout.network, q, signals.costs_by_name, estimator.lam, 1.0, expected)
-    found, zero = signals.shared[key], signals.costs[0].new_zeros(())
+    network, lam, zero = layout.network, estimator.lam, signals.costs[0].new_zeros(())
+
+    def all_advantages() -> dict[str, Tensor]:
+        q, expected = by_name(signals, network, predictions(signals, signals.critics, 1.0), 1.0)
+        return advantages(network, q, signals.costs_by_name, lam, 1.0, expected)
+
+    # All classes share one backward pass.
+    found = signals.once(("advantages", lam), all_advantages)
     return torch.stack([found.get(name, zero).expand(signals.shape(c)[1:]) for name in names])
 
 
