@@ -218,8 +218,8 @@ def jumps_of(
             line = next((line for mask, line in recorded.recording.lines.items() if mask & bit), "the program")
             costs = sorted(cost for cost in recorded.reads if name in recorded.reads[cost])
             yield name, f"other operators or numbers follow in {', '.join(costs[:4])} where {line} reads other values"
-    # Looked at are the first recorded run, the fourth, the sixteenth, and so on.
-    if (looks + 1).bit_count() > 1 or (looks + 1).bit_length() % 2 == 0:
+    # Looked at are the first recorded run, the second, the fourth, and so on.
+    if (looks + 1).bit_count() > 1:
         return
     passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
     bound = run.bound(recorded, call)
