@@ -3,13 +3,14 @@ r"""What a step does on a structure, and what the options that a user has writte
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips
 from pyro_bpq.plan.sum_plan import SumPlan
@@ -54,7 +55,7 @@ class Plan:
             alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
         for text, names in alike.items():
             about = self._about(names[0]) if len(names) == 1 else text
-            lines.append(f"{listed(names)}: {about}")
+            lines.append(f"{listed(names)}: {about}{self._reads(names)}")
         return "\n".join(lines)
 
     def _about(self, name: str) -> str:
@@ -72,14 +73,29 @@ class Plan:
 
     def critic(self, name: str) -> str:
         """The critic of a site, in words."""
-        critic, network = self.layout.specs[name].critic, self.layout.network
+        critic = self.layout.specs[name].critic
         is_told = set(self.graph.downstream_costs(name)).issubset(self.layout.tabled.get(name, ()))
         if critic is None and not is_told:
             return "none"
-        nodes = () if critic is None or network is None else network.q_nodes(name)
-        if not any(node.is_learned for node in nodes):
+        if not self._learned(name):
             return "none, as nothing is left to learn"
         return short(critic)
+
+    def _reads(self, names: Sequence[str]) -> str:
+        """What the critics of some sites see of their scopes; of several sites only how many others."""
+        nodes = [node for name in names for node in self._learned(name)]
+        found = [(own, rest) for own, rest in dict.fromkeys(map(self.layout.members, nodes)) if own]
+        shown = [(", ".join(own), rest) for own, rest in found]
+        if len(names) > 1 and len(found) > 1:
+            shown = [(f"up to {max(len(own) for own, _ in found)} others", max(rest for _, rest in found))]
+        texts = [own + (f", the sum of {rest} more" if rest else "") for own, rest in shown]
+        return f", reads {'; '.join(texts)}" if texts else ""
+
+    def _learned(self, name: str) -> list[QNode]:
+        """The Q-nodes of a site that a critic learns."""
+        network = self.layout.network
+        nodes = () if network is None or self.layout.specs[name].critic is None else network.q_nodes(name)
+        return [node for node in nodes if node.is_learned]
 
     def _known(self, name: str) -> str:
         costs = self.layout.tabled.get(name, ())

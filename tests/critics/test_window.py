@@ -65,6 +65,10 @@ def test_too_many_joint_states_are_refused() -> None:
         train(critic=TabularCritic(max_cells=32))
 
 
+def test_the_plan_says_what_a_critic_reads() -> None:
+    assert "reads up to 4 others, the sum of 2 more" in str(train(2).plan)
+
+
 def printed(elbo: TraceBackpropQ_ELBO, site: str) -> str:
     """What the network prints of a site's critic, in one line."""
     title, *lines = str(elbo.network).splitlines()
