@@ -67,7 +67,7 @@ class SiteProgram(Protocol):
         """Costs-to-go as in :meth:`cost`, and the gradient ``(G, M, plates, event)`` of all costs downstream."""
 
     def slope(self) -> Tensor:
-        """Gradient of all costs downstream at the sampled values, as in :meth:`gradient`."""
+        """Gradient of all costs downstream at the sampled values; needs no extra run if no site is downstream."""
 
     def sampled_cost(self) -> Tensor:
         """Costs-to-go at the sampled values of all sites, computed as those at other values are."""

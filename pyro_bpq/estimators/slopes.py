@@ -88,8 +88,9 @@ class DebiasedStraightThrough(Estimator):
     exact given the other components. One entry ``S`` per row, drawn with probability ``π``, corrects the error of
     straight-through's first-order prediction. ``h`` is the running mean of that error. ``π`` is, up to ``mixture``,
     proportional to the error's running size times the size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``. It
-    works badly if costs have no slope. It needs two more runs of guide and model for every site and particle, one of
-    them with a backward pass to the value. For Bernoulli and OneHotCategorical, also in ``to_event``.
+    works badly if costs have no slope. It needs one more run of guide and model for every site and particle, and a
+    backward pass to the value, which takes a second run if sites are sampled downstream. For Bernoulli and
+    OneHotCategorical, also in ``to_event``.
 
     Args:
         decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.

@@ -61,8 +61,7 @@ class Reruns:
             ):
                 run, record = traced.run, traced.run.sites[name]
                 own = own.reshape(record.value.shape)
-                # A program may change a value in place, which autograd forbids for a leaf.
-                given = {name: own.clone() if own.requires_grad else own.to(record.value.dtype)}
+                given = {name: own if own.requires_grad else own.to(record.value.dtype)}
                 given |= {} if other is None else {site: other.sites[site].value.detach() for site in below}
                 rest = below.difference(given)
                 found = bound.again(costs, given, rest, means, self._seed())
@@ -71,6 +70,24 @@ class Reruns:
                     replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
                 )
         return tuple(runs)
+
+    @cached_property
+    def slopes(self) -> tuple[Mapping[str, Tensor], ...]:
+        """The gradient of all costs of each run to the values of sites that no other site reads, by name.
+
+        These are the sites whose estimator asks for slopes.
+        """
+        graph = self.plan.graph
+        classes = [cls for cls in self.plan.layout.classes if "slope" in cls.spec.estimator.needs]
+        last = tuple(name for cls in classes for name in cls.names if not graph.descendants(name))
+        costs = tuple(dict.fromkeys(cost for name in last for cost in graph.downstream_costs(name)))
+        slopes = []
+        for traced, bound in zip(self.traced, self.values.bound, strict=True):
+            (found,) = expansions(bound, Wanted((costs,), last))
+            none = {name: torch.zeros_like(traced.run.sites[name].value) for name in last}
+            known = {name: [part for part in found[name][:2] if part is not None] for name in last}
+            slopes.append({name: sum(parts, none[name]) for name, parts in known.items()})
+        return tuple(slopes)
 
     @cached_property
     def fresh(self) -> tuple[Run, ...]:

@@ -88,8 +88,12 @@ class SiteProgramRuns:
 
     def slope(self) -> Tensor:
         """The gradient of all costs downstream at the sampled values."""
+        rollout, cls = self.batch.rollout, self.batch.cls
         try:
-            return self.gradient(self.value)[1]
+            if any(self.layout.graph.descendants(name) for name in self.names):
+                return self.gradient(self.value)[1]
+            slopes = {id(run): own for run, own in zip(rollout.runs, self.rerun.slopes, strict=True)}
+            return rollout.stack(lambda run, name: slopes[id(run)][name], self.names, cls.spec.plates, cls.value_ndim)
         except BPQError:
             raise
         except RuntimeError as error:
