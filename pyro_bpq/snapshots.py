@@ -9,13 +9,9 @@ from typing import Any
 
 def snapshot(part: Any) -> dict[Any, Any]:
     """The items of a dictionary; or the attributes of an object, whose collections are copied, not what they hold."""
-    if isinstance(part, dict):
-        return {**part}
-    own = vars(part).copy()
-    for name, value in own.items():
-        if isinstance(value, (dict, list, set, deque)):
-            own[name] = value.copy()
-    return own
+    own = part if isinstance(part, dict) else vars(part)
+    kinds = () if own is part else (dict, list, set, deque)
+    return {name: value.copy() if isinstance(value, kinds) else value for name, value in own.items()}
 
 
 def restore(part: Any, mark: Mapping[Any, Any]) -> None:
