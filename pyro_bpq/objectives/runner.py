@@ -129,15 +129,16 @@ class StepRunner(Runner):
         if recordings.now.unscored and (found := self._unscored_step(program, particles, mode)) is not None:
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
-        if is_ordered and recordings.mode == "auto":
-            if self.plans.last is None:
-                # There has to be a plan to show. With two particles leave-one-out has a plan.
-                few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
-                self.observe(program, few, replace(mode, learning=False, may_order=False))
-                mark.again()
+        follows_rules = recordings.mode == "auto"
+        if is_ordered and self.plans.last is None and (follows_rules or planner.serves_order):
+            # There has to be a plan to show. With two particles leave-one-out has a plan.
+            few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
+            self.observe(program, few, replace(mode, learning=False, may_order=False))
+            mark.again()
+        if is_ordered and follows_rules:
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
-        if is_ordered and self.plans.last is not None:  # the first step goes another way, which has a plan to show
+        if is_ordered:
             chosen = [(run, planner.order_estimators(run)) for run in runs]
             ordered = tuple(in_order(run, own) for run, own in chosen if own is not None)
             if len(ordered) == len(runs):  # else an estimator needs more
