@@ -268,7 +268,7 @@ BUDGETS = {
     "svi/": 277,
     "targets/": 158,
     "testing/": 838,
-    "tests": 23297,
+    "tests": 23298,
     "benchmarks": 3191,
     "words of docs": 15974,
 }
