@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15531,
+    "pyro_bpq": 15530,
     "modules": 153,
     "top": 226,
     "batching/": 487,
@@ -260,7 +260,7 @@ BUDGETS = {
     "estimators/": 1471,
     "graph/": 711,
     "objectives/": 1771,
-    "plan/": 970,
+    "plan/": 969,
     "record/": 3672,
     "reruns/": 1059,
     "rollout/": 490,

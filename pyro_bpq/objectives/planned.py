@@ -79,7 +79,10 @@ class PlannedObjective(Objective):
         if seen.is_lone:
             return lone_step(seen.ordered[0], self.trainer.recent, learning, learns)
         if seen.ordered:
-            return order_step(seen.ordered, loss, self.critics, learning, learns)
+            result = order_step(seen.ordered, loss, self.critics, learning, learns)
+            # Where no site has a score, the plan says what each got.
+            specs = self.plan.layout.specs if result.learns and not self.runner.recordings.is_ordered else {}
+            return replace(result, info=result.info | {n: {"estimator": own.estimator} for n, own in specs.items()})
         return step([item.signals for item in seen.items], loss, self.critics, learning, learns)
 
     def recorded_options(self) -> dict[str, Any]:

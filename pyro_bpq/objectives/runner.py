@@ -2,6 +2,7 @@ r"""Runs the programs of a step, plans what is done on their structure, and coll
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -129,13 +130,12 @@ class StepRunner(Runner):
         if recordings.now.unscored and (found := self._unscored_step(program, particles, mode)) is not None:
             return found
         is_ordered = recordings.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
-        follows_rules = recordings.mode == "auto"
-        if is_ordered and self.plans.last is None and (follows_rules or planner.serves_order):
+        if is_ordered and self.plans.last is None and (recordings.mode == "auto" or planner.serves_order):
             # There has to be a plan to show. With two particles leave-one-out has a plan.
             few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
             self.observe(program, few, replace(mode, learning=False, may_order=False))
             mark.again()
-        if is_ordered and follows_rules:
+        if is_ordered and recordings.mode == "auto":
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered:
@@ -190,14 +190,13 @@ class StepRunner(Runner):
 
     def _unscored_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
         """A step without scores, as ``Trace_ELBO`` takes it; ``None``, and nothing drawn, if there are some."""
-        known, draws = self.recordings.now.unscored, self.recordings.mark()
-        if not mode.may_order or mode.shows or mode.is_recorded:
+        now = self.recordings.now
+        if not mode.may_order or mode.shows or mode.is_recorded or now.always:
             return None
-        try:
+        draws, runs = self.recordings.mark(), list[PlainRun | None]()
+        with contextlib.suppress(Exception):  # the usual run says where
             runs = [run_unscored(*each, particles.nesting) for each in programs_of(program, particles)]
-        except Exception:  # the usual run says where
-            runs = []
-        plans = [known.get((particles, _sites_of(run.traces))) if run else None for run in runs]
+        plans = [now.unscored.get((particles, _sites_of(run.traces))) if run else None for run in runs]
         if not plans or plans[0] is None or any(plan is not plans[0] for plan in plans):
             draws.again()
             return None

@@ -30,7 +30,6 @@ from pyro_bpq.plan.rules import (
     MANY_COMPONENTS,
     MANY_SITES,
     MOST_CHILDREN,
-    NOT_HELD,
     SITES,
     SiteFacts,
     plain_score,
@@ -165,7 +164,7 @@ class Planner:
         held = held_plan(structure, {name: own for name, (own, _) in choices.items()}, self.estimator is not None)
         for name, (estimator, _) in choices.items():
             if "hindsight" in estimator.needs and name not in held.sites and not facts.is_dynamic:
-                choices[name] = plain_score(facts.num_particles), NOT_HELD
+                choices[name] = plain_score(facts.num_particles), "a child's law is unknown at its other values"
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
         given = {n: None if sums else site_critic(self.critic, sites[n], fns[n], e) for n, e in estimators.items()}
@@ -257,7 +256,7 @@ class Planner:
             is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
             found[name] = replace(
                 site,
-                is_partly_scored=wanted[name].is_pathwise and traced.run.sites[name].score is not None,
+                is_partly_scored=wanted[name].is_pathwise and name in traced.scored,
                 is_ordered=facts.is_ordered,
                 is_served=is_served,
                 is_untold=is_untold,

@@ -255,8 +255,6 @@ SITES = (
     Rule("few values: a sum over all of them", lambda s: s.has_few_values, lambda s: AllAction()),
     Rule("many or infinitely many values", lambda s: True, lambda s: s.plain_score),
 )
-# Why a site gets the plain score function in place of one that compares its values while all other sites keep theirs.
-NOT_HELD = "a child's law is unknown at its other values"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ their classes, and functions of these classes.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping
@@ -264,8 +265,8 @@ class Call:
         if item._buffers:
             self.modules.append(item)
         # A scripted module holds its parts elsewhere.
-        for parts in (item._parameters, item._buffers, item._modules):
-            self._parts(path, item.training, "{}.{}", parts.items())
+        parts = itertools.chain(item._parameters.items(), item._buffers.items(), item._modules.items())
+        self._parts(path, item.training, "{}.{}", parts)
         self._attributes(path, item)
 
 
