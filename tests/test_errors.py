@@ -269,9 +269,16 @@ def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> No
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
 
+    def draw_in_turn() -> None:
+        for i in pyro.plate("rows", 5, subsample_size=2):
+            pyro.sample(f"z_{i}", dist.Bernoulli(logits=pyro.param("p", torch.tensor(0.3)).expand(4)))
+
     with pyro.validation_enabled(False):
         with pytest.raises(PlateError, match=r"'z' has the batch shape \(3,\), .*: dimension -1 is no plate"):
             TraceBackpropQ_ELBO().loss_and_grads(model, guide)
+        with pytest.raises(PlateError, match=r"'z_\d' has the batch shape \(3, 4\), .*: dimension -1 is no plate"):
+            elbo = TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1)
+            elbo.loss_and_grads(draw_in_turn, draw_in_turn)
         # Where no shape has to fit, the program runs as it does under Pyro's own ELBOs.
         plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None).loss_and_grads(model, guide)
     assert plain > 0.0

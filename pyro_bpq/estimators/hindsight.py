@@ -50,7 +50,6 @@ class HeldCosts(NamedTuple):
     All tensors but ``log_q`` are detached.
 
     Args:
-        names: Names of the sites.
         log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``;
             of counts their means.
         value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
@@ -71,7 +70,6 @@ class HeldCosts(NamedTuple):
             gradient; ``None`` if there is none.
     """
 
-    names: tuple[str, ...]
     log_q: Tensor
     value: Tensor
     changes: Changes

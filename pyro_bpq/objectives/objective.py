@@ -18,7 +18,7 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import LossModule, Turn, kept_gradients, together, warn_of_hooks
-from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient, shapes_told
 from pyro_bpq.objectives.particle_count import CountedELBO
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.gradients import add_gradients, inputs_of, with_gradients
@@ -305,7 +305,8 @@ class Objective(CountedELBO, nn.Module):
         start = time.perf_counter()
         seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
-        result = self._evaluate(seen, mode)
+        with shapes_told(seen):
+            result = self._evaluate(seen, mode)
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if mode.learning:
             self._traces = Transient(seen.traces)

@@ -2,9 +2,10 @@ r"""How a step runs the programs, what for, and what it gets back: ``Runner``, `
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +97,18 @@ class Observation:
             return self.summed.detach()
         losses = [run.loss for run in self.ordered] or [traced.run.loss for traced in self.runs]
         return sum(losses[1:], losses[0])
+
+
+@contextlib.contextmanager
+def shapes_told(seen: Observation) -> Iterator[None]:
+    """Errors about shapes that do not fit name the site that they come from."""
+    try:
+        yield
+    except BPQError:
+        raise
+    except RuntimeError:
+        check_declared(site for trace in reversed(seen.traces) for site in samples(trace).values())
+        raise
 
 
 class Runner(ABC):
@@ -194,14 +207,8 @@ class Runner(ABC):
 
     def staged(self, found: Observation) -> Observation:
         """An observation with the signals of the sites."""
-        try:
+        with shapes_told(found):
             return replace(found, items=tuple(stage() for stage in found.stages))
-        except BPQError:
-            raise
-        except RuntimeError:
-            # An error about shapes that do not fit names the site that they come from.
-            check_declared(site for trace in reversed(found.traces) for site in samples(trace).values())
-            raise
 
     @abstractmethod
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:

@@ -221,7 +221,7 @@ class HeldRuns:
             changes = Changes(*(torch.stack(own).to(log_q.detach()) for own in predicted))
         settled, rest, excess = self._known(names, index)
         sign = 1.0 - 2.0 * value if has_bits else None
-        held = HeldCosts(names, log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
+        held = HeldCosts(log_q, value, changes, settled, sign, rest, self.particle, index, share, exact, excess)
         if not is_count:
             return held
         back = self._stack(names, "back").expand_as(exact.law)

@@ -171,7 +171,7 @@ class Problem:
         sampled = self.cost(value).detach()
         change = 0.5 * (table - sampled[..., None, None])
         changes = Changes(torch.zeros_like(change), change, change)
-        held = HeldCosts(names, log_probs, index, changes, settled=0.5 * sampled)
+        held = HeldCosts(log_probs, index, changes, settled=0.5 * sampled)
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         cost = replace(program, share=1.0).cost(value)
         known = SiteContext(names, score, cost, self.particles, log_probs, index, 0.5 * table, 0.5 * sampled)
