@@ -79,8 +79,7 @@ class CriticTrainer:
         if self.waiting is not None:
             (writes, gradients, seen), self.waiting = self.waiting, None
             self.num_steps += 1
-            if seen is not None:
-                self.recent.add(*seen)
+            self.recent.add(seen)
             self._commit(writes, gradients)
             if self.keeps_staged and self.learner is not None:
                 self._learn_again(owner)

@@ -104,10 +104,9 @@ def shapes_told(seen: Observation) -> Iterator[None]:
     """Errors about shapes that do not fit name the site that they come from."""
     try:
         yield
-    except BPQError:
-        raise
-    except RuntimeError:
-        check_declared(site for trace in reversed(seen.traces) for site in samples(trace).values())
+    except RuntimeError as error:
+        if not isinstance(error, BPQError):
+            check_declared(site for trace in reversed(seen.traces) for site in samples(trace).values())
         raise
 
 

@@ -139,10 +139,9 @@ class StepRunner(Runner):
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)
         if is_ordered:
-            chosen = [(run, planner.order_estimators(run)) for run in runs]
-            ordered = tuple(in_order(run, own) for run, own in chosen if own is not None)
-            if len(ordered) == len(runs):  # else an estimator needs more
-                return Observation((), (), ordered)
+            chosen = [own for own in map(planner.order_estimators, runs) if own is not None]
+            if len(chosen) == len(runs):  # else an estimator needs more
+                return Observation((), (), tuple(map(in_order, runs, chosen)))
         recordings.now.steps += mode.counts(runs[0])
         # Further particles in a hidden dimension have the recording of the first one.
         shown = runs[:1] if particles.is_hidden else runs

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -75,12 +75,12 @@ class RecentCosts:
         """The baseline of each site; zero for new ones."""
         return [self._baselines.get(name, 0.0) for name in names]
 
-    def add(self, names: Sequence[str], cost: float) -> None:
-        """Adds the cost that all of these sites had."""
-        for name in names:
+    def add(self, new: Mapping[str, float]) -> None:
+        """Adds the costs that sites had."""
+        for name, cost in new.items():
             costs = [*self._costs.pop(name, ())[1 - TrimmedBaseline.recent :], cost]
             self._costs[name], self._baselines[name] = costs, _centre(costs)
-        surplus = len(self._costs) - self.max_idle - len(names)
+        surplus = len(self._costs) - self.max_idle - len(new)
         for name in list(islice(self._costs, max(surplus, 0))):
             del self._costs[name], self._baselines[name]
 
@@ -120,7 +120,7 @@ def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learn
     term = (loss - baselines) * run.scores
     for (name, own), baseline in zip(run.estimators.items(), baselines.unbind(), strict=True) if learns else ():
         notes.show(name, estimator=own, baseline=baseline, cost_to_go=loss.expand(1))
-    seen = (names, loss.item()) if learns else None
+    seen = dict.fromkeys(names, loss.item()) if learns else {}
     return Step(loss, term.sum(), None, [], notes.info, learns, run.differentiable, seen)
 
 
@@ -150,16 +150,15 @@ def order_step(
 
 def _groups(runs: Sequence[RunInOrder]) -> Iterator[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:
     """Sites that are served together, since equally many particles have them: scores and losses, ``(sites, M)``."""
-    # The particles that have a site, and where its score is among all scores.
-    found: dict[tuple[str, Estimator], list[tuple[int, int]]] = {}
-    starts = accumulate((len(run.estimators) for run in runs), initial=0)
-    for m, (run, start) in enumerate(zip(runs, starts, strict=False)):
-        for row, pair in enumerate(run.estimators.items(), start):
-            found.setdefault(pair, []).append((m, row))
-    alike: dict[tuple[Estimator, int], dict[str, list[tuple[int, int]]]] = {}
+    # Where the scores of a site are among those of all particles.
+    found: dict[tuple[str, Estimator], list[int]] = {}
+    for at, pair in enumerate(pair for run in runs for pair in run.estimators.items()):
+        found.setdefault(pair, []).append(at)
+    alike: dict[tuple[Estimator, int], dict[str, list[int]]] = {}
     for (name, estimator), places in found.items():
         alike.setdefault((estimator, len(places)), {})[name] = places
-    scores, losses = torch.cat([run.scores for run in runs]), torch.stack([run.loss for run in runs])
+    scores = torch.cat([run.scores for run in runs])
+    losses = torch.cat([run.loss.expand(len(run.scores)) for run in runs])
     for (estimator, _), members in alike.items():
-        particle, at = torch.tensor(list(members.values())).unbind(-1)
-        yield estimator, tuple(members), scores[at], losses[particle]
+        rows = torch.tensor(list(members.values()))
+        yield estimator, tuple(members), scores[rows], losses[rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from pyro_bpq.rollout.distributed import Ranks
 
 # Estimator and detached diagnostics, by name of the site.
 Info = dict[str, dict[str, Any]]
-# Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.
-Seen = tuple[tuple[str, ...], float] | None
+# The cost in nats that a step in program order adds to the recent costs of each site.
+Seen = Mapping[str, float]
 
 
 @dataclass
@@ -63,4 +63,4 @@ class Step:
     # The costs through which pathwise gradients flow, summed over particles
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
     # What is added to the recent costs of sites
-    seen: Seen = None
+    seen: Seen = field(default_factory=dict)

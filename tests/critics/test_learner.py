@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +57,19 @@ def test_load_state_dict_shares_no_tensor() -> None:
     after = optimizer.state_dict()
     for key, state in before.items():
         assert torch.equal(state["state"][0]["x"], after[key]["state"][0]["x"])
+
+
+@pytest.mark.parametrize(("rows", "steps", "speed"), [(100, 0, 1.0), (1, 0, 0.1), (100, 480, 0.25)])
+def test_first_step_of_few_samples_or_after_many_steps_is_short(rows: int, steps: int, speed: float) -> None:
+    """Adam's first step moves each weight by the rate, whatever its gradient."""
+    bank = bank_of("k")
+    (block,) = bank.blocks.values()
+    block.register_buffer("rows", torch.tensor([float(rows), 0.0]))
+    block.register_buffer("count", torch.tensor([0.0, float(steps)]))
+    learner = CriticLearner(max_idle=0)
+    CriticOptimizer(learner).step(bank, gradients(bank))
+    full = learner.make([nn.Parameter(torch.zeros(()))]).param_groups[0]["lr"]
+    torch.testing.assert_close(next(iter(bank.weights().values())), torch.full((2, 3), -speed * full))
 
 
 def test_make_gives_averaged_adam() -> None:

@@ -49,15 +49,6 @@ def test_differentiable_loss_returns_the_loss(options: dict[str, Any]) -> None:
         assert loss.item() == pytest.approx((alike or elbo).loss(CHAIN.model, CHAIN.guide), rel=1e-12)
 
 
-def test_forward_is_differentiable_loss_and_call_is_pyros() -> None:
-    elbo = TraceBackpropQ_ELBO(1)
-    CHAIN.params()
-    pyro.set_rng_seed(0)
-    expected = elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
-    pyro.set_rng_seed(0)
-    assert elbo.forward(CHAIN.model, CHAIN.guide).item() == expected.item()
-
-
 def test_own_learner_keeps_critics_out_of_the_parameters() -> None:
     fit = module(TraceBackpropQ_ELBO(1))
     names = {name for name, _ in fit.named_parameters()}

@@ -17,23 +17,23 @@ def test_baselines_are_those_of_tensors():
         assert recent.baselines(["a"]) == pytest.approx([statistics["baseline"].item()], rel=1e-12)
         # Single outliers are far away.
         cost = draws.gauss(3.0, 1.0) + 1e4 * (step % 9 == 0)
-        recent.add(("a",), cost)
+        recent.add({"a": cost})
         _, new = baseline(torch.tensor([[cost]], dtype=torch.float64), statistics, torch.tensor([float(step)]))
         statistics.update(new)
 
 
 def test_each_site_has_costs_of_its_own():
     recent = RecentCosts(8)
-    recent.add(("a", "b"), 2.0)
-    recent.add(("b",), 5.0)
-    recent.add(("b",), 6.0)
+    recent.add({"a": 2.0, "b": 2.0})
+    recent.add({"b": 5.0})
+    recent.add({"b": 6.0})
     assert recent.baselines(["a", "b", "new"]) == [2.0, 5.0, 0.0]
 
 
 def test_the_sites_that_were_used_last_stay():
     recent = RecentCosts(2)
     for step, names in enumerate((("a", "b"), ("c",), ("a",), ("d", "e"))):
-        recent.add(names, float(step + 1))
+        recent.add(dict.fromkeys(names, float(step + 1)))
     # The last step's, and two more.
     assert list(recent.state_dict()) == ["c", "a", "d", "e"]
     assert recent.baselines(["b"]) == [0.0]
@@ -42,7 +42,7 @@ def test_the_sites_that_were_used_last_stay():
 def test_a_state_goes_on_as_before():
     recent, other = RecentCosts(8), RecentCosts(8)
     for step in range(40):
-        recent.add(("a",), float(step % 7))
+        recent.add({"a": float(step % 7)})
     other.load_state_dict(recent.state_dict())
     assert other.baselines(["a"]) == recent.baselines(["a"])
     other.add(("a",), 1.0)
