@@ -114,7 +114,7 @@ class Layout(Constants):
         crossings: Crossings | None = None,
     ) -> None:
         super().__init__()
-        self.is_steered = is_steered
+        self.is_steered, self.cuts_plates = is_steered, cuts_plates
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled, self.charged, self.crossings = tabled, charged or {}, crossings
         costs = {cost.name: cost.plates for cost in graph.costs}

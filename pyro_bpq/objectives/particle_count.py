@@ -36,6 +36,7 @@ from pyro_bpq.errors import (
 )
 from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
+from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.record.cost_statement import SkipCosts
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.program_errors import EXPLAINED
@@ -282,13 +283,13 @@ class _Step:
             return self._summed()
         one, refused = found.runs[0], list[str]()
         plate = Particles(number, True, False, 1 + self._nesting(one))
-        hidden = Particles(number, False, True, count.nesting)
+        hidden = Particles(min(number, MOST_PARTICLES), False, True, count.nesting)
         for way, where in ((plate, "in a plate"), (hidden, "in one call")):
             many, why = self._tried(way, (one, call))
             if many is not None:
-                count.say(f"{number} particles run {way.way}.", *refused)
+                count.say(f"{way.number} particles run {way.way}.", *refused)
                 return many
-            refused.append(f"{number} particles do not run {where}: {why}.")
+            refused.append(f"{way.number} particles do not run {where}: {why}.")
         count.say("One particle runs.", *refused)
         return self._instead(count.one)
 

@@ -105,7 +105,7 @@ class StepRunner(Runner):
         """Runs a program once, with further options of its trace."""
         model, guide, args, kwargs = program
         given = self._options(particles, call=self.recordings.call, only_costs=self.only_costs, **options)
-        if not self.enumerates:
+        if not self.enumerates or math.isinf(particles.nesting):  # the run that looked for the nesting has failed
             traced = trace_run(*program, given)
             check_gradients(traced)
             return traced

@@ -123,9 +123,7 @@ def rows_that_meet(
 
 
 def _rows(rank: int, dim: int, size: int) -> Labels:
-    shape = [1] * rank
-    shape[dim] = size
-    return np.arange(size, dtype=np.int32).reshape(shape)
+    return np.arange(size, dtype=np.int32).reshape([-1 if i == dim % rank else 1 for i in range(rank)])
 
 
 def patterns_of(

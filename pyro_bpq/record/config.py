@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer.util import is_validation_enabled
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -70,8 +71,11 @@ def check_critic(given: Any, without: Any) -> None:
         raise OptionError(f"critic={given!r} is not a critic; write an object such as MLPCritic(), or {without}.")
 
 
-def check_context(name: str, shape: torch.Size, batch: torch.Size) -> None:
-    """Raises :class:`PlateError` for a context whose rows are not those of the site's plates."""
+def check_context(name: str, context: Tensor, batch: torch.Size) -> None:
+    """Raises for a context whose rows are not those of the site's plates, or that would spoil the critics for good."""
+    if is_validation_enabled() and not bool(context.isfinite().all()):
+        raise OptionError(f"Site {name!r}: the option context is NaN or infinite. Write context.nan_to_num().")
+    shape = context.shape
     rows = tuple(dropwhile(lambda size: size == 1, shape[:-1]))
     if len(rows) > len(batch) or any(own not in (1, size) for own, size in zip(rows[::-1], batch[::-1], strict=False)):
         raise PlateError(

@@ -62,6 +62,8 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
         ...     cost("loss", lambda z: 0.0 if z.item() == 2 else 1.0, z)
     """
     is_function = callable(value)
+    if not isinstance(name, str):
+        raise OptionError(f'cost({name!r}, ...): the name comes first. Write cost("loss", function, z).')
     if args and not is_function:
         raise OptionError(f"Cost {name!r}: arguments {args!r} without a function; write cost({name!r}, function, ...).")
     if is_function:
@@ -72,8 +74,7 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
         size = tensor.numel() if isinstance(found, Tensor) else 0
-        options = CostOptions(exact, is_function, size)
-        infer = {"is_auxiliary": True, "bpq_cost": options}
+        infer = {"is_auxiliary": True, "bpq_cost": CostOptions(exact, is_function, size)}
         try:
             fn = _Cost(tensor)
         except ValueError as error:

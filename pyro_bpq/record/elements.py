@@ -89,6 +89,7 @@ class Reader:
 
     def _follow(self, node: Any) -> None:
         labels: Any
+        self.results = [*values_in(node.result)]
         try:
             labels = rule_of(node.func)(self, *node.args, **{k: v for k, v in node.kwargs.items() if k in _SHAPING})
             # Of tensors that are given by name, each element reads all.
@@ -98,9 +99,8 @@ class Reader:
             labels = error
         except (ValueError, IndexError, TypeError, ArithmeticError, RuntimeError):
             labels = Unknown(effects_of(node.func).name)
-        results = [*values_in(node.result)]
-        each = labels if isinstance(labels, list) else [labels] * len(results)
-        for value, own in zip(results, each, strict=False):
+        each = labels if isinstance(labels, list) else [labels] * len(self.results)
+        for value, own in zip(self.results, each, strict=False):
             self.found[value] = own if isinstance(own, Unknown) else self._fitted(own, value)
 
     def _fitted(self, labels: Labels, value: Value) -> Labels:
@@ -186,6 +186,19 @@ def _solve(read: Reader, matrix: Any, right: Any, left: bool = True) -> Labels:
     return combined(over(read(matrix), (-2, -1)), over(read(right), -2 if left else -1))
 
 
+def _by_matrix(read: Reader, matrix: Any, *rest: Any) -> list[Labels]:
+    """Rule for functions of matrices: what is found of one of them reads all of it, and of its right side."""
+    whole = read.shape(matrix)
+
+    def batch(part: Any) -> Labels:
+        shape = read.shape(part)
+        fits = len(shape) == len(whole) or shape == whole[:-1]
+        return over(read(part), tuple(range(len(whole) - 2 if fits else 0, len(shape))), False)
+
+    found = combined(*map(batch, values_in((matrix, *rest))))
+    return [found.reshape(*found.shape, *(1,) * (len(read.shape(own)) - found.ndim)) for own in read.results]
+
+
 def _recurrent(read: Reader, tensor: Any, *rest: Any) -> list[Labels]:
     """Rule for layers ``(time, batch, features)``: rows of the batch stay apart."""
     weights, states = rest[:4], rest[4:6]
@@ -250,11 +263,6 @@ def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
     return combined(chosen, source[tuple(kept)])
 
 
-def _select(read: Reader, tensor: Any, dim: int, index: Any) -> Labels:
-    """Rule for ``index_select``."""
-    return _index(read, tensor, [None] * (dim % len(read.shape(tensor))) + [index])
-
-
 def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None, *_: Any) -> Labels:
     """Rule for ``scatter`` and ``index_add``: an entry keeps its own, and may get any one along the dimension."""
     target, chosen = read(tensor), read(index)
@@ -292,11 +300,11 @@ def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
 # Elementwise operators that torch does not mark as such.
 _ELEMENTWISE = frozenset(
     "_to_copy where fill tril triu native_dropout bucketize detach alias lift _conj lift_fresh same "
-    "binary_cross_entropy binary_cross_entropy_with_logits mse_loss log_sigmoid_forward rrelu_with_noise bernoulli "
-    "normal poisson binomial _standard_gamma".split()
+    "binary_cross_entropy binary_cross_entropy_with_logits mse_loss smooth_l1_loss huber_loss log_sigmoid_forward "
+    "_prelu_kernel hardswish rrelu_with_noise bernoulli normal poisson binomial _standard_gamma".split()
 )
 _ALONG = frozenset(
-    "sum mean logsumexp amax amin prod var std any all argmax argmin nansum count_nonzero var_mean std_mean median "
+    "sum mean logsumexp amax amin prod var std any all argmax argmin nansum var_mean std_mean median "
     "nanmedian aminmax max min linalg_vector_norm norm mode kthvalue topk cumsum cumprod logcumsumexp cummax cummin "
     "sort _softmax _log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c linalg_cross".split()
 )
@@ -323,18 +331,26 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "addmm baddbmm": _spread((), (-1,), (-2,)),
         "addmv": _spread((), (-1,), keepdim=False),
         "linalg_solve_triangular": _solve,
-        "linalg_cholesky_ex linalg_inv_ex _linalg_solve_ex cholesky_inverse triangular_solve linalg_qr "
-        "linalg_lu_factor_ex linalg_matrix_exp _linalg_svd _linalg_eigh max_pool2d_with_indices avg_pool2d "
-        "_adaptive_avg_pool2d adaptive_max_pool2d max_pool2d mkldnn_max_pool2d upsample_nearest2d "
-        "upsample_bilinear2d": _spread((-2, -1)),
+        "_linalg_solve_ex _linalg_svd _linalg_eigh linalg_eig linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex "
+        "linalg_qr linalg_pinv linalg_matrix_exp cholesky_inverse _linalg_det _linalg_slogdet": _by_matrix,
+        "cholesky_solve triangular_solve max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d max_pool2d "
+        "adaptive_max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": _spread(
+            (-2, -1)
+        ),
+        "upsample_nearest1d upsample_linear1d": _spread((-1,)),
+        "count_nonzero": lambda read, tensor, dim=None: over(read(tensor), dim, False),
+        "im2col": lambda read, tensor, *_: over(read(tensor), (1, 2, 3))[..., 0],
+        "affine_grid_generator": lambda read, theta, *_: over(read(theta), (-2, -1))[..., None],
+        "nll_loss_forward nll_loss2d_forward": lambda read, scores, target, weight, *_: combined(
+            over(read(scores), 1, False), read(target), over(read(weight), None, False)
+        ),
         "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": _spread((-3, -2, -1)),
         "convolution native_group_norm": _spread((1, 2, 3, 4, 5), None),
-        "_linalg_det _linalg_slogdet": _spread((-2, -1), keepdim=False),
         "zero": lambda read, *_: _no_labels(),
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
         "embedding": lambda read, table, index, *_: _index(read, table, [index]),
         "index _unsafe_index": _index,
-        "index_select": _select,
+        "index_select": lambda read, own, dim, at: _index(read, own, [None] * (dim % len(read.shape(own))) + [at]),
         "index_put _unsafe_index_put _index_put_impl": _put,
         "gather": _gather,
         "grid_sampler_2d": lambda read, tensor, grid, *_: combined(

@@ -144,11 +144,8 @@ class Function:
 
     def in_double(self) -> Function:
         """The same in double precision."""
-
-        def wide(item: Any) -> Any:
-            return torch.float64 if item is torch.float32 else item
-
-        return replace(self, nodes=tuple(tree_map(wide, node) for node in self.nodes))
+        nodes = (tree_map(lambda item: torch.float64 if item is torch.float32 else item, node) for node in self.nodes)
+        return replace(self, nodes=tuple(nodes))
 
     @cached_property
     def draws(self) -> bool:

@@ -94,19 +94,16 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
     if not found or not costs:
         return None
     wanted = [*(values[cost] for cost in costs), *found]
-    number = max(2, min(_LINES, MOST_ELEMENTS // sum(recording.shapes[value].numel() + 1 for value in wanted)))
+    sizes = [recording.shapes[value].numel() for value in wanted]
+    number = max(2, min(_LINES, MOST_ELEMENTS // sum(size + 1 for size in sizes)))
     draws = [bound.again((), redrawn=frozenset((name,)), seed=seed + i)[name] for i in range(number)]
     tensors, right = doubled(bound.tensors), torch.stack(draws).double()
     left, tensors[site] = tensors[site].expand_as(right), right
     function = recording.cut(wanted, {site}, through).in_double().in_rows({site}, tensors)
 
     # What each column of the costs, and of the switches, belongs to.
-    owners = [
-        name
-        for name, value in zip((*costs, *found.values()), wanted, strict=True)
-        for _ in range(recording.shapes[value].numel())
-    ]
-    width = sum(recording.shapes[value].numel() for value in wanted[: len(costs)])
+    owners = [name for name, size in zip((*costs, *found.values()), sizes, strict=True) for _ in range(size)]
+    width = sum(sizes[: len(costs)])
 
     def at(value: Tensor) -> tuple[Tensor, ...]:
         """Costs and switches, ``(lines, elements)``."""

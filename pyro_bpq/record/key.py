@@ -359,7 +359,5 @@ def _short(value: Any) -> str:
 
 
 def _told(tensor: Tensor) -> str:
-    grad = ", with gradient" if tensor.requires_grad else ""
-    return (
-        f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}{grad}"
-    )
+    shape, more = tuple(tensor.shape), ", with gradient" if tensor.requires_grad else ""
+    return f"a {tensor.dtype} tensor of shape {shape} and strides {tensor.stride()} on {tensor.device}{more}"

@@ -74,10 +74,8 @@ class Draw:
     @property
     def mean(self) -> Draw:
         """The same with the mean, where values may move continuously and have one."""
-        split = finite_components(self._form) if not self._form.has_rsample else None
-        has_mean = self._form.has_rsample or (split is not None and split.kind in ("bernoulli", "one_hot"))
-        found = copy.copy(self)
-        found.is_mean = has_mean
+        found, split = copy.copy(self), finite_components(self._form)
+        found.is_mean = self._form.has_rsample or (split is not None and split.kind in ("bernoulli", "one_hot"))
         return found
 
 
@@ -151,7 +149,8 @@ def _changed(parts: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> di
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log-probability of a one-hot site at a value that may lie between support values, and linear in it."""
-    return rebased(fn, _LinearOneHot.of, _validate_args=False).log_prob(value)
+    linear = rebased(fn, lambda own: _LinearOneHot(logits=own.logits, validate_args=False), _validate_args=False)
+    return linear.log_prob(value)
 
 
 def unchecked(fn: Any) -> Any:
@@ -170,10 +169,6 @@ def rebased(fn: Any, change: Callable[[Any], Any], **own: Any) -> Any:
 
 
 class _LinearOneHot(OneHotCategorical):
-    @classmethod
-    def of(cls, fn: Any) -> _LinearOneHot:
-        return cls(logits=fn.logits, validate_args=False)
-
     def log_prob(self, value: Tensor) -> Tensor:
         # A value of probability zero has a logit of -inf; the clamp keeps 0 * -inf from becoming NaN.
         return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)

@@ -243,7 +243,7 @@ class Recordings:
         if not all(self.knows(run, particles.in_call) for run in runs):
             return "another structure"
         # What further particles cost is no control variate: it must not be outdated.
-        return "" if bound is None or costs_agree(runs[0], bound) else "other costs"
+        return "" if bound is None or costs_agree(runs[0], bound) else "other costs, as of a number that is no tensor,"
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""

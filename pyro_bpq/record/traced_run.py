@@ -292,7 +292,7 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         fn = fn.base_dist
         score = fn.score_parts(site["value"]).score_function
     if options.context is not None:
-        check_context(info.name, options.context.shape, site["log_prob"].shape)
+        check_context(info.name, options.context, site["log_prob"].shape)
     own = options.baseline
     baseline = None if own is None else functools.partial(own.predict, info.name, site["log_prob"].shape)
     return SiteRecord(

@@ -245,13 +245,13 @@ class HeldRuns:
         return settled, rest, excess
 
     def _sum(self, names: Sequence[str], costs: Sequence[Collection[str]]) -> Tensor:
-        """Sums ``(G, M, plates)``, in nats, of costs that read each site."""
+        """Sums ``(G, M, plates)``, in nats, of costs that read each site, of all rows if these may meet."""
 
         def of_run(traced: TracedRun, name: str, own: Collection[str]) -> Tensor:
             plates, run = self.graph.node(name).plates, traced.run
             known = ((run.costs[cost].detach().unsqueeze(0), self.graph.cost(cost).plates) for cost in own)
-            shape = self.rollout.run_shape(plates)
-            return summed(known, plates, shape, run.loss.detach())[0].expand(shape)
+            over, shape = plates if self.signals.layout.cuts_plates else (), self.rollout.run_shape(plates)
+            return summed(known, over, self.rollout.run_shape(over), run.loss.detach())[0].expand(shape)
 
         pairs = zip(names, costs, strict=True)
         return torch.stack([torch.cat([of_run(traced, *pair) for traced in self.values.traced]) for pair in pairs])
