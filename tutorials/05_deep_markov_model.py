@@ -141,10 +141,10 @@ axes.set(xlabel="seconds of processor time", ylabel="held-out ELBO (nats per seq
 axes.legend(fontsize=8)
 figure.tight_layout()
 plt.show()
-print("\n".join(elbo.settled))
+print(elbo)
 
 # %% [markdown]
-# The gap is $KL(q \,\|\, p(z \mid x))$. Only an exact likelihood can show it. `elbo.settled` says how many particles
+# The gap is $KL(q \,\|\, p(z \mid x))$. Only an exact likelihood can show it. `print(elbo)` says how many particles
 # the default chose. One seed and a few seconds show how such a model is written, and are no benchmark;
 # `benchmarks/chorales.py` is one.
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pyro_bpq.compiled.entry import Entry, Outcome, make
 from pyro_bpq.compiled.options import Compile
@@ -83,6 +84,9 @@ class CompiledSteps:
         if refusal := subject.refuses():
             self._tell(refusal)
         if refusal or not subject.is_settled():
+            return None
+        if any(isinstance(leaf, Tensor) and leaf.grad_fn for leaf in tree_leaves((program.args, program.kwargs))):
+            self._tell("an argument carries a gradient: compute it within the programs, or detach it")
             return None
         program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program

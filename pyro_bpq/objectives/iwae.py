@@ -93,8 +93,13 @@ class TraceBackpropQ_IWAE(Objective):
             vectorize_particles=vectorize_particles,
         )
         self.made_by = f"{type(self).__name__}({', '.join(changed.values())})"
-        self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
+        self.num_outer, self.plate, self.baseline = num_outer, plate, baseline
         self.runner = BoundRunner(plate)
+
+    @property
+    def num_inner(self) -> int:
+        """Number of samples of one bound."""
+        return self.num_particles // self.num_outer
 
     def _chosen(self) -> list[tuple[str, str, str]] | None:
         return [(name, short(estimator), "none") for name, estimator in self.runner.estimators.items()] or None

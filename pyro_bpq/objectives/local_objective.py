@@ -80,19 +80,19 @@ class LocalObjective:
         """Runs the guide again with its present parameters and all sites held."""
         tables, penalties = [], []
         kl, reverse = dict[str, Tensor](), dict[str, Tensor]()
-        for staged, old, frozen in zip(self.items, self.old, self.frozen, strict=True):
+        for staged, signals, old, frozen in zip(self.items, self.signals, self.old, self.frozen, strict=True):
             runs = [_held_run(t.run, t.subsamples, p) for t, p in zip(staged.traced, staged.programs, strict=True)]
             rollout = replace(staged.signals.rollout, runs=tuple(runs))
             classes, free = staged.signals.layout.classes, _without_cost(staged)
             penalty = runs[0].loss.new_zeros(rollout.num_particles)
             tables.append({c: SiteBatch(classes[c], rollout).log_q for c in old})
-            for cls in classes:
+            for c, cls in enumerate(classes):
                 for name in cls.names:
                     pairs = {id(r): _divergences(f[name], r.sites[name]) for r, f in zip(runs, frozen, strict=True)}
                     for pair in pairs.values():
                         for total, part in zip((kl, reverse), pair, strict=True):
                             total[name] = total.get(name, 0.0) + part.sum() / self.num_particles
-                    if name not in free:
+                    if c in signals and name not in free:
                         pick = functools.partial(_backward, pairs)
                         penalty = penalty + _by_particle(rollout.stack(pick, (name,), cls.spec.plates))[0]
             penalties.append(penalty)

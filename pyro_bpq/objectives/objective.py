@@ -130,11 +130,6 @@ class Objective(CountedELBO, nn.Module):
         return self.vectorize_particles
 
     @property
-    def learner(self) -> CriticLearner | None:
-        """Options of the critics' optimiser; ``None`` where the user's optimiser trains them."""
-        return self.trainer.learner
-
-    @property
     def num_steps(self) -> int:
         """Number of steps that were learned from."""
         return self.trainer.num_steps
@@ -241,7 +236,7 @@ class Objective(CountedELBO, nn.Module):
         Raises:
             OptionError: If the critics have no optimiser of their own, or nothing learns now.
         """
-        if self.learner is None:
+        if self.trainer.learner is None:
             raise OptionError("warm_up(...) needs critics with an optimiser of their own: learner=CriticLearner().")
         if not self._is_learning:
             raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
@@ -357,7 +352,7 @@ class Objective(CountedELBO, nn.Module):
         learned, tensors = self.trainer.parts(deep)
         parts = (self.particles, *self.runner.parts, *learned)
         kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        return [(part, snapshot(part)) for part in parts], kept, self.info, self.ms
+        return [(part, snapshot(part)) for part in parts], kept, self.info
 
     @contextlib.contextmanager
     def undoing(self, deep: bool = False) -> Iterator[None]:
@@ -372,7 +367,7 @@ class Objective(CountedELBO, nn.Module):
     @torch.no_grad()
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and found out after a mark."""
-        parts, tensors, self.info, self.ms = mark
+        parts, tensors, self.info = mark
         for part, own in parts:
             restore(part, own)
         for tensor, value in tensors:
@@ -381,13 +376,16 @@ class Objective(CountedELBO, nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
         known = {"num_noises": self.runner.noise.number, "structure": self.runner.recordings.state_dict()}
-        return {**self.trainer.state_dict(), **known, "nesting": self.particles.nesting}
+        number = None if self.particles.is_open else self.particles.written.number
+        return {**self.trainer.state_dict(), **known, "nesting": self.particles.nesting, "particles": number}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.trainer.load_state_dict(state)
         self.runner.noise.number = state["num_noises"]
         self.runner.recordings.load_state_dict(state["structure"])
+        if self.particles.is_open and state["particles"]:
+            self.num_particles = state["particles"]  # as after warm_up
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles

@@ -238,13 +238,6 @@ class PlannedObjective(Objective):
             return f"guide and model once, in {plan.summed.rows} rows that tell all values."
         return " ".join(filter(None, ["guide and model.", self.runner.recordings.when(), said, *plan.notes]))
 
-    @property
-    def settled(self) -> tuple[str, ...]:
-        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
-        jumps = ", ".join(sorted(self.runner.recordings.jumps))
-        scored = f"Costs jump with the values of {jumps}: they get the score function." if jumps else ""
-        return tuple(filter(None, (self.particles.said, self.runner.recordings.said, scored)))
-
 
 def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gamma: float = 1.0) -> Tensor:
     r"""The sum of what critics expect at every site, as a function of the site's own distribution.

@@ -86,7 +86,8 @@ class StepRunner(Runner):
         plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
         if plan is not None:
             return num_particles_for(plan, traced, particles, work_of_run(recorded) if recorded else None), plan.alone
-        return 1, 'you wrote structure="dynamic"' if self.recordings.mode == "dynamic" else STEERED
+        mode = self.recordings.mode
+        return 1, STEERED if mode == "auto" else f'you wrote structure="{mode}"'
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
@@ -180,7 +181,7 @@ class StepRunner(Runner):
 
     def _finds_jumps(self, runs: Sequence[TracedRun], mode: Mode) -> bool:
         chosen = self.plans.planner.estimator
-        if not (mode.learning and torch.is_grad_enabled()) or (chosen and chosen.is_pathwise):
+        if not torch.is_grad_enabled() or (chosen and chosen.is_pathwise):
             return False
         found = any(self.recordings.finds_jumps(run) for run in runs if run.recorded)
         if found:
@@ -314,17 +315,18 @@ class StepRunner(Runner):
             draws.again()
             traced, record = run(True), True
         loss = self._sum(traced, particles, mode)
-        # A program may read a shape. In a recorded run values are as large as their plates.
-        if record and particles.is_compact:
-            draws.again([traced])
-            if not torch.allclose(loss, self._sum(run(False), particles, mode), rtol=1e-4):
-                self._refuse("values of size one in plates cost something else")
         if record:
             assert traced.recorded is not None
             alone, checked = self.alone(program, particles, traced), torch.linspace(0, rows - 1, MOST_CHECKED).int()
             values = Values((traced.recorded,), alone, (traced,), recordings.call, nesting)
             if not all(is_alike(values, row) for row in {*checked.tolist()}):
                 self._refuse("a row of values costs something else alone")
+            # A program may read a shape. In a recorded run values are as large as their plates. The last run counts:
+            # autograd refuses buffers that were put back.
+            draws.again([traced])
+            recorded, loss = loss, self._sum(run(False), particles, mode)
+            if not torch.allclose(recorded, loss, rtol=1e-4):
+                self._refuse("values of size one in plates cost something else")
         recordings.now.steps += mode.counts(traced)
         return Observation((traced,), summed=loss)
 

@@ -283,7 +283,7 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
         if not isinstance(estimator, Hindsight | Differences):
             continue
         components, children = estimator.split(traced.infos[name]), graph.children(name)
-        if components is None:
+        if components is None or components.cardinality < 2:
             continue
         lost = sorted(child for child in children if not _is_computed(structure, child))
         if lost and (is_chosen or not traced.options[name].leaves_estimator):

@@ -17,6 +17,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
 from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.values import Value
@@ -105,7 +106,9 @@ def rows_that_meet(
     found: dict[str, tuple[str, str]] = {}
     for plate in dict.fromkeys(plate for site in drawn.values() for plate in site.plates):
         starts = {}
-        for site in drawn.values():
+        for name, site in drawn.items():
+            if plate in site.plates and site.elements in recording.opaque:
+                found.setdefault(cost_of_guide(name), (plate, recording.opaque[site.elements]))
             dim, rank = site.plates.get(plate), len(recording.shapes[site.value])
             if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
                 starts[site.value] = _rows(rank, dim - rank + len(site.batch), site.batch[dim])
@@ -145,7 +148,8 @@ def patterns_of(
                 continue
             below |= masks[other.value]
             read: Labels | Unknown = Unknown()
-            if not masks[other.elements] & mixed and _keeps_rows(site, other):
+            is_shown = other.elements not in recording.opaque
+            if is_shown and not masks[other.elements] & mixed and _keeps_rows(site, other):
                 (read,), number = recording.labels([other.elements], starts)
                 left -= number
             if isinstance(read, Unknown) or (read == MANY).any():

@@ -75,12 +75,11 @@ def check_context(name: str, context: Tensor, batch: torch.Size) -> None:
     """Raises for a context whose rows are not those of the site's plates, or that would spoil the critics for good."""
     if is_validation_enabled() and not bool(context.isfinite().all()):
         raise OptionError(f"Site {name!r}: the option context is NaN or infinite. Write context.nan_to_num().")
-    shape = context.shape
-    rows = tuple(dropwhile(lambda size: size == 1, shape[:-1]))
+    rows = tuple(dropwhile(lambda size: size == 1, context.shape[:-1]))
     if len(rows) > len(batch) or any(own not in (1, size) for own, size in zip(rows[::-1], batch[::-1], strict=False)):
         raise PlateError(
-            f"Site {name!r}: the option context has the shape {tuple(shape)}; write (*rows, features), where rows are "
-            f"{tuple(batch)}, the batch shape of the site, or ones."
+            f"Site {name!r}: the option context has the shape {tuple(context.shape)}; write (*rows, features), where rows "
+            f"are {tuple(batch)}, the batch shape of the site, or ones."
         )
 
 

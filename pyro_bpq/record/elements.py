@@ -215,6 +215,8 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
             return torch.from_numpy(np.array(read.whole(item) - NONE, order="C"))
         return [*map(numbers, item)] if item.__class__ in (list, tuple) else item
 
+    if any(isinstance(arg, torch.dtype) for arg in args):  # a view as numbers of another type
+        return read(args[0])
     found = func(*map(numbers, args), **named)
     parts = [alike(part.numpy() + NONE) for part in (found if isinstance(found, (list, tuple)) else [found])]
     return parts if isinstance(found, (list, tuple)) else parts[0]
@@ -283,7 +285,8 @@ def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) 
     put = combined(
         np.broadcast_to(put, shape), over(read(values), tuple(range(len(shape) - read(values).ndim, 0)), False)
     )
-    if len(places) < len(index) or put.size > _MOST_PLACES or all(part is None for part in known):
+    is_followed = len(places) == len(index) and put.size <= _MOST_PLACES and any(part is not None for part in known)
+    if not is_followed or any(read.dtypes[part] in MASKS for part in places):
         return combined(read(tensor), over(put, None, False))
     result = np.array(read.whole(tensor))
     at = [None if part is None else np.broadcast_to(part.cpu().numpy(), shape) for part in known]
@@ -299,7 +302,7 @@ def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
 
 # Elementwise operators that torch does not mark as such.
 _ELEMENTWISE = frozenset(
-    "_to_copy where fill tril triu native_dropout bucketize detach alias lift _conj lift_fresh same "
+    "_to_copy where fill tril triu native_dropout detach alias lift _conj lift_fresh same "
     "binary_cross_entropy binary_cross_entropy_with_logits mse_loss smooth_l1_loss huber_loss log_sigmoid_forward "
     "_prelu_kernel hardswish rrelu_with_noise bernoulli normal poisson binomial _standard_gamma".split()
 )
@@ -310,18 +313,18 @@ _ALONG = frozenset(
 )
 _MOVING = frozenset(
     "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
-    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter as_strided_scatter unsafe_split "
+    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter unsafe_split "
     "unsafe_split_with_sizes unsafe_chunk _unsafe_view _reshape_copy view_copy".split()
 )
 # Other operators that share a rule.
 _SHARED: Mapping[str, Rule] = MappingProxyType(
     {
         "_sample_dirichlet _dirichlet_grad multinomial": _spread((-1,)),
-        "dist": _spread(None),
+        "dist as_strided as_strided_scatter": _spread(None),
         "view_as_real": lambda read, tensor: read(tensor)[..., None],
         "view_as_complex mv dot vdot": _spread((-1,), keepdim=False),
         "scatter scatter_add scatter_reduce index_copy index_add index_fill": _scatter,
-        "masked_scatter": _spread((), (), None),
+        "masked_scatter bucketize": _spread((), None),
         "searchsorted take": _spread(None, ()),
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math": _spread(
@@ -334,12 +337,9 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "_linalg_solve_ex _linalg_svd _linalg_eigh linalg_eig linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex "
         "linalg_qr linalg_pinv linalg_matrix_exp cholesky_inverse _linalg_det _linalg_slogdet": _by_matrix,
         "cholesky_solve triangular_solve max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d max_pool2d "
-        "adaptive_max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": _spread(
-            (-2, -1)
-        ),
-        "upsample_nearest1d upsample_linear1d": _spread((-1,)),
+        "adaptive_max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d "
+        "upsample_bicubic2d": _spread((-2, -1)),
         "count_nonzero": lambda read, tensor, dim=None: over(read(tensor), dim, False),
-        "im2col": lambda read, tensor, *_: over(read(tensor), (1, 2, 3))[..., 0],
         "affine_grid_generator": lambda read, theta, *_: over(read(theta), (-2, -1))[..., None],
         "nll_loss_forward nll_loss2d_forward": lambda read, scores, target, weight, *_: combined(
             over(read(scores), 1, False), read(target), over(read(weight), None, False)

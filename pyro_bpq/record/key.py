@@ -14,7 +14,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from datetime import date, timedelta
 from enum import Enum
+from numbers import Number
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -129,6 +131,7 @@ class Call:
         self._kept: list[Any] = []
         self._seen = dict[int, int]()
         self._classes = set[type]()
+        self._named = dict[int, set[str]]()  # the names that were looked up in each module, by its identity
         self._states = dict[int, AbstractSet[str]]()  # attributes that are left out, by object
 
     def difference(self, other: Call) -> str:
@@ -154,7 +157,7 @@ class Call:
         """Notes an item and what it reaches; an object that cannot be looked into stands for itself."""
         kind = type(item)
         try:
-            if kind in _PLAINEST or isinstance(item, Enum):
+            if kind in _PLAINEST or isinstance(item, (Enum, Number, timedelta, date)):
                 # True == 1 == 1.0, but not for a program.
                 self.note(path, (kind, item))
             elif id(item) in self._seen:
@@ -223,8 +226,8 @@ class Call:
                 continue
             self._classes.add(kind)
             for name, value in vars(kind).items():
-                if type(value) in _PLAINEST and not name.startswith("__"):
-                    self.note(("{}.{}", path, name), (type(value), value))
+                if not (name.startswith("__") or hasattr(type(value), "__get__")):
+                    self.visit(("{}.{}", path, name), value)
                 for function in (value, *(getattr(value, part, None) for part in _WRAPPED)):
                     if isinstance(function, FunctionType):
                         self.visit(("{}.{}", path, name), function)
@@ -255,8 +258,9 @@ class Call:
         for name in names:
             value = space.get(name)
             if isinstance(value, ModuleType):
-                if not is_library(value.__name__) and id(value) not in self._seen:
-                    self._seen[id(value)] = len(self._seen)
+                own = self._named.setdefault(id(value), set())
+                if not is_library(value.__name__) and not own.issuperset(names):
+                    own.update(names)
                     self._globals(vars(value), names)
             elif value is not None:
                 self.visit(("the global {}", name), value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import unwrapped
 from pyro_bpq.rollout.features import finite_components
 
-# What transforms and conditional distributions remember of their last call.
-_CACHES = frozenset(("_inv", "_cached_x_y"))
+# What transforms and conditional distributions remember of their last call, and how they forget it.
+_CACHES = MappingProxyType({"_inv": None, "_cached_x_y": (None, None)})
 
 
 @effectful(type="bpq_draw")
@@ -137,7 +138,7 @@ def mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return item
         twin = copy.copy(item)
         vars(twin).update(found)
-        vars(twin).update({name: None for name in _CACHES & vars(twin).keys()})
+        vars(twin).update({name: _CACHES[name] for name in _CACHES.keys() & vars(twin).keys()})
         return twin
     return item
 

@@ -27,6 +27,9 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
 from pyro_bpq.step.values import Learning, Notes, Step, total
 
+# Signals that belong to the runs of like structure: estimators that need them serve each of these alone.
+_OF_RUNS = frozenset({"program", "hindsight", "crossed"})
+
 
 def step(
     signals: Sequence[Signals], loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False
@@ -65,16 +68,15 @@ def _told(signals: Sequence[Signals]) -> Iterator[str]:
 
 def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
     """The input of each estimator call: a class of sites, or one site of the particles that have it."""
-    if len(signals) == 1:
-        (only,) = signals
-        return [(only.layout.classes[c], _context(only, c, gamma, ranks)) for c in only.active]
-    found: dict[Any, list[tuple[SiteContext, int]]] = {}
+    found, apart = dict[Any, list[tuple[SiteContext, int]]](), list[tuple[SiteClass, SiteContext]]()
     for one in signals:
-        for c in one.active:
-            spec, context = one.layout.classes[c].spec, _context(one, c, gamma, ranks)
+        for cls, context in ((one.layout.classes[c], _context(one, c, gamma, ranks)) for c in one.active):
+            if len(signals) == 1 or not _OF_RUNS.isdisjoint(cls.spec.estimator.needs):
+                apart.append((cls, context))
+                continue
             for i, name in enumerate(context.names):
-                found.setdefault((name, spec, context.cost.shape[2:]), []).append((context, i))
-    return [(SiteClass(spec, (name,)), _of_site(name, rows)) for (name, spec, _), rows in found.items()]
+                found.setdefault((name, cls.spec, context.cost.shape[2:]), []).append((context, i))
+    return apart + [(SiteClass(spec, (name,)), _of_site(name, rows)) for (name, spec, _), rows in found.items()]
 
 
 def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:

@@ -96,7 +96,7 @@ def hiding() -> tuple[Any, Any]:
 def test_particles_that_mix_cost_what_they_cost_alone() -> None:
     with pytest.warns(UserWarning):
         elbo = after(6, *hiding(), num_particles=2, vectorize_particles=True)
-    assert elbo.num_particles == 2 and not elbo.particles.now.has_plate, elbo.settled
+    assert elbo.num_particles == 2 and not elbo.particles.now.has_plate, str(elbo)
     assert_unbiased(elbo.eval(), *hiding())
 
 

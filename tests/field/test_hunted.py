@@ -1,0 +1,329 @@
+"""Programs and calls on which gradients were biased, or steps failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import SGD, Adam
+from steps import stepped, trained
+from torch import Tensor, nn
+
+from pyro_bpq import (
+    ExpectedCost,
+    LeaveOneOut,
+    ProximalSVI,
+    ScoreFunction,
+    TraceBackpropQ_ELBO,
+    TraceBackpropQ_IWAE,
+    cost,
+)
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError
+from pyro_bpq.estimators import Differences, Hindsight, SecondRun
+from pyro_bpq.plan import particles
+from pyro_bpq.testing import assert_unbiased
+
+DATA, WEIGHTS = torch.tensor([0.5, 1.7, -0.4], dtype=torch.float64), torch.tensor([0.9, -0.6, 1.4], dtype=torch.float64)
+PAIRED: dict[str, Any] = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
+
+
+def logits() -> Tensor:
+    return pyro.param("q", torch.tensor([0.3, -0.7, 0.8], dtype=torch.float64))
+
+
+def prior() -> Tensor:
+    return torch.tensor([0.4, 0.2, 0.6], dtype=torch.float64)
+
+
+def in_event(
+    law: Callable[[Tensor], Any], between: Callable[[str, Tensor, bool], Tensor] = lambda name, z, own: z
+) -> Any:
+    """Guide and model of three bits, whose data are normal around a function of them."""
+
+    def guide() -> None:
+        between("y", pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1)), True)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
+        mean = law(between("y", z, False))
+        pyro.sample("x", dist.Normal(mean, 0.8).to_event(1), obs=DATA[: len(mean)])
+
+    return model, guide
+
+
+def in_rows(law: Callable[[Tensor], Any], number: int = 1) -> Any:
+    """The same with a plate of three rows, or counts up to a number in them."""
+
+    def guide() -> None:
+        with pyro.plate("d", 3):
+            pyro.sample("z", dist.Binomial(number, logits=logits()))
+
+    def model() -> None:
+        with pyro.plate("d", 3):
+            pyro.sample("x", dist.Normal(law(pyro.sample("z", dist.Binomial(number, prior()))), 0.8), obs=DATA)
+
+    return model, guide
+
+
+def through_a_masked_site(name: str, z: Tensor, own: bool) -> Tensor:
+    fn = dist.Delta((z * WEIGHTS).sum(-1)) if own else dist.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    return z + pyro.sample(name, fn.mask(False)).unsqueeze(-1)
+
+
+def through_a_cache(name: str, z: Tensor, own: bool) -> Tensor:
+    """A flow scores what it remembers of its own draw, whatever its parameters read."""
+    base = dist.Delta(torch.ones((), dtype=torch.float64))
+    flow = dist.transforms.AffineTransform((z * WEIGHTS).sum(-1) - 1.0, 1.0, cache_size=1)
+    y = pyro.sample(name, dist.TransformedDistribution(base, [flow]) if own else dist.Normal(0.0, 1.0).mask(False))
+    return z + y.unsqueeze(-1)
+
+
+def bounds(z: Tensor) -> Tensor:
+    at = torch.tensor([2.1, 0.1, 1.1], dtype=torch.float64)
+    return 1.5 * torch.bucketize(at, torch.arange(3, dtype=torch.float64) + 0.3 * z)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "counts whose rows meet": (in_rows(lambda z: z - z.mean(-1, keepdim=True), 2), {"estimator": Differences()}),
+    "bits whose rows meet": (in_rows(lambda z: z.roll(1, -1)), {"estimator": Hindsight()}),
+    "a masked site": (in_event(lambda z: z, through_a_masked_site), PAIRED),
+    "masked_scatter": (in_event(lambda z: torch.zeros_like(z).masked_scatter(z.bool(), WEIGHTS)), PAIRED),
+    "masked_scatter in rows": (in_rows(lambda z: torch.zeros_like(z).masked_scatter(z.bool(), WEIGHTS)), PAIRED),
+    "bounds": (in_event(bounds), PAIRED),
+    "strides": (in_event(lambda z: z[1:].as_strided((2,), (1,), 0)), PAIRED),
+    "numbers of another type": (in_event(lambda z: z.view(torch.int64).double() * 1e-18), PAIRED),
+    "a mask that is known": (
+        in_event(lambda z: torch.zeros(3, dtype=z.dtype).index_put((torch.tensor([True, False, True]),), z[0])),
+        PAIRED,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Rows of the plate:pyro_bpq.errors.BPQWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_what_rows_and_components_read(name: str) -> None:
+    programs, options = CASES[name]
+    elbo = trained(TraceBackpropQ_ELBO(**options), *programs, steps=4)
+    assert_unbiased(elbo.eval(), *programs)
+
+
+class Options:
+    """Containers and classes among the attributes of a class."""
+
+    table = {"flip": False}  # noqa: RUF012
+
+    class Inner:
+        flip = False
+
+
+@pytest.mark.parametrize("changed", ["table", "Inner"])
+def test_changes_in_the_attributes_of_a_class_count_at_once(changed: str) -> None:
+    model, guide = in_event(lambda z: z.flip(-1) if Options.table["flip"] or Options.Inner.flip else z)
+    elbo = trained(TraceBackpropQ_ELBO(**PAIRED), model, guide, steps=8)
+    if changed == "table":
+        Options.table["flip"] = True
+    else:
+        Options.Inner.flip = True
+    try:
+        assert_unbiased(elbo.eval(), model, guide)
+    finally:
+        Options.table["flip"] = Options.Inner.flip = False
+
+
+@pytest.mark.parametrize("estimator", [Hindsight(), SecondRun()])
+def test_particles_of_other_structure_have_signals_of_their_own(estimator: Any) -> None:
+    calls = 0
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=logits()[0]))
+        pyro.sample("y", dist.Bernoulli(logits=logits()[1] + z))
+
+    def model() -> None:
+        nonlocal calls
+        calls += 1
+        y = pyro.sample("z", dist.Bernoulli(prior()[0])) + pyro.sample("y", dist.Bernoulli(prior()[1]))
+        pyro.sample("x", dist.Normal(3.0 * y, 1.0), obs=DATA[1])
+        if calls % 2:
+            pyro.factor("nothing", torch.zeros((), dtype=torch.float64))
+
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=2, estimator=estimator), model, guide, steps=8)
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_a_number_of_values_that_was_drawn_steers() -> None:
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=logits()[0]))
+        pyro.sample("y", dist.Binomial(1 + z, logits=logits()[1] + z))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(prior()[0]))
+        y = pyro.sample("y", dist.Binomial(1 + z, prior()[1]))
+        pyro.sample("x", dist.Normal(y * z + y, 1.0), obs=DATA[0])
+
+    assert stepped(2, TraceBackpropQ_ELBO(), model, guide).runner.recordings.escaping == ("z",)
+
+
+def test_a_site_of_one_value_is_served() -> None:
+    def program() -> None:
+        pyro.sample("z", dist.Categorical(logits=pyro.param("w", torch.zeros(1))))
+
+    assert TraceBackpropQ_ELBO(estimator=Hindsight()).loss_and_grads(program, program) == 0.0
+
+
+def test_counts_that_do_not_broadcast_run_few_hidden_particles() -> None:
+    def program(rate: float) -> Tensor:
+        with pyro.plate("d", 4):
+            return pyro.sample("k", dist.Poisson(torch.full((4,), rate)))
+
+    def model() -> None:
+        features = torch.cat([program(4.0)[:, None], torch.ones(4, 2)], -1)
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.Normal(features.sum(-1), 0.5), obs=torch.full((4,), 5.0))
+
+    elbo = stepped(2, TraceBackpropQ_ELBO(), model, lambda: program(2.0))
+    assert elbo.particles.now.is_hidden and elbo.num_particles == 8
+
+
+def test_buffers_of_a_guide_that_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(particles, "DRAWN_STEPS", (1, 1))
+    net = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+
+    def model(x: Tensor) -> None:
+        with pyro.plate("d", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("x", dist.Normal(z.unsqueeze(-1), 1.0).to_event(1), obs=x)
+
+    def guide(x: Tensor) -> None:
+        pyro.module("net", net)
+        with pyro.plate("d", len(x)):
+            pyro.sample("z", dist.Bernoulli(logits=net(x).squeeze(-1)))
+
+    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo := TraceBackpropQ_ELBO())
+    for _ in range(3):
+        svi.step(torch.randn(5, 2))
+    assert elbo.particles.now.sums and net[1].num_batches_tracked == 3
+
+
+def test_jumps_are_found_without_learning_too() -> None:
+    def guide() -> None:
+        pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
+
+    def model() -> None:
+        pyro.factor("f", torch.where(pyro.sample("x", dist.Normal(0.0, 1.0)) > 0.3, 2.0, -1.0))
+
+    with pytest.warns(BPQWarning, match="'x' is reparameterised, but a pathwise gradient misses jumps"):
+        TraceBackpropQ_ELBO(1).eval().loss_and_grads(model, guide)
+
+
+def test_arguments_with_gradients_are_not_compiled() -> None:
+    weights = torch.zeros(4, requires_grad=True)
+
+    def guide(own: Tensor) -> None:
+        with pyro.plate("d", 2):
+            pyro.sample("z", dist.Bernoulli(logits=own))
+
+    def model(own: Tensor) -> None:
+        with pyro.plate("d", 2):
+            pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0), obs=torch.tensor([1.0, 2.0]))
+
+    elbo = TraceBackpropQ_ELBO(1, compile="eager")
+    with pytest.warns(BPQWarning, match="an argument carries a gradient"):
+        for first in (*[0] * 8, 2, 0):
+            weights.grad = None
+            elbo.loss_and_grads(model, guide, weights[first : first + 2])
+            assert weights.grad is not None and weights.grad.nonzero().flatten().tolist() == [first, first + 1]
+
+
+def test_a_number_of_particles_that_is_set_later_is_that_of_the_bound() -> None:
+    def model() -> None:
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(0.7))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    later, once = TraceBackpropQ_IWAE(2), TraceBackpropQ_IWAE(6)
+    later.num_particles = 6
+    losses = []
+    for elbo in (later, once):
+        pyro.set_rng_seed(0)
+        losses.append(elbo.loss(model, guide))
+    assert losses[0] == losses[1]
+
+
+def test_later_epochs_leave_reparameterised_sites_alone() -> None:
+    def guide() -> None:
+        pyro.sample("w", dist.Normal(pyro.param("m", torch.tensor(0.0)), 1.0))
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(3.0, 1.0))
+
+    found = []
+    for epochs in (1, 5):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        ProximalSVI(model, guide, SGD({"lr": 0.1}), TraceBackpropQ_ELBO(2), epochs=epochs).step()
+        found.append(pyro.param("m").item())
+    assert found[0] == found[1] > 0.0
+
+
+def test_a_run_that_was_warmed_up_is_resumed_with_one_particle() -> None:
+    model, guide = in_rows(lambda z: z)
+    elbo, twin = TraceBackpropQ_ELBO(), TraceBackpropQ_ELBO()
+    elbo.warm_up(model, guide, steps=2)
+    twin.load_state_dict(elbo.state_dict())
+    assert twin.num_particles == 1 and not twin.particles.is_open
+
+
+@pytest.mark.filterwarnings("ignore:Found vars in model")
+def test_errors_in_the_run_that_looks_for_plates_are_told() -> None:
+    def model() -> None:
+        with pyro.plate("d", 10):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2)), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(torch.zeros(2)[z], 1.0), obs=torch.zeros(9))
+
+    with pytest.raises(PlateError, match=r"data of site 'x' has the shape \(9,\)"):
+        TraceBackpropQ_ELBO(enumeration="exact").loss_and_grads(model, lambda: None)
+
+
+def test_a_cost_without_a_name_is_refused() -> None:
+    with pytest.raises(OptionError, match="the name comes first"):
+        ExpectedCost().loss_and_grads(None, lambda: cost(lambda z: z, torch.ones(())))  # type: ignore[arg-type]
+
+
+def test_a_context_that_is_not_finite_is_refused() -> None:
+    def guide() -> None:
+        context = torch.tensor([1.0, torch.nan])
+        pyro.sample("z", dist.Bernoulli(logits=logits()[0]), infer={"bpq": {"context": context}})
+
+    with pytest.raises(OptionError, match="'z': the option context is NaN or infinite"):
+        TraceBackpropQ_ELBO().loss_and_grads(lambda: pyro.sample("z", dist.Bernoulli(0.3)), guide)
+
+
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "solve": lambda z: torch.linalg.solve(2.0 * torch.eye(3) + torch.diag_embed(z), torch.ones(2, 3)).sum(-1),
+    "eigvalsh": lambda z: torch.linalg.eigvalsh(2.0 * torch.eye(3) + torch.diag_embed(z)).sum(-1),
+    "svdvals": lambda z: torch.linalg.svdvals(2.0 * torch.eye(3) + torch.diag_embed(z)).sum(-1),
+    "slogdet": lambda z: torch.linalg.slogdet(2.0 * torch.eye(3) + torch.diag_embed(z))[1],
+    "count_nonzero": lambda z: torch.count_nonzero(z, dim=-1).float(),
+    "cross_entropy": lambda z: nn.functional.cross_entropy(z, torch.zeros(2).long(), reduction="none"),
+    "huber": lambda z: nn.functional.huber_loss(z, torch.zeros(2, 3), reduction="none").sum(-1),
+    "grid": lambda z: nn.functional.affine_grid(z.repeat(1, 2).reshape(2, 2, 3), (2, 1, 2, 2), False).sum((1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_stay_apart(name: str) -> None:
+    def model() -> None:
+        with pyro.plate("d", 2):
+            pyro.factor("f", ROWS[name](pyro.sample("z", dist.Bernoulli(torch.full((2, 3), 0.3)).to_event(1))))
+
+    def guide() -> None:
+        with pyro.plate("d", 2):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2, 3))).to_event(1))
+
+    assert not stepped(1, TraceBackpropQ_ELBO(1), model, guide).runner.recordings.crosses
