@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def state_of(fit: nn.Module) -> dict[str, Any]:
     return dict(fit.state_dict())
 
 
+def take_steps(trained: nn.Module, optimiser_: torch.optim.Optimizer, batches: Iterable[Any], divisor: int = 1) -> None:
+    for own in batches:
+        optimiser_.zero_grad()
+        (trained(*own) / divisor).backward()
+        optimiser_.step()
+
+
 def train(name: str, rank: int | None) -> dict[str, Any]:
     """State after some steps on given draws: of one process with all rows (rank ``None``), or of one of several."""
     options, sizes = CASES[name]
@@ -132,13 +140,9 @@ def train(name: str, rank: int | None) -> dict[str, Any]:
     share = slice(None) if rank is None else slice(*((0, sizes[0]), (sizes[0], 8))[rank])
     fit(*(part[share] for part in batch(100)))  # what is built on first use exists
     trained = fit if rank is None else DistributedDataParallel(fit)
-    optimiser_ = optimiser(fit, options)
-    for step in range(EXACT_STEPS):
-        optimiser_.zero_grad()
-        loss = trained(*(part[share] for part in batch(step)))
-        # The average over processes of a sum over their rows.
-        (loss / PROCESSES if rank is None else loss).backward()
-        optimiser_.step()
+    batches = ([part[share] for part in batch(step)] for step in range(EXACT_STEPS))
+    # The average over processes of a sum over their rows.
+    take_steps(trained, optimiser(fit, options), batches, PROCESSES if rank is None else 1)
     fit(*(part[share] for part in batch(101)))  # applies what the last step taught
     return state_of(fit)
 
@@ -150,13 +154,11 @@ def train_randomly(name: str, rank: int, broadcast: bool) -> dict[str, Any]:
     if options.get("learner", True) is None:
         fit(batch(100)[0][rank::PROCESSES])
     trained = DistributedDataParallel(fit, broadcast_buffers=broadcast)
-    optimiser_ = optimiser(fit, options)
     torch.manual_seed(rank)
-    for step in range(RANDOM_STEPS):
-        optimiser_.zero_grad()
-        # One row less in the end, on one of them.
-        trained(batch(step)[0][rank::PROCESSES][: 3 if rank and step == RANDOM_STEPS - 2 else 4]).backward()
-        optimiser_.step()
+    batches = [batch(step)[0][rank::PROCESSES] for step in range(RANDOM_STEPS)]
+    if rank:  # one row less in the end, on one of them
+        batches[-2] = batches[-2][:3]
+    take_steps(trained, optimiser(fit, options), ([own] for own in batches))
     return state_of(fit)
 
 
@@ -166,12 +168,9 @@ def train_compiled(rank: int) -> dict[str, Any]:
     for name, compiled in (("eager", False), ("compiled", "eager")):
         fit = make({"learner": CriticLearner(ranks=None), "compile": compiled})
         trained = DistributedDataParallel(fit, broadcast_buffers=False)
-        optimiser_ = torch.optim.SGD(fit.parameters(), lr=0.02)
         torch.manual_seed(rank)
-        for step in range(RANDOM_STEPS):
-            optimiser_.zero_grad()
-            trained(batch(step)[0][rank::PROCESSES]).backward()
-            optimiser_.step()
+        batches = ([batch(step)[0][rank::PROCESSES]] for step in range(RANDOM_STEPS))
+        take_steps(trained, torch.optim.SGD(fit.parameters(), lr=0.02), batches)
         found[name] = {key: parameter.detach().clone() for key, parameter in fit.named_parameters()}
     found["steps"] = sum(entry.steps for entry in fit.elbo.compiled.entries)
     return found

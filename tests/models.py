@@ -90,6 +90,12 @@ class Case:
         return EXACT[key]
 
 
+def sizes(text: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of parameters by name: ``"a b:2,3"`` has a number and a matrix."""
+    pairs = (part.partition(":") for part in text.split())
+    return {name: tuple(map(int, shape.split(","))) if shape else () for name, _, shape in pairs}
+
+
 def irregular(*shape: int, start: int = 0) -> Tensor:
     """Fixed numbers in (-1.2, 1.2) without pattern, of the given shape."""
     size = torch.Size(shape).numel()
@@ -132,7 +138,7 @@ def chain_guide() -> None:
     coin("c", p("qc")[b])
 
 
-CHAIN = {"pa": (), "pb": (2, 3), "pc": (3,), "mean": (3,), "qa": (), "qb": (2, 3), "qc": (3,)}
+CHAIN = sizes("pa pb:2,3 pc:3 mean:3 qa qb:2,3 qc:3")
 
 
 def fork_model() -> None:
@@ -148,9 +154,6 @@ def fork_guide() -> None:
     coin("c", p("qc")[a])
 
 
-FORK = {"pa": (), "pb": (2,), "pc": (2,), "mean": (2,), "qa": (), "qb": (2,), "qc": (2,)}
-
-
 def diamond_model() -> None:
     a = coin("a", p("pa")).long()
     b, c = coin("b", p("pb")[a]).long(), coin("c", p("pc")[a]).long()
@@ -164,10 +167,7 @@ def diamond_guide() -> None:
     coin("d", p("qd")[a, b, c])
 
 
-DIAMOND = {
-    **{"pa": (), "pb": (2,), "pc": (2,), "pd": (2, 2, 2), "mean": (2, 2)},
-    **{"qa": (), "qb": (2,), "qc": (2,), "qd": (2, 2, 2)},
-}
+DIAMOND = sizes("pa pb:2 pc:2 pd:2,2,2 mean:2,2 qa qb:2 qc:2 qd:2,2,2")
 
 ROWS = real(0.3, -0.8, 1.4, 0.5)
 
@@ -183,7 +183,7 @@ def plate_guide(data: Tensor, subsample_size: int | None = None) -> None:
         coin("z", p("qz")[rows] + p("slope") * data[rows])
 
 
-PLATE = {"pz": (), "mean": (), "slope": (), "qz": (4,)}
+PLATE = sizes("pz mean slope qz:4")
 
 
 def global_model(data: Tensor, subsample_size: int | None = None) -> None:
@@ -199,16 +199,16 @@ def global_guide(data: Tensor, subsample_size: int | None = None) -> None:
         coin("z", p("qz")[g] + p("slope") * data[rows])
 
 
-GLOBAL = {"pg": (2,), "pz": (2,), "mean": (2,), "qg": (2,), "qz": (2,), "slope": ()}
+GLOBAL = sizes("pg:2 pz:2 mean:2 qg:2 qz:2 slope")
 
 
-def model_subsample_model(data: Tensor) -> None:
+def subsample_model(data: Tensor) -> None:
     g = coin("g", p("pg")).long()
     with pyro.plate("rows", len(data), 2) as rows:
         observe("x", p("mean")[g], data[rows])
 
 
-def model_subsample_guide(data: Tensor) -> None:
+def subsample_guide(data: Tensor) -> None:
     coin("g", p("qg"))
 
 
@@ -223,6 +223,9 @@ def discrete_reparam_guide() -> None:
     pyro.sample("x", TwoPoint(p("loc")[z], p("scale")[z]))
 
 
+DISCRETE_REPARAM = sizes("pz prior:2 mean:2 qz loc:2 scale:2")
+
+
 def reparam_discrete_model() -> None:
     x = pyro.sample("x", dist.Normal(p("prior"), 1.1))
     z = coin("z", p("pz") * x)
@@ -232,6 +235,9 @@ def reparam_discrete_model() -> None:
 def reparam_discrete_guide() -> None:
     x = pyro.sample("x", TwoPoint(p("loc"), p("scale")))
     coin("z", p("qz")[0] + p("qz")[1] * x)
+
+
+REPARAM_DISCRETE = sizes("pz prior mean qz:2 loc scale")
 
 
 def reparam_plate_model(data: Tensor) -> None:
@@ -245,6 +251,9 @@ def reparam_plate_guide(data: Tensor) -> None:
     with pyro.plate("rows", len(data)):
         z = coin("z", p("qz")).long()
         pyro.sample("x", TwoPoint(p("loc")[z], p("scale")).to_event(1))
+
+
+REPARAM_PLATE = sizes("pz prior:2 mean:2 qz:2 loc:2,2 scale:2")
 
 
 def vector_model() -> None:
@@ -283,6 +292,9 @@ def component_plate_guide(data: Tensor) -> None:
         coin("w", p("qw")[z[..., 1].long()])
 
 
+COMPONENT_PLATE = sizes("pz:2 pw mean:2 qz:1,2 qw:2")
+
+
 def component_chain_model() -> None:
     z = pyro.sample("z", dist.Bernoulli(logits=p("pz")).to_event(1))
     y = pyro.sample("y", dist.Bernoulli(logits=p("py") * z - 0.3).to_event(1))
@@ -293,6 +305,9 @@ def component_chain_model() -> None:
 def component_chain_guide() -> None:
     z = pyro.sample("z", dist.Bernoulli(logits=p("qz")).to_event(1))
     pyro.sample("y", dist.Bernoulli(logits=p("qy") * (2.0 * z - 0.7)).to_event(1))
+
+
+COMPONENT_CHAIN = sizes("pz:2 py:2 mean:2 pair qz:2 qy:2")
 
 
 def onehot_model() -> None:
@@ -390,7 +405,7 @@ def sequential_guide(subsample_size: int | None = None) -> None:
         coin(f"z_{i}", p("qz")[i] + p("slope") * g)
 
 
-SEQUENTIAL = {"pg": (), "pz": (3,), "mean": (), "qg": (), "qz": (3,), "slope": ()}
+SEQUENTIAL = sizes("pg pz:3 mean qg qz:3 slope")
 
 
 def python_branch_model() -> None:
@@ -469,162 +484,47 @@ def constrained_guide() -> None:
     pyro.sample("k", dist.Categorical(probs=p("qk")))
 
 
+PYTHON: dict[str, Any] = {"is_static": False, "is_vectorisable": False, "tracegraph_is_unbiased": False}
+SCALED: dict[str, Any] = {"constraints": (("scale", constraints.positive),), "has_reparameterised": True}
+SIMPLEX, POSITIVE = constraints.simplex, constraints.positive
 CASES = [
     Case("chain", chain_model, chain_guide, CHAIN, 12),
-    Case("fork", fork_model, fork_guide, FORK, 8),
+    Case("fork", fork_model, fork_guide, sizes("pa pb:2 pc:2 mean:2 qa qb:2 qc:2"), 8),
     Case("diamond", diamond_model, diamond_guide, DIAMOND, 16),
     Case("plate", plate_model, plate_guide, {**PLATE, "qz": (3,)}, 8, (ROWS[:3],)),
     Case("plate_subsample", plate_model, plate_guide, PLATE, 24, (ROWS, 2), has_subsample=True),
     Case("global_local", global_model, global_guide, GLOBAL, 16, (ROWS[:3],)),
     Case("global_local_subsample", global_model, global_guide, GLOBAL, 24, (ROWS[:3], 2), has_subsample=True),
+    Case("model_subsample", subsample_model, subsample_guide, sizes("pg mean:2 qg"), 12, (ROWS,), has_subsample=True),
+    Case("component_plate", component_plate_model, component_plate_guide, COMPONENT_PLATE, 8, (real(0.7),)),
+    Case("component_chain", component_chain_model, component_chain_guide, COMPONENT_CHAIN, 16),
+    Case("discrete_above_reparam", discrete_reparam_model, discrete_reparam_guide, DISCRETE_REPARAM, 4, **SCALED),
+    Case("reparam_above_discrete", reparam_discrete_model, reparam_discrete_guide, REPARAM_DISCRETE, 4, **SCALED),
+    Case("reparam_in_plate", reparam_plate_model, reparam_plate_guide, REPARAM_PLATE, 64, (ROWS[:2],), **SCALED),
+    Case("vector", vector_model, vector_guide, sizes("pz:3 mean:3 qz:3"), 8),
+    Case("vector_layers", layers_model, layers_guide, sizes("ptop:2 plow:2,2 px:2,3 qlow:2 qtop:2,2"), 16),
+    Case("onehot", onehot_model, onehot_guide, sizes("pz:3 py:3 mean:3 qz:3 qy:3"), 6, constraints=(("qz", SIMPLEX),)),
+    Case("auxiliary", pair_model, auxiliary_guide, sizes("pz mean qa qz:2"), 4, trace_is_unbiased=False),
+    Case("factor", factor_model, factor_guide, sizes("pa pb weight qa qb:2"), 4),
     Case(
-        "model_subsample",
-        model_subsample_model,
-        model_subsample_guide,
-        {"pg": (), "mean": (2,), "qg": ()},
-        12,
-        (ROWS,),
-        has_subsample=True,
-    ),
-    Case(
-        "component_plate",
-        component_plate_model,
-        component_plate_guide,
-        {"pz": (2,), "pw": (), "mean": (2,), "qz": (1, 2), "qw": (2,)},
-        8,
-        (real(0.7),),
-    ),
-    Case(
-        "component_chain",
-        component_chain_model,
-        component_chain_guide,
-        {"pz": (2,), "py": (2,), "mean": (2,), "pair": (), "qz": (2,), "qy": (2,)},
-        16,
-    ),
-    Case(
-        "discrete_above_reparam",
-        discrete_reparam_model,
-        discrete_reparam_guide,
-        {"pz": (), "prior": (2,), "mean": (2,), "qz": (), "loc": (2,), "scale": (2,)},
-        4,
-        constraints=(("scale", constraints.positive),),
-        has_reparameterised=True,
-    ),
-    Case(
-        "reparam_above_discrete",
-        reparam_discrete_model,
-        reparam_discrete_guide,
-        {"pz": (), "prior": (), "mean": (), "qz": (2,), "loc": (), "scale": ()},
-        4,
-        constraints=(("scale", constraints.positive),),
-        has_reparameterised=True,
-    ),
-    Case(
-        "reparam_in_plate",
-        reparam_plate_model,
-        reparam_plate_guide,
-        {"pz": (), "prior": (2,), "mean": (2,), "qz": (2,), "loc": (2, 2), "scale": (2,)},
-        64,
-        (ROWS[:2],),
-        constraints=(("scale", constraints.positive),),
-        has_reparameterised=True,
-    ),
-    Case("vector", vector_model, vector_guide, {"pz": (3,), "mean": (3,), "qz": (3,)}, 8),
-    Case(
-        "vector_layers",
-        layers_model,
-        layers_guide,
-        {"ptop": (2,), "plow": (2, 2), "px": (2, 3), "qlow": (2,), "qtop": (2, 2)},
-        16,
-    ),
-    Case(
-        "onehot",
-        onehot_model,
-        onehot_guide,
-        {"pz": (3,), "py": (3,), "mean": (3,), "qz": (3,), "qy": (3,)},
-        6,
-        constraints=(("qz", constraints.simplex),),
-    ),
-    Case(
-        "auxiliary",
-        pair_model,
-        auxiliary_guide,
-        {"pz": (), "mean": (), "qa": (), "qz": (2,)},
-        4,
-        trace_is_unbiased=False,
-    ),
-    Case("factor", factor_model, factor_guide, {"pa": (), "pb": (), "weight": (), "qa": (), "qb": (2,)}, 4),
-    Case(
-        "guide_factor",
-        pair_model,
-        guide_factor_guide,
-        {"pz": (), "mean": (), "weight": (), "qz": (1,)},
-        2,
+        *("guide_factor", pair_model, guide_factor_guide, sizes("pz mean weight qz:1"), 2),
         trace_is_unbiased=False,
         tracegraph_is_unbiased=False,
     ),
-    Case(
-        "mask_scale", mask_scale_model, mask_scale_guide, {"pz": (), "mean": (), "pw": (), "qz": (3,), "qw": (2,)}, 16
-    ),
-    Case("obs_mask", obs_mask_model, obs_mask_guide, {"pz": (), "mean": (), "qz": (3,)}, 8),
-    Case(
-        "nested_plates",
-        nested_model,
-        nested_guide,
-        {"pu": (), "pz": (), "mean": (), "qu": (2, 1), "qz": (2, 2), "slope": ()},
-        64,
-    ),
+    Case("mask_scale", mask_scale_model, mask_scale_guide, sizes("pz mean pw qz:3 qw:2"), 16),
+    Case("obs_mask", obs_mask_model, obs_mask_guide, sizes("pz mean qz:3"), 8),
+    Case("nested_plates", nested_model, nested_guide, sizes("pu pz mean qu:2,1 qz:2,2 slope"), 64),
     Case("sequential_plate", sequential_model, sequential_guide, SEQUENTIAL, 16),
     Case("sequential_subsample", sequential_model, sequential_guide, SEQUENTIAL, 24, (2,), has_subsample=True),
-    Case(
-        "python_branch",
-        python_branch_model,
-        python_branch_guide,
-        {"pz": (), "pw": (), "mean": (2,), "qz": (), "qw": ()},
-        3,
-        is_static=False,
-        is_vectorisable=False,
-        tracegraph_is_unbiased=False,
-    ),
-    Case(
-        "dynamic_sites",
-        dynamic_sites_model,
-        dynamic_sites_guide,
-        {"pgo": (3,), "mean": (), "qgo": (3,)},
-        4,
-        is_static=False,
-        is_vectorisable=False,
-        tracegraph_is_unbiased=False,
-    ),
-    Case(
-        "python_table",
-        python_table_model,
-        python_table_guide,
-        {"pk": (3,), "low": (), "middle": (), "high": (), "qk": (3,)},
-        3,
-        is_static=False,
-        is_vectorisable=False,
-        tracegraph_is_unbiased=False,
-    ),
-    Case(
-        "inplace_buffer",
-        buffer_model,
-        buffer_guide,
-        {"pz": (3,), "mean": (3,), "qz": (3,)},
-        8,
-        is_static=False,
-        is_vectorisable=False,
-        tracegraph_is_unbiased=False,
-    ),
-    Case("shared_parameters", shared_model, shared_guide, {"both": (2,), "q": ()}, 4),
+    Case("python_branch", python_branch_model, python_branch_guide, sizes("pz pw mean:2 qz qw"), 3, **PYTHON),
+    Case("dynamic_sites", dynamic_sites_model, dynamic_sites_guide, sizes("pgo:3 mean qgo:3"), 4, **PYTHON),
+    Case("python_table", python_table_model, python_table_guide, sizes("pk:3 low middle high qk:3"), 3, **PYTHON),
+    Case("inplace_buffer", buffer_model, buffer_guide, sizes("pz:3 mean:3 qz:3"), 8, **PYTHON),
+    Case("shared_parameters", shared_model, shared_guide, sizes("both:2 q"), 4),
     Case("reordered_guide", chain_model, reordered_guide, {**CHAIN, "qa": (3,), "qb": (3,), "qc": ()}, 12),
     Case(
-        "constrained",
-        constrained_model,
-        constrained_guide,
-        {"pk": (3,), "mean": (3,), "noise": (), "qk": (3,)},
-        3,
-        constraints=(("pk", constraints.simplex), ("noise", constraints.positive), ("qk", constraints.simplex)),
+        *("constrained", constrained_model, constrained_guide, sizes("pk:3 mean:3 noise qk:3"), 3),
+        constraints=(("pk", SIMPLEX), ("noise", POSITIVE), ("qk", SIMPLEX)),
     ),
 ]
 

@@ -12,7 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, Case
+from models import BY_NAME, Case, fill
 from pyro.infer import SVI
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam
@@ -100,6 +100,12 @@ def trained(
     repeat(steps, svi.step, *args)
     params()
     return objective
+
+
+def at_irregular(names: str, size: int, model: Any, guide: Any, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO of one particle that has seen five steps, at vectors of irregular parameters, which have not moved."""
+    elbo = TraceBackpropQ_ELBO(**{"num_particles": 1, **options})
+    return trained(elbo, model, guide, params=lambda: fill(tuple(names.split()), size), steps=5).eval()
 
 
 def fitted(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, calls: Iterable[tuple[Any, ...]]) -> TraceBackpropQ_ELBO:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,15 +57,6 @@ def is_test(path: str) -> bool:
     return (ROOT / file).is_file() and f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
-def users(path: str) -> list[str]:
-    """Files of package, benchmarks and tutorials that use an object, without its own module and ``__init__``."""
-    name = path.split(".")[-1]
-    own = Path(inspect.getfile(look_up(path))) if not isinstance(look_up(path), property) else None
-    files = [f for folder in ("pyro_bpq", "benchmarks", "tutorials") for f in (ROOT / folder).rglob("*.py")]
-    others = [f for f in files if f != own and f.name != "__init__.py"]
-    return [str(f) for f in others if re.search(rf"\b{name}\b", f.read_text(encoding="utf-8"))]
-
-
 def numbered(word: str, text: str) -> set[int]:
     """The numbers that stand after a word: ``Eq. 1, 5, and 7 to 9`` has 1, 5, 7, 8, 9."""
     found: set[int] = set()
@@ -94,16 +84,6 @@ def test_row_has_an_object_a_test_and_a_sentence(row: Row) -> None:
         look_up(path)
     missing = [path for path in row.tests if not is_test(path)]
     assert not missing
-
-
-@pytest.mark.parametrize("path", sorted({path for row in ROWS for path in row.objects}))
-def test_object_is_not_used_by_tests_alone(path: str) -> None:
-    import pyro_bpq
-    import pyro_bpq.estimators
-    import pyro_bpq.testing
-
-    exported = {name for module in (pyro_bpq, pyro_bpq.estimators, pyro_bpq.testing) for name in module.__all__}
-    assert path.split(".")[-1] in exported or users(path)
 
 
 def test_everything_that_is_numbered_in_the_paper_has_a_row() -> None:

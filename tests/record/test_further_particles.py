@@ -1,96 +1,177 @@
-"""Particles of programs that cannot run in a plate: exact, independent, and without traces in the user's modules."""
+"""Further particles, computed from the recording of the first: they are what single runs would be.
+
+They serve programs that cannot run in a plate, in a dimension that the program does not see.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
+from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from steps import repeat, stepped
 from torch import Tensor, nn
+from torch.distributions.transforms import AffineTransform, ExpTransform
 
-from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.record.further import further_particles
+from pyro_bpq.record.key import reach
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.tracer import trace_run
+from pyro_bpq.record.watch import TraceOptions
+from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.rollout.runs import Particles
-from pyro_bpq.testing import assert_unbiased, expected_moments
+from pyro_bpq.testing import assert_unbiased
 
-DATA = torch.tensor([[0.3, -1.2], [0.9, 0.4]], dtype=torch.float64)
-NUMBER, DRAWS = 8, 500
+NUMBER = 3
+OPTIONS_OF_RUN = TraceOptions(TraceBackpropQ_ELBO().planner.choose, num_particles=NUMBER, track=True)
+Program = Callable[[], Any]
+
+
+def param(name: str, *shape: int) -> Tensor:
+    return pyro.param(name, lambda: torch.linspace(-0.7, 0.9, torch.Size(shape).numel()).reshape(shape))
 
 
 def hidden(elbo: Any) -> Any:
-    """The objective with its particles in a dimension that the program does not see."""
+    """The objective with such particles from the start."""
     elbo.particles.change(is_hidden=True)
     return elbo
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, z: Tensor) -> Tensor:
-        self.calls += 1.0
-        return z
+# Their records.
 
 
-class DeepMarkov:
-    """States of two bits over time; ``torch.cat`` and ``z[0]`` take them for those of one particle."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.encoder, self.combiner = nn.RNN(2, 3).double(), nn.Linear(5, 2).double()
-        self.transition, self.emitter = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
-        self.counting = Counting()
-
-    def model(self) -> None:
-        z = torch.zeros(2)
-        for t, own in enumerate(DATA):
-            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=self.transition(z)).to_event(1))
-            pyro.sample(f"x_{t}", dist.Normal(self.emitter(z) * (1.0 + z[0]), 1.0).to_event(1), obs=own)
-
-    def guide(self) -> None:
-        pyro.module("combiner", self.combiner)
-        hidden, z = self.encoder(DATA.flip(0))[0].flip(0), torch.zeros(2)
-        for t in range(len(DATA)):
-            logits = self.combiner(torch.cat([hidden[t], self.counting(z)]))
-            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=logits).to_event(1))
+def runs_of(model: Program, guide: Program) -> list[TracedRun]:
+    call = reach({"model": model, "guide": guide})
+    first = trace_run(model, guide, (), {}, replace(OPTIONS_OF_RUN, call=call))
+    return [first, *further_particles(first, first.recorded and first.bound(first.recorded, call), NUMBER - 1)]
 
 
-def gradient(elbo: TraceBackpropQ_ELBO, programs: DeepMarkov) -> Tensor:
-    programs.combiner.zero_grad()
-    elbo.loss_and_grads(programs.model, programs.guide)
-    return torch.cat([parameter.grad.flatten() for parameter in programs.combiner.parameters()])
+def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
+    """The same values in a run of one particle."""
+    values = {name: record.value.detach() for name, record in run.run.sites.items()}
+    put = Hold({**values, **run.subsamples})
+    return trace_run(put(model), put(guide), (), {}, OPTIONS_OF_RUN)
 
 
-def test_gradients_vary_as_the_mean_of_independent_runs() -> None:
-    programs, options = DeepMarkov(), {"estimator": ScoreFunction()}
-    one = expected_moments(TraceBackpropQ_ELBO(num_particles=1, **options), programs.model, programs.guide)
-    mean, variance = (
-        torch.cat([part[f"combiner$$${name}"].flatten() for name, _ in programs.combiner.named_parameters()])
-        for part in (one.mean, one.variance)
-    )
-    elbo = hidden(TraceBackpropQ_ELBO(num_particles=NUMBER, **options))
-    found = torch.stack(repeat(DRAWS, gradient, elbo, programs))
-    deviations = found - mean
-    for samples, expected in ((deviations, 0.0 * mean), (deviations**2, variance / NUMBER)):
-        error = samples.std(0) / DRAWS**0.5
-        assert ((samples.mean(0) - expected).abs() <= 5.0 * error + 1e-12).all()
-    # A share of common draws would multiply the variance.
-    assert ((deviations**2).mean(0).sum() / (variance / NUMBER).sum()) == pytest.approx(1.0, rel=0.15)
+def gradients(total: Tensor) -> list[Tensor | None]:
+    leaves = [value for _, value in sorted(pyro.get_param_store().named_parameters())]
+    if not total.requires_grad:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True))
 
 
-def test_buffers_are_left_as_after_one_run() -> None:
-    programs, elbo = DeepMarkov(), hidden(TraceBackpropQ_ELBO(num_particles=NUMBER))
-    repeat(3, elbo.loss_and_grads, programs.model, programs.guide)
-    assert programs.counting.calls == 3 * len(DATA)
+# From what was sampled before, a scalar, and a parameter of three: the distribution of the next site.
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "normal": lambda z, w: dist.Normal(z + w, 1.0).to_event(1),
+    "gamma": lambda z, w: dist.Gamma(1.5 + z.sigmoid(), w.exp()).to_event(1),
+    "categorical": lambda z, w: dist.Categorical(logits=w * z),
+    "one_hot": lambda z, w: dist.OneHotCategorical(logits=w * z),
+    "poisson": lambda z, w: dist.Poisson((w + 0.1 * z).exp()).to_event(1),
+    "moved": lambda z, w: dist.TransformedDistribution(
+        dist.Normal(w, 1.0), [AffineTransform(z, 2.0), ExpTransform()]
+    ).to_event(1),
+    "masked": lambda z, w: dist.Bernoulli(logits=w + z).mask(z > 0.0).to_event(1),
+    "mixture": lambda z, w: dist.MixtureSameFamily(dist.Categorical(logits=w), dist.Normal(w * z, 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_particle_has_the_record_of_a_single_run(kind: str) -> None:
+    def guide() -> None:
+        z = pyro.sample("z", NonreparameterizedNormal(param("loc"), 1.0))
+        y = pyro.sample("y", KINDS[kind](z, param("w", 3)))
+        with pyro.plate("rows", 4, subsample_size=2) as rows:
+            pyro.sample("b", dist.Bernoulli(logits=param("v", 4)[rows] + y.reshape(-1)[0]))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 2.0))
+        y = pyro.sample("y", KINDS[kind](0.5 * z, torch.zeros(3)))
+        with pyro.plate("rows", 4, subsample_size=2) as rows, poutine.scale(scale=1.5 + z.sigmoid()):
+            b = pyro.sample("b", dist.Bernoulli(logits=0.1 * rows.to(z)))
+        # Rows, components and particles would mix here, if there were a dimension of particles.
+        pyro.sample("x", dist.Normal(b.sum() + y.double().sum(), 1.0), obs=torch.tensor(0.3))
+
+    pyro.set_rng_seed(4)
+    guide()
+    runs = runs_of(model, guide)
+    assert len({float(run.run.sites["z"].value) for run in runs}) == NUMBER
+    for run in runs:
+        single = alone(model, guide, run)
+        assert run.key == single.key and run.run.costs.keys() == single.run.costs.keys()
+        for name, own in single.run.costs.items():
+            torch.testing.assert_close(run.run.costs[name], own, rtol=0, atol=1e-12)
+        for name in ("z", "y"):
+            record, found = single.run.sites[name], run.run.sites[name]
+            torch.testing.assert_close(found.fn.log_prob(found.value), record.fn.log_prob(record.value))
+            assert (found.score is None) == (record.score is None)
+            assert torch.equal(found.value, run.guide_trace.nodes[name]["value"])
+            mine, theirs = (gradients(own.fn.log_prob(own.value.detach()).sum()) for own in (found, record))
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_reparameterised_values_have_their_slopes() -> None:
+    """Of ``x = w + b`` where the guide draws ``w`` about ``m``, ``dL/dm = w + (w + b - 0.7)``."""
+
+    def guide() -> None:
+        pyro.sample("b", dist.Bernoulli(0.3))
+        pyro.sample("w", dist.Normal(param("m"), 0.5))
+
+    def model() -> None:
+        both = torch.cat([pyro.sample("b", dist.Bernoulli(0.6)).reshape(1), torch.zeros(1)])
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(w + both[0], 1.0), obs=torch.tensor(0.7))
+
+    guide()
+    for run in runs_of(model, guide):
+        b, w = (run.run.sites[name].value for name in "bw")
+        (slope,) = gradients(torch.stack([*run.run.costs.values()]).sum())
+        torch.testing.assert_close(slope, (w + (w + b - 0.7)).detach())
+
+
+# Gradients.
+
+
+def model_of(mean: Callable[[Tensor], Tensor]) -> Program:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+        y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
+        pyro.sample("x", dist.Normal(mean(z) * (1.0 + y), 1.0), obs=torch.tensor(0.7))
+
+    return model
+
+
+def guide() -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=param("q", 2)).to_event(1))
+    pyro.sample("y", dist.Bernoulli(logits=param("r") + z[1]))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "score": {"estimator": ScoreFunction(LeaveOneOut())},
+    "dynamic": {"structure": "dynamic"},
+    "dense": {"structure": "dense"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_programs_that_cannot_run_in_a_plate_get_them(options: str) -> None:
+    model = model_of(torch.sum)
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, **OPTIONS[options])
+    with pytest.warns(BPQWarning, match="reads values of other particles"):
+        stepped(9, elbo, model, guide)
+    # Without recordings they run one after the other.
+    assert elbo.particles.now.is_hidden == (options != "dense") and not elbo.particles.now.has_plate
+    if options != "dynamic":
+        assert_unbiased(elbo.eval(), model, guide)
 
 
 def normalised(is_training: bool) -> Callable[[Tensor], Tensor]:
@@ -114,60 +195,32 @@ MIXED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], bool]] = {
 }
 
 
-def guide() -> None:
-    z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.5]))).to_event(1))
-    pyro.sample("y", dist.Bernoulli(logits=pyro.param("r", torch.tensor(0.2)) + z[1]))
-
-
 @pytest.mark.parametrize("name", MIXED)
 def test_particles_of_programs_that_mix_are_exact(name: str) -> None:
     make, is_hidden = MIXED[name]
-    mean = make()
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
-        y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
-        pyro.sample("x", dist.Normal(mean(z) * (1.0 + y), 1.0), obs=torch.tensor(0.7))
-
+    model = model_of(make())
     elbo = stepped(3, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
     assert elbo.particles.now.is_hidden == is_hidden
     assert_unbiased(elbo.eval(), model, guide)
 
 
-def test_reparameterised_values_lead_on_to_their_laws() -> None:
-    """Of ``x = w + b``: ``dL/dm = E[w + b - 0.7] + E[w]`` where the guide draws ``w`` about ``m``."""
+# Steps.
 
-    def guide() -> None:
-        pyro.sample("b", dist.Bernoulli(0.3))
-        pyro.sample("w", dist.Normal(pyro.param("m", torch.tensor(1.0)), 0.5))
 
-    def model() -> None:
-        both = torch.cat([pyro.sample("b", dist.Bernoulli(0.6)).reshape(1), torch.zeros(1)])
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        pyro.sample("x", dist.Normal(w + both[0], 1.0), obs=torch.tensor(0.7))
+def test_buffers_are_left_as_after_one_run_and_settled_steps_are_not_recorded() -> None:
+    calls = torch.zeros(())
 
-    elbo = hidden(TraceBackpropQ_ELBO(num_particles=NUMBER, estimator=ScoreFunction()))
+    def counted(z: Tensor) -> Tensor:
+        calls.add_(1.0)
+        return z.sum()
 
-    def slope() -> Tensor:
-        elbo.loss_and_grads(model, guide)
-        found = pyro.param("m").grad.clone()
-        pyro.param("m").grad.zero_()
-        return found
-
-    found = torch.stack(repeat(DRAWS, slope))
-    assert elbo.particles.now.is_hidden
-    assert abs(float(found.mean()) - 1.6) <= 5.0 * float(found.std()) / DRAWS**0.5
-    # Particles differ in what they draw.
-    assert float(found.var()) == pytest.approx((4.0 * 0.25 + 0.21) / NUMBER, rel=0.3)
+    elbo = stepped(20, hidden(TraceBackpropQ_ELBO(num_particles=NUMBER)), model_of(counted), guide)
+    assert elbo.particles.now.is_hidden and calls == 20
+    assert elbo.runner.recordings.num_recorded == 2  # the first one, and after 4 steps
 
 
 def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
-        y = pyro.sample("y", dist.Bernoulli(0.4 + 0.2 * z[0]))
-        kept = nn.functional.dropout(torch.ones(()), float(os.environ["PYRO_BPQ_TEST_DROPPED"]))
-        pyro.factor("x", kept * (z[0] - z.sum() * y))
-
+    model = model_of(lambda z: nn.functional.dropout(z, float(os.environ["PYRO_BPQ_TEST_DROPPED"])).sum())
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0")
     elbo = stepped(3, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
     assert elbo.particles.now.is_hidden
@@ -176,17 +229,8 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
     assert elbo.particles.now == Particles(2)
 
 
-def test_settled_steps_are_not_recorded() -> None:
-    programs, elbo = DeepMarkov(), hidden(TraceBackpropQ_ELBO(num_particles=NUMBER))
-    repeat(20, elbo.loss_and_grads, programs.model, programs.guide)
-    assert elbo.runner.recordings.num_recorded == 2  # the first one, and after 4 steps
-
-
-@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "planted"])
-def test_costs_that_change_unseen_are_those_of_the_step(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_change_unseen_are_those_of_the_step() -> None:
     """A number that changes in many steps counts as a counter, which the key of a recording leaves out."""
-    if not is_checked:
-        monkeypatch.setattr("pyro_bpq.record.recordings.costs_agree", lambda *_: True)
     weight = [0]
 
     def model() -> None:
@@ -198,8 +242,8 @@ def test_costs_that_change_unseen_are_those_of_the_step(is_checked: bool, monkey
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2))).to_event(1))
 
     elbo = hidden(TraceBackpropQ_ELBO(num_particles=NUMBER, estimator=ScoreFunction()))
-    losses = {elbo.loss_and_grads(model, guide) - weight[0] for _ in range(30)}
-    assert (max(map(abs, losses)) < 1e-9) is is_checked
+    for _ in range(30):
+        assert elbo.loss_and_grads(model, guide) == pytest.approx(weight[0], abs=1e-9)
     bound, runs = hidden(TraceBackpropQ_IWAE(num_particles=NUMBER)), weight[0]
-    repeat(30, bound.loss_and_grads, model, guide)
-    assert not is_checked or weight[0] - runs == 31  # one of them twice
+    stepped(30, bound, model, guide)
+    assert weight[0] - runs == 31  # one of them twice

@@ -17,7 +17,6 @@ from torch import Tensor
 from pyro_bpq import CriticLearner, TraceBackpropQ_ELBO
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block
-from pyro_bpq.errors import OptionError
 
 IDLE = 20
 
@@ -57,40 +56,24 @@ def num_bytes(elbo: TraceBackpropQ_ELBO) -> int:
     return len(file.getvalue())
 
 
-def seen_weights(elbo: TraceBackpropQ_ELBO, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each question for weights that have gradients is about."""
-    asked, weights = [], CriticBank.weights
+@pytest.mark.parametrize("options", [{}, {"steps": 2}], ids=str)
+def test_state_and_steps_are_bounded(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    elbo, asked, weights = small(**options), list[int](), CriticBank.weights
 
     def counted(bank: CriticBank, *args: Any) -> dict[str, Tensor]:
+        """Notes how many tensors each question for weights that have gradients is about."""
         found = weights(bank, *args)
         asked.append(len(found))
         return found
 
-    monkeypatch.setattr(CriticBank, "weights", counted)
-    return asked
-
-
-@pytest.mark.parametrize("options", [{}, {"steps": 2}], ids=str)
-def test_state_and_steps_are_bounded(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    elbo = small(**options)
     step(elbo, *range(20))
-    before, optimizers = num_bytes(elbo), elbo.trainer.optimizer
-    assert optimizers is not None
-    asked = seen_weights(elbo, monkeypatch)
+    before = num_bytes(elbo)
+    monkeypatch.setattr(CriticBank, "weights", counted)
     step(elbo, 20)
     most = max(asked)
     step(elbo, *range(21, 45))
-    assert max(asked) == most and len(optimizers.optimizers) < 30
-    assert len(rows(elbo)) <= IDLE + 4
-    assert num_bytes(elbo) < 1.1 * before
-
-
-def test_without_a_limit_the_state_grows() -> None:
-    elbo = TraceBackpropQ_ELBO(1)
-    step(elbo, *range(20))
-    before = num_bytes(elbo)
-    step(elbo, *range(20, 60))
-    assert num_bytes(elbo) > 2.5 * before
+    assert max(asked) == most and elbo.trainer.optimizer and len(elbo.trainer.optimizer.optimizers) < 30
+    assert len(rows(elbo)) <= IDLE + 4 and num_bytes(elbo) < 1.1 * before
 
 
 def tensors(elbo: TraceBackpropQ_ELBO, name: str) -> Mapping[str, Tensor]:
@@ -136,9 +119,3 @@ def test_a_step_that_fails_forgets_nothing() -> None:
     assert set(rows(elbo)) == known
     step(elbo, *range(10, 30))
     assert len(rows(elbo)) <= IDLE + 4
-
-
-@pytest.mark.parametrize("number", [-1, 0.5])
-def test_limit_is_checked(number: Any) -> None:
-    with pytest.raises(OptionError, match="max_idle"):
-        CriticLearner(max_idle=number)

@@ -53,24 +53,18 @@ def test_precedence_is_site_then_config_then_elbo_then_default() -> None:
     assert specs(TraceBackpropQ_ELBO(), make_guide())["z"].estimator == ScoreFunction(LeaveOneOut())
     assert specs(TraceBackpropQ_ELBO(1), make_guide())["z"].estimator == AllAction()
     # Of two configurations the inner one wins; and it is a decorator.
-    assert (
-        specs(elbo, config_bpq(estimator=AllAction())(config_bpq(make_guide(), estimator=config)))["z"].estimator
-        == config
-    )
-
-
-def test_options_of_site_and_config_are_merged() -> None:
-    guide = config_bpq(make_guide(bpq={"critic": LinearCritic()}), estimator=AllAction(exact=False))
-    found = specs(TraceBackpropQ_ELBO(), guide)
-    assert found["z"].critic == LinearCritic() and found["z"].estimator == AllAction(exact=False)
-    assert found["w"].critic == MLPCritic()
+    guide = config_bpq(estimator=AllAction())(config_bpq(make_guide(), estimator=config))
+    assert specs(elbo, guide)["z"].estimator == config
 
 
 @pytest.mark.filterwarnings("ignore:Nothing reads the options critic at z")
-def test_config_does_not_change_the_guides_own_options() -> None:
+def test_options_of_site_and_config_are_merged_and_stay_as_they_were() -> None:
     options = {"critic": LinearCritic()}
-    specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=options), estimator=ScoreFunction()))
-    assert options == {"critic": LinearCritic()}
+    found = specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=options), estimator=AllAction(exact=False)))
+    assert found["z"].critic == LinearCritic() and found["z"].estimator == AllAction(exact=False)
+    assert found["w"].critic == MLPCritic() and options == {"critic": LinearCritic()}
+    found = specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=None), estimator=ScoreFunction()))
+    assert found["z"].estimator == ScoreFunction()
 
 
 def test_critic_false_means_none() -> None:
@@ -84,10 +78,8 @@ def test_pyros_baseline_options_are_those_of_the_score_function() -> None:
     found = specs(elbo, make_guide(baseline=baseline))
     assert found["z"].estimator == ScoreFunction(RunningBaseline(decay=0.8))
     assert found["w"].estimator == ScoreFunction()
-    chosen = {"estimator": AllAction()}
-    for bpq, other in ((chosen, TraceBackpropQ_ELBO(estimator=ScoreFunction())), ({}, TraceBackpropQ_ELBO(1))):
-        found = specs(other, make_guide(baseline=baseline, bpq=bpq))
-        assert found["z"].estimator == AllAction()
+    for bpq, other in (({"estimator": AllAction()}, elbo), ({}, TraceBackpropQ_ELBO(1))):
+        assert specs(other, make_guide(baseline=baseline, bpq=bpq))["z"].estimator == AllAction()
 
 
 @pytest.mark.parametrize("given", [AllAction(), 3])
@@ -96,15 +88,7 @@ def test_what_is_no_dictionary_is_refused_under_config_bpq_too(given: Any) -> No
         specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=given), estimator=ScoreFunction()))
 
 
-def test_no_options_under_config_bpq() -> None:
-    found = specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=None), estimator=ScoreFunction()))
-    assert found["z"].estimator == ScoreFunction()
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [({"context": [1.0, 2.0]}, "context"), ({"context": torch.tensor(1.0)}, "context"), ({"share": 3}, "share=3")],
-)
-def test_values_of_the_wrong_kind_name_the_site(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(OptionError, match=f"'z'.*{text}"):
+@pytest.mark.parametrize("options", [{"context": [1.0, 2.0]}, {"context": torch.tensor(1.0)}, {"share": 3}])
+def test_values_of_the_wrong_kind_name_the_site(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"'z'.*{next(iter(options))}"):
         specs(TraceBackpropQ_ELBO(num_particles=1), make_guide(bpq=options))

@@ -1,0 +1,92 @@
+"""Credit per component: each component of a site is charged with the costs that depend on it, and no others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, real
+from steps import fresh, repeat, trained
+
+from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.testing import assert_unbiased, expected_moments
+
+CASES = {
+    # Two rows of a plate, whose components differ.
+    "component_rows": replace(
+        BY_NAME["component_plate"],
+        name="component_rows",
+        shapes={"pz": (2, 2), "pw": (), "mean": (2,), "qz": (2, 2), "qw": (2,)},
+        args=(real(0.7, -0.5),),
+    ),
+    "component_chain": BY_NAME["component_chain"],
+}
+CHARGED = {"component_rows": {"-log p(x)", "-log p(y)", "log q(w)"}, "component_chain": {"-log p(x)"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "score_function": {"estimator": ScoreFunction()},
+    "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
+    "all_action": {"estimator": AllAction(exact=False), "critic": None},
+    "pair": {"estimator": ScoreFunction(LeaveOneOut()), "num_particles": 2, "vectorize_particles": True},
+}
+
+
+def charged(elbo: TraceBackpropQ_ELBO) -> set[str]:
+    """The costs that are charged to components of ``z``."""
+    assert elbo.runner.plans.last is not None
+    return set(elbo.runner.plans.last.plan.layout.charged.get("z", ()))
+
+
+PAIRS = [(name, own) for name in CASES for own in OPTIONS if (name, own) != ("component_rows", "pair")]
+
+
+@pytest.mark.parametrize(("name", "options"), PAIRS)
+def test_charging_components_is_exactly_unbiased(name: str, options: str) -> None:
+    case = CASES[name]
+    elbo = trained(TraceBackpropQ_ELBO(**OPTIONS[options]), *case.programs, params=case.params, lr=0.02).eval()
+    assert_unbiased(elbo, *case.programs)
+    # What sums over all components is charged to none of them.
+    assert charged(elbo) >= CHARGED[name] and "-log p(both)" not in charged(elbo)
+
+
+def test_immediate_costs_are_split_by_component_by_the_extra_run() -> None:
+    """Then nothing of a factorised program varies."""
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+        pyro.sample("x", dist.Normal(2.0 * z - 0.3, 0.5).to_event(1), obs=real(1.0, -2.0, 0.5))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.4, 0.9))).to_event(1))
+
+    def variance(estimator: Any) -> float:
+        fresh()
+        elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=None).eval()
+        return float(expected_moments(elbo, model, guide).variance["q"].sum())
+
+    assert variance(AllAction()) < 1e-20 and variance(ScoreFunction()) > 1.0
+
+
+def test_a_changed_reader_is_told_and_then_charged_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An observation reads another component after some steps; the key of a call does not see which."""
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+        pyro.sample("x", dist.Normal(z[int(os.environ["PYRO_BPQ_TEST_COMPONENT"])], 1.0), obs=torch.tensor(0.3))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+
+    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    monkeypatch.setenv("PYRO_BPQ_TEST_COMPONENT", "0")
+    repeat(5, elbo.loss_and_grads, model, guide)
+    assert "-log p(x)" in charged(elbo)
+    monkeypatch.setenv("PYRO_BPQ_TEST_COMPONENT", "2")
+    with pytest.warns(BPQWarning, match=r"-log p\(x\) reads other components of z"):
+        repeat(20, elbo.loss_and_grads, model, guide)
+    assert not charged(elbo)

@@ -1,0 +1,153 @@
+"""Rows that meet inside of their plate, which a plate says they do not: charged whole, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import coin, observe, real
+from steps import at_irregular, filtered
+from torch import Tensor
+
+from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.estimators import LeaveOneOut, SecondRun
+from pyro_bpq.testing import assert_unbiased
+
+Program = Callable[[], None]
+DATA = real(0.7, -0.4, 1.3)
+
+# More operators are in test_elements.
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda a: a.max() + 0.3 * a,
+    "roll": lambda a: a.roll(1, -1),
+    "first": lambda a: a[..., 0] - 0.5 * a,
+    "mean": lambda a: a - a.mean(-1, keepdim=True),
+    "product": lambda a: torch.arange(9.0).reshape(3, 3) @ a,
+    "neighbours": lambda a: a[..., torch.tensor([2, 0, 0])],
+    "norm": lambda a: a / (1.0 + a.norm(dim=-1, keepdim=True)),
+    "an operator that is not known": lambda a: torch.nn.functional.avg_pool1d(a[None], 3, 1, 1)[0],
+}
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "own": lambda a: 2.0 * a - 0.3,
+    "twice": lambda a: a.flip(-1).flip(-1),
+    "table": lambda a: real(0.4, -1.0)[a.long()],
+    "layers": lambda a: (a.unsqueeze(-1) @ torch.ones(1, 4)).relu().sum(-1),
+    "attention within": lambda a: torch.nn.functional.scaled_dot_product_attention(
+        *(torch.stack([a, 1.0 - a], -1).unsqueeze(-1),) * 3
+    ).sum((-1, -2)),
+    "picked": lambda a: a[..., torch.tensor([0, 1, 2])],
+}
+
+
+def program(function: Callable[[Tensor], Tensor], where: str) -> tuple[Program, Program]:
+    """A plate of coins in whose model, guide, prior, weight, cost statement rows are put together."""
+    reads = {key: function if key == where else lambda a: a for key in ("model", "guide", "prior")}
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            a = coin("a", pyro.param("q"))
+            if where in ("guide", "prior"):
+                coin("b", pyro.param("q2") + reads["guide"](a))
+
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            a = coin("a", pyro.param("p"))
+            mean = reads["model"](a)
+            if where in ("guide", "prior"):
+                mean = a + coin("b", pyro.param("p2") - reads["prior"](a))
+            elif where == "cost":
+                cost("c", function(a) * DATA)
+            with pyro.poutine.scale(scale=1.5 + function(a).tanh() if where == "scale" else 1.0):
+                observe("x", 2.0 * mean, DATA)
+
+    return model, guide
+
+
+def prepared(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_ELBO:
+    return at_irregular("q p q2 p2", 3, model, guide, **options)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_meet_are_charged_whole(name: str) -> None:
+    programs = program(MIXING[name], "model")
+    with pytest.warns(BPQWarning, match=r"Rows of the plate 'rows' meet in -log p\(x\).* of 'a'"):
+        elbo = prepared(*programs)
+    assert elbo.runner.recordings.crosses
+    assert_unbiased(elbo, *programs)
+
+
+PAIR = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "score_function": {"estimator": ScoreFunction()},
+    "exact": {"estimator": AllAction(exact=True)},
+    "dynamic": {"structure": "dynamic"},
+    "dense": {"structure": "dense"},
+    "second_run": {"estimator": SecondRun()},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        *((where, own) for own in OPTIONS.values() for where in ("model", "guide", "prior", "scale", "cost")),
+        ("model", PAIR),
+        ("model", {**PAIR, "vectorize_particles": True, "max_plate_nesting": 1}),
+    ],
+)
+def test_wherever_they_meet(where: str, options: dict[str, Any]) -> None:
+    programs = program(MIXING["roll"], where)
+    # Without a recording each row is charged with the costs of all rows anyway.
+    is_told = options != OPTIONS["dense"]
+    with pytest.warns(BPQWarning, match="Rows of the plate") if is_told else filtered("error"):
+        elbo = prepared(*programs, **options)
+    assert_unbiased(elbo, *programs)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_stay_apart_are_cut(name: str) -> None:
+    programs = program(APART[name], "model")
+    elbo = prepared(*programs)
+    assert_unbiased(elbo, *programs)
+    assert not elbo.runner.recordings.crosses
+
+
+def test_nested_plates() -> None:
+    def guide() -> None:
+        with pyro.plate("columns", 2, dim=-2):
+            a = coin("a", pyro.param("q")[:2].unsqueeze(-1))
+            with pyro.plate("rows", 2, dim=-1):
+                coin("b", pyro.param("q2")[:2] + a)
+
+    def model(turn: bool) -> None:
+        with pyro.plate("columns", 2, dim=-2):
+            a = coin("a", pyro.param("p")[:2].unsqueeze(-1))
+            with pyro.plate("rows", 2, dim=-1):
+                b = coin("b", pyro.param("p2")[:2] - a)
+                observe("x", b + (a.flip(-2) if turn else a), DATA[:2])
+
+    assert not prepared(lambda: model(False), guide).runner.recordings.crosses
+    with pytest.warns(BPQWarning, match="Rows of the plate 'columns' meet"):
+        elbo = prepared(lambda: model(True), guide)
+    assert_unbiased(elbo, lambda: model(True), guide)
+
+
+def test_costs_of_all_rows_reach_a_site_through_one_outside() -> None:
+    """A site outside of a plate reads all of its rows: what reads it is charged to no row alone."""
+
+    def program(kind: str) -> None:
+        rows = pyro.plate("rows", 2)
+        with rows:
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param(kind)[:2, None] * real(1.0, -0.4)).to_event(1))
+        y = coin("y", 1.5 * z[..., 0].sum(-1) - 1.0)
+        if kind == "p":
+            with rows:
+                observe("x", 2.0 * y, DATA[:2])
+
+    programs = (lambda: program("p")), (lambda: program("q"))
+    assert_unbiased(prepared(*programs, estimator=ScoreFunction()), *programs)
