@@ -246,7 +246,6 @@ FAULTS = {
     "scope without the bypass": ("y^f2", {"scope": ("y",)}, "scope"),
     "a cost counted twice": ("x", {"rule": (Average(("y^f1",)), Average(("y^f2",)), Average(("z",)))}, "counted once"),
     "a cost halved": ("x", {"rule": (Average(("y^f1", "z")), Average(("y^f2",)))}, "equal sources"),
-    "a cost dropped": ("x", {"rule": (Average(("y^f2",)),)}, "counted once"),
     "an immediate cost that is not": ("z", {"immediate": ("f2",), "rule": (), "scope": ()}, "not immediate"),
     "a child too late": ("z", {"rule": (Average(("y^f2",)),)}, "do not precede"),
     "a sibling as child": ("y^f2", {"rule": (Average(("z",)),)}, "children of 'y'"),
