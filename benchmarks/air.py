@@ -28,16 +28,14 @@ from common import (
     Row,
     Size,
     Task,
-    about,
     arguments,
     baseline_options,
     curves,
     data_file,
+    net,
+    publish,
     run_race,
     sized,
-    table,
-    write_csv,
-    write_markdown,
 )
 from pyro import poutine
 from pyro.infer import TraceGraph_ELBO
@@ -50,13 +48,6 @@ PRIOR, NOISE = 0.05, 0.3  # of one more digit; standard deviation of a pixel
 MOST = 5.0
 QUICK = Size(rates=(1e-3,), seeds=1, seconds=60.0, slices=6)
 LONG = Size(rates=(1e-3, 3e-3), seeds=5, seconds=120.0, slices=12)
-SMOKE = Size(rates=(1e-3,), seeds=1, seconds=0.01, slices=1)
-
-
-def mlp(*sizes: int) -> nn.Sequential:
-    """One hidden layer."""
-    first, hidden, last = sizes
-    return nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last))
 
 
 def sampled(images: Tensor, place: Tensor, side: int, is_put: bool) -> Tensor:
@@ -78,11 +69,11 @@ class Air(nn.Module):
 
     def __init__(self, program: str = "") -> None:
         super().__init__()
-        self.decoder, self.encoder = mlp(WHAT, 100, WINDOW**2), mlp(WINDOW**2, 100, 2 * WHAT)
+        self.decoder, self.encoder = net(WHAT, 100, WINDOW**2), net(WINDOW**2, 100, 2 * WHAT)
         self.look = nn.Sequential(nn.Flatten(), nn.Linear(CANVAS**2, HIDDEN), nn.ReLU())
-        self.cell, self.head = nn.LSTMCell(HIDDEN + WHAT + 4, HIDDEN), mlp(HIDDEN, 100, 7)
+        self.cell, self.head = nn.LSTMCell(HIDDEN + WHAT + 4, HIDDEN), net(HIDDEN, 100, 7)
         self.program = program
-        self.baseline = nn.Sequential(mlp(HIDDEN, 100, 1), nn.Flatten(-2)) if program == "net" else None
+        self.baseline = nn.Sequential(net(HIDDEN, 100, 1), nn.Flatten(-2)) if program == "net" else None
         with torch.no_grad():
             self.decoder[-1].bias.sub_(2.0)  # windows are dark at first
             self.head[-1].weight.mul_(0.1)
@@ -208,21 +199,16 @@ METHODS = (DEFAULT, DEFAULT_ONE, replace(DEFAULT_COMPILED, name="default, compil
 
 
 def main() -> None:
-    options = arguments(__doc__, "smoke seeds")
-    torch.set_num_threads(1)
-    path = data_file("mnist.npz")
+    options, path = arguments(__doc__, "smoke seeds"), data_file("mnist.npz")
     if path is None:
         return
-    size = sized(options, QUICK, SMOKE, LONG)
+    size = sized(options, QUICK, LONG)
     number = {"train": 20_000, "valid": 1_000, "curve": 500, "test": 2_000}
     number = {split: 10 if options.smoke else count for split, count in number.items()}
     with np.load(path) as data:
         race = run_race(Canvases("AIR", splits_of(data["x_train"][:40_000], number)), METHODS, size)
-    rows = rows_of(race)
-    print(table(rows))
     how = f"{size.seconds:g} s of CPU time a run, {size.seeds} seed(s)."
-    write_markdown(options.output / "air.md", "Attend, infer, repeat", [*about(__doc__), how, table(rows)])
-    write_csv(options.output / "air.csv", curves(race))
+    publish(options.output / "air", "Attend, infer, repeat", __doc__, curves(race), how, rows_of(race))
 
 
 if __name__ == "__main__":

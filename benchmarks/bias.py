@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyro
 import torch
-from common import about, arguments, progress, table, write_csv, write_markdown
+from common import Row, arguments, flat, progress, publish
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -26,7 +26,7 @@ from models import CASES, Case
 ROUNDING = 1e-10
 
 
-def measure(case: Case) -> dict[str, object]:
+def measure(case: Case) -> Row:
     """Exact and expected gradients of the component in which ``TraceGraph_ELBO`` errs most; largest errors."""
     case.params()
     exact = exact_gradient(case.model, case.guide, *case.args)
@@ -42,20 +42,14 @@ def measure(case: Case) -> dict[str, object]:
     }
     case.params()
     found = {name: expected_gradient(elbo, case.model, case.guide, *case.args) for name, elbo in elbos.items()}
-
-    def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([gradient.get(name, torch.zeros_like(g)).flatten() for name, g in exact.items()])
-
-    truth = flat(exact)
-    errors = {name: (flat(gradient) - truth).abs() for name, gradient in found.items()}
+    whole = {m: flat(own.get(name, torch.zeros_like(g)) for name, g in exact.items()) for m, own in found.items()}
+    errors = {method: (gradient - flat(exact.values())).abs() for method, gradient in whole.items()}
     worst = int(sum(errors.values()).argmax())
     names = [name for name, g in exact.items() for _ in range(g.numel())]
-    row: dict[str, object] = {"program": case.name, "component of": names[worst], "exact": float(truth[worst])}
-    row |= {name: float(flat(gradient)[worst]) for name, gradient in found.items()}
-    return row | {
-        f"error of {name}": float(error.max()) if float(error.max()) > ROUNDING else 0.0
-        for name, error in errors.items()
-    }
+    row: Row = {"program": case.name, "component of": names[worst], "exact": float(flat(exact.values())[worst])}
+    row |= {method: float(gradient[worst]) for method, gradient in whole.items()}
+    largest = {f"error of {method}": float(error.max()) for method, error in errors.items()}
+    return row | {name: error if error > ROUNDING else 0.0 for name, error in largest.items()}
 
 
 def main() -> None:
@@ -64,8 +58,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     chosen = [c for c in CASES if options.full or not (c.trace_is_unbiased and c.tracegraph_is_unbiased)]
     rows = [measure(case) for case in progress(chosen, "programs")]
-    write_csv(options.output / "bias.csv", rows)
-    write_markdown(options.output / "bias.md", "Bias", [*about(__doc__), table(rows)])
+    publish(options.output / "bias", "Bias", __doc__, rows, rows)
 
 
 if __name__ == "__main__":

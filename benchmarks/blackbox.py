@@ -20,17 +20,17 @@ not, for anyone. *seconds* are those of the training steps; 50 ms per call of th
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, about, arguments, cases, grouped, measured, median, progress, table, write_markdown
+from common import Row, arguments, cases, grouped, mean, measured, median, only, progress, publish, sized
 from pyro import poutine
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
@@ -408,15 +408,13 @@ SHARE = 0.25
 
 def methods(size: Size) -> dict[str, dict[str, Callable[[Policy], Method]]]:
     """Configurations to tune over, by method and in words."""
-    found: dict[str, dict[str, Callable[[Policy], Method]]] = {"ours": {}, "leave-one-out": {}, "PPO": {}}
-    for lr in size.rates:
-        found["ours"][f"lr={lr}"] = partial(Ours, lr=lr)
-        for m in size.samples:
-            found["leave-one-out"][f"lr={lr}, M={m}"] = partial(LeaveOneOut, lr=lr, samples=m)
-        for entropy in size.entropies:
-            text = f"lr={lr}, {EPOCHS} epochs, entropy {entropy}"
-            found["PPO"][text] = partial(PPO, lr=lr, epochs=EPOCHS, entropy=entropy)
-    return found
+    ours = {f"lr={lr}": partial(Ours, lr=lr) for lr in size.rates}
+    loo = {f"lr={lr}, M={m}": partial(LeaveOneOut, lr=lr, samples=m) for lr, m in product(size.rates, size.samples)}
+    ppo = {
+        f"lr={lr}, {EPOCHS} epochs, entropy {entropy}": partial(PPO, lr=lr, epochs=EPOCHS, entropy=entropy)
+        for lr, entropy in product(size.rates, size.entropies)
+    }
+    return {"ours": ours, "leave-one-out": loo, "PPO": ppo}
 
 
 @torch.no_grad()
@@ -452,7 +450,7 @@ def train(size: Size, task: str, seed: int, method: str, options: str) -> list[R
 def smooth(rows: list[Row]) -> list[float]:
     """Mean level of each point and the two before it."""
     levels = [row["level"] for row in rows]
-    return [sum(levels[max(i - 2, 0) : i + 1]) / len(levels[max(i - 2, 0) : i + 1]) for i in range(len(levels))]
+    return [mean(levels[max(i - 2, 0) : i + 1]) for i in range(len(levels))]
 
 
 def reach(rows: list[Row], goal: float, name: str) -> float:
@@ -463,18 +461,15 @@ def reach(rows: list[Row], goal: float, name: str) -> float:
 def main() -> None:
     """Measures, prints, writes ``blackbox.csv`` and ``blackbox.md``."""
     options = arguments(__doc__, "seeds resume only")
-    size = FULL if options.full else QUICK
-    warnings.filterwarnings("ignore", module="pyro")
+    size, path = sized(options, QUICK, FULL), options.output / "blackbox"
     pyro.enable_validation(False)
-    tasks = [task for task in TASKS if task.startswith(options.only)]
     tried = [{"method": method, "options": text} for method, found in methods(size).items() for text in found]
-    runs = [case | own for case in cases(task=tasks, seed=range(options.seeds or size.seeds)) for own in tried]
-    curves = measured(options.output / "blackbox.csv", runs, partial(train, size), options.resume)
+    runs = [case | own for case in cases(task=only(options, TASKS), seed=range(size.seeds)) for own in tried]
+    curves = measured(path.with_suffix(".csv"), runs, partial(train, size), options.resume)
     results = []
     for (task, seed), rows in grouped(curves, "task", "seed").items():
         results += compare(task, seed, chosen(rows), CALL_SECONDS if task == "simulator" else 0.0)
-    print(table(results), flush=True)
-    report(options.output, results)
+    publish(path, "Black-box costs", __doc__, curves, gains(results), results)
 
 
 def chosen(curves: list[Row]) -> dict[str, tuple[str, list[Row]]]:
@@ -493,24 +488,15 @@ def compare(task: str, seed: int, best: dict[str, tuple[str, list[Row]]], second
     found = []
     for method, (text, rows) in best.items():
         timed = [{**row, "seconds": row["seconds"] + seconds_per_call * row["calls"]} for row in rows]
-        found.append(
-            {
-                "task": task,
-                "seed": seed,
-                "method": method,
-                "best of": text,
-                "final level": smooth(rows)[-1],
-                "goal": goal,
-                "calls to goal": reach(rows, goal, "calls"),
-                "seconds to goal": reach(timed, goal, "seconds"),
-            }
-        )
+        row = {"task": task, "seed": seed, "method": method, "best of": text, "final level": smooth(rows)[-1]}
+        row |= {"goal": goal, "calls to goal": reach(rows, goal, "calls")}
+        found.append(row | {"seconds to goal": reach(timed, goal, "seconds")})
     return found
 
 
-def report(output: Any, results: list[Row]) -> None:
+def gains(results: list[Row]) -> list[Row]:
     """Gains per task, median over seeds."""
-    gains = []
+    found = []
     for (task,), own in grouped(results, "task").items():
         # Ours comes first.
         seeds = list(grouped(own, "seed").values())
@@ -518,9 +504,8 @@ def report(output: Any, results: list[Row]) -> None:
         for name in ("calls to goal", "seconds to goal"):
             ratios = [min(row[name] for row in rivals) / ours[name] for ours, *rivals in seeds]
             entry[f"{name.split()[0]}: best rival over ours"] = median(ratios)
-        gains.append(entry)
-    print(table(gains))
-    write_markdown(output / "blackbox.md", "Black-box costs", [*about(__doc__), table(gains), table(results)])
+        found.append(entry)
+    return found
 
 
 if __name__ == "__main__":

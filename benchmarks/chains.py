@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -39,20 +38,21 @@ from common import (
     Error,
     PlainLeaveOneOut,
     Row,
-    about,
     arguments,
     baseline_options,
     cases,
     flat,
     grouped,
     interleaved,
+    mean,
     measured,
     median,
+    net,
+    only,
     progress,
+    publish,
     quartiles,
-    table,
-    write_csv,
-    write_markdown,
+    sized,
 )
 from pyro.infer import ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
@@ -61,8 +61,9 @@ from torch.nn.functional import softplus
 
 from pyro_bpq import CompiledSVI, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, compile_report
 
-PARTICLES, LEARNING_RATE, HIDDEN = 1000, 3e-2, 32
+PARTICLES, LEARNING_RATE, HIDDEN, STEPS = 1000, 3e-2, 32, 1000
 VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 0}
+Step = Callable[[], object]
 
 
 class Chain(nn.Module):
@@ -79,8 +80,8 @@ class Chain(nn.Module):
         super().__init__()
         self.steps = steps
         generator = torch.Generator().manual_seed(seed)
-        self.net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))
-        self.baseline = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1), nn.Flatten(-2))
+        self.net = net(inputs, HIDDEN, outputs, between=nn.Tanh)
+        self.baseline = nn.Sequential(*net(inputs, HIDDEN, 1, between=nn.Tanh), nn.Flatten(-2))
         with torch.no_grad():
             for parameter in self.net.parameters():
                 bound = parameter.shape[-1] ** -0.5
@@ -95,18 +96,42 @@ class Chain(nn.Module):
             inputs = inputs.expand(PARTICLES, inputs.shape[-1])
         return baseline_options(self.pyro_baseline, self.baseline, inputs)
 
+    def model(self) -> None:
+        """Uniform sites, and the cost of the last state."""
+        state, logits = torch.tensor(0), torch.zeros(self.net[-1].out_features)
+        for t in range(self.steps):
+            state = self.after(state, pyro.sample(f"x_{t}", self.site(logits)))
+        pyro.factor("cost", -self.end_cost(state))
+
+    def guide(self) -> None:
+        """A chain of sites that see the state."""
+        pyro.module("net", self.net)
+        state = torch.tensor(0)
+        for t in range(self.steps):
+            inputs = self.inputs(state, t)
+            value = pyro.sample(f"x_{t}", self.site(self.net(inputs)), infer=self.options(inputs))
+            state = self.after(state, value)
+
     def gradient(self) -> Tensor:
         """The exact gradient, in float64."""
         net = self.double_net()
         return flat(torch.autograd.grad(self.exact_loss(net), list(net.parameters())))
 
-    def error(self, exact: Tensor, call: Callable[[], object], repeats: int) -> Error:
+    def error(self, exact: Tensor, call: Step, repeats: int) -> Error:
         """The error of the gradient that a call leaves in the net."""
         return Error.of(exact, self.net.parameters(), call, repeats)
 
     def double_net(self) -> nn.Module:
         """A copy of the net in float64."""
         return copy.deepcopy(self.net).double()
+
+    def site(self, logits: Tensor) -> Any:
+        """The distribution of a site."""
+        raise NotImplementedError
+
+    def inputs(self, state: Tensor, t: int) -> Tensor:
+        """What the net sees: of the state, and the time in [-1, 1]."""
+        raise NotImplementedError
 
     def law(self, net: Any, state: Tensor, t: int) -> Tensor:
         """``log q`` of every value of a site, ``(..., values)``; the first site's state is 0."""
@@ -163,30 +188,16 @@ class Markov(Chain):
 
     def __init__(self, steps: int, seed: int = 0, states: int = 8) -> None:
         super().__init__(steps, states + 1, states, seed)
-        self.states = states
         self.cost = torch.randn(states, generator=self.generator)
 
     def inputs(self, state: Tensor, t: int) -> Tensor:
         """One-hot state (zeros at the start, where it is 0) and time in [-1, 1]."""
-        hot = state.unsqueeze(-1) == torch.arange(1, self.states + 1)
+        hot = state.unsqueeze(-1) == torch.arange(1, len(self.cost) + 1)
         time = torch.full((*state.shape, 1), 2.0 * t / self.steps - 1.0)
         return torch.cat((hot.to(time.dtype), time), -1)
 
-    def model(self) -> None:
-        """Uniform sites, and the cost of the last one."""
-        logits = torch.zeros(self.states)
-        for t in range(self.steps):
-            x = pyro.sample(f"x_{t}", dist.Categorical(logits=logits))
-        pyro.factor("cost", -self.cost[x])
-
-    def guide(self) -> None:
-        """A chain of states."""
-        pyro.module("net", self.net)
-        state = torch.tensor(0)
-        for t in range(self.steps):
-            inputs = self.inputs(state, t)
-            law = dist.Categorical(logits=self.net(inputs))
-            state = 1 + pyro.sample(f"x_{t}", law, infer=self.options(inputs))
+    def site(self, logits: Tensor) -> Any:
+        return dist.Categorical(logits=logits)
 
     def law(self, net: Any, state: Tensor, t: int) -> Tensor:
         return net(self.inputs(state, t).to(net[0].weight)).log_softmax(-1)
@@ -209,21 +220,8 @@ class Count(Chain):
         mean = (2.0 * count / t - 1.0 if t else 0.0 * count).to(torch.get_default_dtype())
         return torch.stack((mean, torch.full_like(mean, 2.0 * t / self.steps - 1.0)), -1)
 
-    def model(self) -> None:
-        """Fair coins, and the cost of their sum."""
-        count = 0.0
-        for t in range(self.steps):
-            count = count + pyro.sample(f"x_{t}", dist.Bernoulli(logits=torch.zeros(())))
-        pyro.factor("cost", -self.end_cost(count))
-
-    def guide(self) -> None:
-        """A chain of coins that see the count so far."""
-        pyro.module("net", self.net)
-        count = torch.zeros(())
-        for t in range(self.steps):
-            inputs = self.inputs(count, t)
-            coin = dist.Bernoulli(logits=self.net(inputs).squeeze(-1))
-            count = count + pyro.sample(f"x_{t}", coin, infer=self.options(inputs))
+    def site(self, logits: Tensor) -> Any:
+        return dist.Bernoulli(logits=logits.squeeze(-1))
 
     def law(self, net: Any, state: Tensor, t: int) -> Tensor:
         logits = net(self.inputs(state, t).to(net[0].weight))
@@ -265,7 +263,6 @@ class Size:
     Args:
         lengths: Numbers of sites ``T``.
         seeds: Number of seeds.
-        steps: Training steps; the ten checkpoints are spread evenly over them.
         repeats: Gradients per checkpoint.
         pyro_every: ``TraceGraph_ELBO`` and ``ScoreFunction`` are measured at every so-many-th checkpoint.
         pyro_repeats: Gradients per such checkpoint.
@@ -274,7 +271,6 @@ class Size:
 
     lengths: tuple[int, ...]
     seeds: int
-    steps: int
     repeats: int
     pyro_every: int
     pyro_repeats: int
@@ -282,11 +278,11 @@ class Size:
 
 
 KINDS: dict[str, type[Chain]] = {"markov": Markov, "count": Count}
-QUICK = Size((5, 50, 100), seeds=1, steps=1000, repeats=16, pyro_every=10, pyro_repeats=4, nets=0)
-FULL = Size((1, 2, 5, 10, 20, 50, 100), seeds=5, steps=1000, repeats=50, pyro_every=5, pyro_repeats=16, nets=40)
+QUICK = Size((5, 50, 100), seeds=1, repeats=16, pyro_every=10, pyro_repeats=4, nets=0)
+FULL = Size((1, 2, 5, 10, 20, 50, 100), seeds=5, repeats=50, pyro_every=5, pyro_repeats=16, nets=40)
 
 
-def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], object]]) -> tuple[int, float, float]:
+def fitting(ours: Step, rival: Callable[[int], Step]) -> tuple[int, float, float]:
     """How many particles of a rival fit in the processor time of our step.
 
     Args:
@@ -309,10 +305,10 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
     """Freezes guide and critics and measures everybody."""
     exact, programs = chain.gradient(), (chain.model, chain.guide)
 
-    def step_of(rival: ELBO) -> Callable[[], object]:
-        return lambda: rival.loss_and_grads(*programs)
+    def step_of(rival: ELBO) -> Step:
+        return partial(rival.loss_and_grads, *programs)
 
-    def leave_one_out(particles: int) -> Callable[[], object]:
+    def leave_one_out(particles: int) -> Step:
         return step_of(LeaveOneOutELBO(particles, 0))
 
     learning = copy.deepcopy(elbo)
@@ -321,24 +317,12 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
     ours = chain.error(exact, step_of(frozen), size.repeats)
     loo = chain.error(exact, leave_one_out(number), size.repeats)
     best = chain.error(exact, lambda: chain.ideal(PARTICLES).backward(), size.repeats)
-    row: Row = {
-        "checkpoint": at,
-        "loss": float(chain.exact_loss(chain.double_net()).detach()),
-        "squared_gradient": float(exact @ exact),
-        "ms": 1e3 * own_time,
-        "variance": ours.variance,
-        "squared_bias": ours.bias,
-        "z": ours.z,
-        "mse": ours.mse,
-        "exact_q_variance": best.variance,
-        "loo_particles": number,
-        "loo_ms": 1e3 * rival_time,
-        "loo_mse": loo.mse * rival_time / own_time,
-        "loo_z": loo.z,
-        "score_mse": float("nan"),
-        "tracegraph_average_mse": float("nan"),
-        "tracegraph_net_mse": float("nan"),
-    }
+    row: Row = {"checkpoint": at, "loss": float(chain.exact_loss(chain.double_net()).detach())}
+    row |= {"squared_gradient": float(exact @ exact), "ms": 1e3 * own_time, "variance": ours.variance}
+    row |= {"squared_bias": ours.bias, "z": ours.z, "mse": ours.mse, "exact_q_variance": best.variance}
+    row |= {"loo_particles": number, "loo_ms": 1e3 * rival_time}
+    row |= {"loo_mse": loo.mse * rival_time / own_time, "loo_z": loo.z}
+    row |= dict.fromkeys([*RIVALS][1:], math.nan)
     if at % size.pyro_every == 0:
         score = TraceBackpropQ_ELBO(num_particles=number, estimator=ScoreFunction(LeaveOneOut()), **VECTORIZED)
         row["score_mse"] = equal_time(chain, exact, step_of(score), step_of(learning), size)
@@ -348,17 +332,13 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
     return row
 
 
-def equal_time(
-    chain: Chain, exact: Tensor, rival: Callable[[], object], ours: Callable[[], object], size: Size
-) -> float:
+def equal_time(chain: Chain, exact: Tensor, rival: Step, ours: Step, size: Size) -> float:
     """Squared error of a rival whose steps are averaged until our step's time is spent."""
     seconds = interleaved({"ours": ours, "rival": rival}, 3)
     return chain.error(exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
 
 
-def tracegraph(
-    chain: Chain, exact: Tensor, baseline: str, warm_up: int, ours: Callable[[], object], size: Size
-) -> float:
+def tracegraph(chain: Chain, exact: Tensor, baseline: str, warm_up: int, ours: Step, size: Size) -> float:
     """``TraceGraph_ELBO`` with a baseline that is first trained, uncounted, with the guide frozen."""
     chain.pyro_baseline = baseline
     elbo = TraceGraph_ELBO(num_particles=PARTICLES, **VECTORIZED)
@@ -373,33 +353,27 @@ def tracegraph(
 
 
 def train(size: Size, chain: str, T: int, seed: int) -> Iterator[Row]:
-    """Trains guide and critics together, with ten checkpoints."""
+    """Trains guide and critics together, with ten checkpoints that are spread evenly over the steps."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     programs = KINDS[chain](T, seed)
     elbo = TraceBackpropQ_ELBO(num_particles=PARTICLES, **VECTORIZED)
     optimizer = torch.optim.Adam(programs.net.parameters(), lr=LEARNING_RATE)
-    for step in progress(range(1, size.steps + 1), f"{chain} T={T} seed={seed}"):
+    for step in progress(range(1, STEPS + 1), f"{chain} T={T} seed={seed}"):
         optimizer.zero_grad()
         elbo.loss_and_grads(programs.model, programs.guide)
         optimizer.step()
-        if step % (size.steps // 10) == 0:
-            yield {"steps": size.steps, **checkpoint(programs, elbo, size, 10 * step // size.steps)}
+        if step % (STEPS // 10) == 0:
+            yield {"steps": STEPS, **checkpoint(programs, elbo, size, 10 * step // STEPS)}
 
 
 # Reporting.
 
 
-def mean(rows: list[Row], name: str) -> float:
-    """Mean over the checkpoints at which a figure was measured."""
-    values = [row[name] for row in rows if row[name] == row[name]]
-    return sum(values) / len(values) if values else float("nan")
-
-
-def gain(rows: list[Row], name: str) -> float:
+def gain(rows: list[Row], name: str, own: str = "mse") -> float:
     """Error of a rival over ours, each averaged over the checkpoints where the rival was measured."""
     rows = [row for row in rows if row[name] == row[name]]
-    return mean(rows, name) / mean(rows, "mse") if rows else float("nan")
+    return mean(row[name] for row in rows) / max(mean(row[own] for row in rows), 1e-30) if rows else math.nan
 
 
 RIVALS = {
@@ -420,25 +394,23 @@ def summary(rows: list[Row]) -> list[Row]:
             gains = [gain(run, name) for run in runs]
             entry[f"gain over {text}"] = quartiles(gains) if all(value == value for value in gains) else "-"
         for name, text in {"squared_gradient": "squared gradient", "exact_q_variance": "that with the exact Q"}.items():
-            shares = [mean(run, "variance") / max(mean(run, name), 1e-30) for run in runs]
-            entry[f"variance / {text}"] = quartiles(shares)
-        entry["z of bias"] = median([mean(run, "z") for run in runs])
-        entry["ms"] = median([row["ms"] for row in mine])
-        entry["particles of leave-one-out"] = int(median([row["loo_particles"] for row in mine]))
+            entry[f"variance / {text}"] = quartiles(gain(run, "variance", name) for run in runs)
+        entry["z of bias"] = median(mean(row["z"] for row in run) for run in runs)
+        entry["ms"] = median(row["ms"] for row in mine)
+        entry["particles of leave-one-out"] = int(median(row["loo_particles"] for row in mine))
         found.append(entry)
     return found
 
 
 # Compiled against compiled.
 
-SITES, STEPS, NUMBERS = 50, 1000, (64, 512, 4096)
+SITES, NUMBERS = 50, (64, 512, 4096)
 OWN_NUMBERS = (1, 8, 32, 100, 1000)
 
 
-def milliseconds(step: Callable[[], object], rounds: int = 15) -> float:
+def milliseconds(step: Step) -> float:
     """CPU time of a step: the median over rounds of ten."""
-    ten = {"steps": lambda: [step() for _ in range(10)]}
-    return 100.0 * interleaved(ten, rounds)["steps"]
+    return 100.0 * interleaved({"ten": lambda: [step() for _ in range(10)]}, 15)["ten"]
 
 
 def compiled(chain: Chain, elbo: TraceBackpropQ_ELBO, lr: float, steps: int) -> CompiledSVI:
@@ -477,12 +449,11 @@ def compiled_rows(chain: str, particles: int, seed: int) -> Iterator[Row]:
     frozen = copy.deepcopy(elbo).eval()
     ours = programs.error(exact, lambda: frozen.loss_and_grads(programs.model, programs.guide), repeats)
     best = programs.error(exact, lambda: programs.ideal(particles).backward(), repeats)
-    errors = {}
-    for number in rivals:
-        rival = LeaveOneOutELBO(number, 0)
-        errors[number] = programs.error(exact, lambda: rival.loss_and_grads(programs.model, programs.guide), 60)  # noqa: B023
-    number = min(rivals, key=lambda n: errors[n].variance * rivals[n])
-    product = errors[number].variance * rivals[number]
+    products = {}
+    for number, ms in rivals.items():
+        rival = partial(LeaveOneOutELBO(number, 0).loss_and_grads, programs.model, programs.guide)
+        products[number] = programs.error(exact, rival, 60).variance * ms
+    product, number = min((product, number) for number, product in products.items())
     yield {
         "ms": own,
         "variance over squared gradient": ours.variance / float(exact @ exact),
@@ -496,13 +467,10 @@ def compiled_rows(chain: str, particles: int, seed: int) -> Iterator[Row]:
 
 def compiled_main(options: Any) -> None:
     """Measures compiled steps, writes ``chains_compiled.csv`` and ``chains_compiled.md``."""
-    torch.set_num_threads(1)
-    chains = [chain for chain in KINDS if chain.startswith(options.only)]
-    wanted = cases(chain=chains, particles=OWN_NUMBERS, seed=range(options.seeds or 1))
-    rows = measured(options.output / "chains_compiled.csv", wanted, compiled_rows, options.resume)
-    page = table(rows)
-    write_markdown(options.output / "chains_compiled.md", "Chains, compiled", [page])
-    print(page)
+    path = options.output / "chains_compiled"
+    wanted = cases(chain=only(options, KINDS), particles=OWN_NUMBERS, seed=range(options.seeds or 1))
+    rows = measured(path.with_suffix(".csv"), wanted, compiled_rows, options.resume)
+    publish(path, "Chains, compiled", None, rows, rows)
 
 
 def main() -> None:
@@ -510,17 +478,12 @@ def main() -> None:
     options = arguments(__doc__, "compiled seeds resume only")
     if options.compiled:
         return compiled_main(options)
-    size = FULL if options.full else QUICK
-    warnings.filterwarnings("ignore", module="pyro")
+    size, path = sized(options, QUICK, FULL), options.output / "chains"
     pyro.enable_validation(False)
-    chains = [chain for chain in KINDS if chain.startswith(options.only)]
-    wanted = cases(chain=chains, T=size.lengths, seed=range(options.seeds or size.seeds))
-    rows = measured(options.output / "chains.csv", wanted, partial(train, size), options.resume)
+    wanted = cases(chain=only(options, KINDS), T=size.lengths, seed=range(size.seeds))
+    rows = measured(path.with_suffix(".csv"), wanted, partial(train, size), options.resume)
     rows.sort(key=lambda row: (row["T"], row["chain"] != "markov", row["seed"]))
-    write_csv(options.output / "chains.csv", rows)
-    page = table(summary(rows))
-    write_markdown(options.output / "chains.md", "Chains", [*about(__doc__), page])
-    print(page)
+    publish(path, "Chains", __doc__, rows, summary(rows))
 
 
 if __name__ == "__main__":

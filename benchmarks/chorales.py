@@ -40,13 +40,13 @@ from common import (
     data_file,
     leave_one_out,
     median,
+    net,
     ours,
     plain_leave_one_out,
     report,
+    result,
     run_race,
     sized,
-    stem,
-    table,
 )
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO
@@ -60,7 +60,6 @@ QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
 # All seeds end in optima of their own, further apart than neighbouring rates.
 LONG = Size(rates=(3e-3, 1e-2, 3e-2), seeds=5, seconds=60.0, slices=30, tuning=3)
 COMPILED = Size(rates=(1e-2, 3e-2), seeds=3, seconds=60.0, slices=30)
-SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
 
 
 class MarkovModel(nn.Module):
@@ -76,8 +75,8 @@ class MarkovModel(nn.Module):
     def __init__(self, states: int, program: str, mean: Tensor) -> None:
         super().__init__()
         self.states, self.program = states, program
-        self.transition = nn.Sequential(nn.Linear(states, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, states))
-        self.emission = nn.Sequential(nn.Linear(states, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, KEYS))
+        self.transition = net(states, HIDDEN, states, between=nn.Tanh)
+        self.emission = net(states, HIDDEN, KEYS, between=nn.Tanh)
         self.reader = nn.GRU(KEYS, HIDDEN, batch_first=True)
         self.state, self.last = nn.Linear(HIDDEN, states), nn.Linear(states, states, bias=False)
         with torch.no_grad():
@@ -172,11 +171,7 @@ def load_chorales(frames: int, states: int) -> Chorales | None:
     with np.load(path) as file:
         rolls = torch.from_numpy(np.unpackbits(file["rolls"], axis=-1)[:, :frames, :KEYS]).float()
         lengths, split = torch.from_numpy(file["lengths"]).clamp(max=frames), file["split"]
-    found = {
-        name: (rolls[rows], lengths[rows])
-        for name in ("train", "valid", "test")
-        if len(rows := np.flatnonzero(split == name))
-    }
+    found = {name: (rolls[split == name], lengths[split == name]) for name in ("train", "valid", "test")}
     return Chorales(f"{frames} frames, {states} states", found | {"curve": found["test"]}, states)
 
 
@@ -200,31 +195,23 @@ def gaps(race: Race) -> list[Row]:
         bound = median(run.figures("test", race.size.samples)[1] for run in runs)
         # The curve is measured on the test data.
         times = sorted(run.reach(exact - NEAR) for run in runs)
-        rows.append(
-            {
-                "method": name,
-                "exact log-likelihood": f"{likelihood:.3f}",
-                "bound": f"{bound:.3f}",
-                "bound below TraceEnum": f"{exact - bound:.3f}",
-                f"within {NEAR}": "yes" if exact - bound <= NEAR else "no",
-                "seconds to there": f"{median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})",
-            }
-        )
+        row = {"method": name, "exact log-likelihood": f"{likelihood:.3f}", "bound": f"{bound:.3f}"}
+        row |= {"bound below TraceEnum": f"{exact - bound:.3f}"}
+        row |= {f"within {NEAR}": "yes" if exact - bound <= NEAR else "no"}
+        rows.append(row | {"seconds to there": f"{median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})"})
     return rows
 
 
 def main() -> None:
     """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``; long and compiled ones apart."""
     options = arguments(__doc__, "smoke compiled seeds")
-    torch.set_num_threads(1)
-    size = sized(options, QUICK, SMOKE, LONG, COMPILED)
+    size = sized(options, QUICK, LONG, COMPILED)
     methods = COMPILE if options.compiled else STRONG if options.full else METHODS
     task = load_chorales(3 if options.smoke else 16, 16)
     if task is None:
         return
     race = run_race(task, methods, size)
-    more = {task.name: table(gaps(race))}
-    report(options.output, stem("chorales", options), "Discrete deep Markov model on chorales", __doc__, [race], more)
+    report(result("chorales", options), "Discrete deep Markov model on chorales", __doc__, [race], *gaps(race))
 
 
 if __name__ == "__main__":

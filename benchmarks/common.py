@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, ClassVar
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -49,25 +50,36 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "compiled": {"action": "store_true", "help": "compiled steps"},
     "seeds": {"type": int, "default": 0, "help": "number of seeds"},
     "resume": {"action": "store_true", "help": "keep the runs that the result file has"},
-    "only": {"default": "", "help": "beginning of what to measure; the rest keeps its rows"},
+    "only": {"default": "", "help": "beginnings of what to measure, with ; between; the rest keeps its rows"},
 }
 
 
-def parser_of(description: str | None, names: str = "") -> argparse.ArgumentParser:
-    """A parser of ``--full``, ``--output`` and some of :data:`OPTIONS`, by name: quick by default."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        *("--full", "--long"), dest="full", action="store_true", help="the published figures instead of the quick check"
-    )
+def arguments(doc: str | None, names: str = "", **more: dict[str, Any]) -> argparse.Namespace:
+    """``--full``, ``--output``, some of :data:`OPTIONS`, by name, and more; from here on one thread, no warnings."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", "--long", dest="full", action="store_true", help="the published figures")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    for name in names.split():
-        parser.add_argument(f"--{name}", **OPTIONS[name])
-    return parser
+    for name, option in ({name: OPTIONS[name] for name in names.split()} | more).items():
+        parser.add_argument(f"--{name}", **option)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    return parser.parse_args()
 
 
-def arguments(description: str | None, names: str = "") -> argparse.Namespace:
-    """The options of a benchmark that has no others."""
-    return parser_of(description, names).parse_args()
+def only(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The names with which ``--only`` is content."""
+    return [name for name in names if name.startswith(tuple(options.only.split(";")))]
+
+
+def others(options: argparse.Namespace, path: Path, names: Sequence[str]) -> list[Row]:
+    """The rows of a result file that ``--only`` leaves as they are: those of programs that are not measured anew."""
+    return [row for row in read_csv(path) if options.only and row["program"] not in names]
+
+
+def net(*sizes: int, between: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Affine layers."""
+    parts = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), between())]
+    return nn.Sequential(*parts[:-1])
 
 
 def about(doc: str | None) -> list[str]:
@@ -104,11 +116,9 @@ def picture(path: Path, width: float, height: float, panels: int = 1) -> Iterato
 
 def machine() -> str:
     """Processor, threads and versions, in a line."""
-    name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].split(":")[1].strip() if models else name
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    name = found[1].strip() if found else platform.processor() or platform.machine()
     return (
         f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used, Python "
         f"{platform.python_version()}, torch {torch.__version__}, Pyro {pyro.__version__}"
@@ -148,9 +158,7 @@ def timed_step(step: Callable[[], object], elbo: object) -> tuple[float, float]:
 
 def quartiles(values: Iterable[float]) -> str:
     """Median and quartiles as text."""
-    low, middle, high = torch.tensor(list(values), dtype=torch.float64).quantile(
-        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    )
+    low, middle, high = np.quantile(list(values), [0.25, 0.5, 0.75])
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
@@ -276,10 +284,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write_markdown(path: Path, title: str, parts: Sequence[str]) -> None:
-    """Writes a page: title, machine, parts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join((f"# {title}", *parts, f"Machine: {machine()}.")) + "\n")
+def publish(path: Path, title: str, doc: str | None, rows: Sequence[Row], *parts: str | Sequence[Row]) -> None:
+    """Writes rows, and prints and writes a page: title, what the script's docstring says, text and tables, machine."""
+    write_csv(path.with_suffix(".csv"), rows)
+    page = [part if isinstance(part, str) else table(part) for part in parts]
+    print(*page, sep="\n\n", flush=True)
+    page = [f"# {title}", *about(doc), *page, f"Machine: {machine()}."]
+    path.with_suffix(".md").write_text("\n\n".join(page) + "\n")
 
 
 # Training runs that take turns.
@@ -354,33 +365,23 @@ class Size:
     tuning: int = 1
 
 
+def scored(trace: poutine.Trace) -> Tensor:
+    """The log-probability of all sites, by sample and row."""
+    return sum(node["log_prob"] for node in trace.nodes.values() if node["type"] == "sample" and "log_prob" in node)
+
+
 @torch.no_grad()
-def log_weights(programs: nn.Module, data: Data, samples: int) -> Tensor:
-    """``log p - log q`` of every sample and row, ``(samples, rows)``."""
-    rows, found = len(data[0]), []
-    size = max(CHUNK // samples, 1)
-    with poutine.block():
-        for start in range(0, rows, size):
-            part = tuple(argument[start : start + size] for argument in data)
-            many = pyro.plate("samples", samples, dim=-2)
-            guide = poutine.trace(many(programs.guide)).get_trace(*part)
-            model = poutine.trace(poutine.replay(many(programs.model), trace=guide)).get_trace(*part)
-            total = torch.zeros(samples, len(part[0]))
-            for trace, sign in ((model, 1.0), (guide, -1.0)):
-                trace.compute_log_prob()
-                total = total + sign * sum(trace.nodes[name]["log_prob"] for name in sites(trace))
-            found.append(total)
-    return torch.cat(found, 1)
-
-
-def sites(trace: poutine.Trace) -> list[str]:
-    """Names of the sample statements that are scored."""
-    return [name for name, node in trace.nodes.items() if node["type"] == "sample" and "log_prob" in node]
-
-
 def bounds(programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
     """ELBO with one sample and importance bound with many, means over rows."""
-    weights = log_weights(programs, data, samples)
+    many, found, size = pyro.plate("samples", samples, dim=-2), [], max(CHUNK // samples, 1)
+    with poutine.block():
+        for part in zip(*(argument.split(size) for argument in data), strict=True):
+            guide = poutine.trace(many(programs.guide)).get_trace(*part)
+            model = poutine.trace(poutine.replay(many(programs.model), trace=guide)).get_trace(*part)
+            for trace in (model, guide):
+                trace.compute_log_prob()
+            found.append((scored(model) - scored(guide)).expand(samples, len(part[0])))
+    weights = torch.cat(found, 1)
     return float(weights[0].mean()), float((weights.logsumexp(0) - math.log(samples)).mean())
 
 
@@ -396,7 +397,7 @@ class PlainLeaveOneOut(ELBO):
     def loss_and_grads(self, model, guide, *args, **kwargs):
         """Adds the gradients; returns the loss."""
         ((model_trace, guide_trace),) = self._get_traces(model, guide, args, kwargs)
-        log_p, log_q = (sum(trace.nodes[n]["log_prob"] for n in sites(trace)) for trace in (model_trace, guide_trace))
+        log_p, log_q = scored(model_trace), scored(guide_trace)
         cost = (log_q - log_p).detach()
         centred = (cost - cost.mean(0)) * (self.num_particles / (self.num_particles - 1.0))
         ((centred * log_q - log_p).sum() / self.num_particles).backward()
@@ -460,9 +461,7 @@ class Runner:
     def smooth(self, column: str = "bound") -> list[float]:
         """A column of the curve, each point averaged with up to two before it; the untrained one stands alone."""
         values = [row[column] for row in self.curve]
-        return values[:1] + [
-            sum(part) / len(part) for part in (values[max(i - 2, 1) : i + 1] for i in range(1, len(values)))
-        ]
+        return values[:1] + [mean(values[max(i - 2, 1) : i + 1]) for i in range(1, len(values))]
 
     def best(self) -> tuple[float, float]:
         """Best smoothed bound, and the seconds at which it was there."""
@@ -502,21 +501,22 @@ class Race:
     tried: list[Runner] = field(default_factory=list)
 
 
-def sized(options: argparse.Namespace, quick: Any, smoke: Any, full: Any, compiled: Any = None) -> Any:
+def sized(options: argparse.Namespace, quick: Any, full: Any, compiled: Any = None, smoke: Any = None) -> Any:
     """How much the command line asks for: of its seeds, if it names any."""
-    is_compiled = compiled is not None and options.compiled
-    size = smoke if options.smoke else compiled if is_compiled else full if options.full else quick
+    size = compiled if compiled and options.compiled else full if options.full else quick
+    if getattr(options, "smoke", False):
+        size = smoke or replace(quick, seeds=2, seconds=0.01, slices=2, samples=3)
     return replace(size, seeds=options.seeds or size.seeds)
 
 
-def stem(name: str, options: argparse.Namespace) -> str:
-    """Name of the result files of a script: long and compiled runs have their own."""
-    return f"{name}_compiled" if getattr(options, "compiled", False) else f"{name}_long" if options.full else name
+def result(name: str, options: argparse.Namespace) -> Path:
+    """The result files of a script, without their ending: long and compiled runs have their own."""
+    is_compiled = getattr(options, "compiled", False)
+    return options.output / f"{name}{'_compiled' if is_compiled else '_long' if options.full else ''}"
 
 
 def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
     """Runs all methods with all rates on the first seeds, and with the best one on the others."""
-    warnings.filterwarnings("ignore", module="pyro")
     for method in methods:
         # Nobody pays for loading code.
         Runner(task, method, size.rates[0], 0).train(1e-9)
@@ -538,12 +538,8 @@ def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
 
 def of_best_rate(runs: Sequence[Runner], samples: int) -> list[Runner]:
     """The runs of a method with the rate whose median validation bound over seeds is best."""
-    by_rate: dict[float, list[Runner]] = {}
-    for run in runs:
-        by_rate.setdefault(run.rate, []).append(run)
-    if len(by_rate) == 1:
-        return list(runs)
-    return max(by_rate.values(), key=lambda mine: median(run.figures("valid", samples)[1] for run in mine))
+    by_rate = [[run for run in runs if run.rate == rate] for rate in dict.fromkeys(run.rate for run in runs)]
+    return max(by_rate, key=lambda mine: median(run.figures("valid", samples)[1] for run in mine))
 
 
 def turns(lanes: Sequence[Runner], size: Size, text: str) -> None:
@@ -606,22 +602,18 @@ def summary(race: Race) -> list[Row]:
     """A row per method, best bound first."""
     ours, rows, is_compiled = our_name(race), [], any(run.making > 0.0 for run in race.tried)
     for name, runs in race.runs.items():
-        test = [run.figures("test", race.size.samples) for run in runs]
-        rows.append(
-            {
-                "method": name + {"biased": " (biased)", "exact": " (exact)"}.get(runs[0].method.group, ""),
-                "rate": f"{runs[0].rate:g}",
-                "steps": int(median(run.steps for run in runs)),
-                "ms a step": median(1e3 * run.seconds / max(run.steps, 1) for run in runs),
-                **({"seconds to make": f"{median(run.making for run in runs):.0f}"} if is_compiled else {}),
-                "one-sample ELBO": f"{median(elbo for elbo, _ in test):.2f}",
-                "bound": f"{median(bound for _, bound in test):.2f}",
-                "lowest": f"{min(bound for _, bound in test):.2f}",
-                "highest": f"{max(bound for _, bound in test):.2f}",
-                "default's time to its best bound / its own": "" if name == ours else ratios(race, ours, name),
-                "its time to default's best bound / default's own": "" if name == ours else ratios(race, name, ours),
-            }
-        )
+        elbos, bounds = zip(*(run.figures("test", race.size.samples) for run in runs), strict=True)
+        row: Row = {"method": name + {"biased": " (biased)", "exact": " (exact)"}.get(runs[0].method.group, "")}
+        row |= {"rate": f"{runs[0].rate:g}", "steps": int(median(run.steps for run in runs))}
+        row["ms a step"] = median(1e3 * run.seconds / max(run.steps, 1) for run in runs)
+        row |= {"seconds to make": f"{median(run.making for run in runs):.0f}"} if is_compiled else {}
+        held_out = {"one-sample ELBO": elbos, "bound": bounds}
+        row |= {column: f"{median(values):.2f}" for column, values in held_out.items()}
+        row |= {"lowest": f"{min(bounds):.2f}", "highest": f"{max(bounds):.2f}"}
+        times = ("", "") if name == ours else (ratios(race, ours, name), ratios(race, name, ours))
+        row["default's time to its best bound / its own"] = times[0]
+        row["its time to default's best bound / default's own"] = times[1]
+        rows.append(row)
     return sorted(rows, key=lambda row: -float(row["bound"]))
 
 
@@ -671,21 +663,14 @@ def plot(races: Sequence[Race], path: Any) -> None:
                 style = {"biased": ":", "exact": "--"}.get(runs[0].method.group, "-")
                 axis.plot(times, values, style, label=name, color=f"C{number % 10}", linewidth=2.5 if is_ours else 1.2)
                 ends += values[len(values) // 5 :]
-            finite = [value for value in ends if math.isfinite(value)]
-            if finite:
-                axis.set_ylim(min(finite), None)
-            axis.set(
-                xlabel="CPU seconds of training",
-                ylabel=f"held-out bound, nats per {race.task.unit}",
-                title=race.task.name,
-            )
+            axis.set_ylim(min(filter(math.isfinite, ends), default=None), None)
+            axis.set(xlabel="CPU seconds of training", ylabel=f"held-out bound, nats per {race.task.unit}")
+            axis.set_title(race.task.name)
             axis.legend(fontsize=7)
 
 
-def report(
-    output: Any, stem: str, title: str, doc: str | None, races: Sequence[Race], more: Mapping[str, str] | None = None
-) -> None:
-    """Prints the tables; writes ``<stem>.csv``, ``<stem>.md`` and ``<stem>.png``."""
+def report(path: Path, title: str, doc: str | None, races: Sequence[Race], *more: Row) -> None:
+    """Prints the tables, and more rows; writes CSV, Markdown and a picture."""
     size = races[0].size
     how = (
         f"Held-out figures in nats per {races[0].task.unit}: ELBO with one sample and importance bound with "
@@ -695,12 +680,8 @@ def report(
         "bound are read off the curve, whose points are means over three turns, of seconds and of bounds. *default* is "
         "`TraceBackpropQ_ELBO()` as it comes."
     )
-    parts = [*about(doc), how]
-    for race in races:
-        found = [f"## {race.task.name}", table(headlines(race)), table(summary(race))]
-        found += [more[race.task.name]] if more else []
-        print("\n\n".join(found), flush=True)
-        parts += found
-    plot(races, output / f"{stem}.png")
-    write_csv(output / f"{stem}.csv", [row for race in races for row in curves(race)])
-    write_markdown(output / f"{stem}.md", title, [*parts, f"![Held-out bound over CPU time]({stem}.png)"])
+    parts = [part for race in races for part in (f"## {race.task.name}", headlines(race), summary(race))]
+    parts += [[*more]] if more else []
+    plot(races, path.with_suffix(".png"))
+    rows = [row for race in races for row in curves(race)]
+    publish(path, title, doc, rows, how, *parts, f"![Held-out bound over CPU time]({path.name}.png)")

@@ -25,7 +25,6 @@ Caches on disk are empty at the start of each program, and off, so that each com
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -37,24 +36,16 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
-    Row,
-    median,
-    parser_of,
-    picture,
-    read_csv,
-    table,
-    uncollected,
-    write_csv,
-    write_markdown,
-)
+from common import Row, arguments, median, only, picture, publish, read_csv, uncollected
 from pyro.infer import ELBO, SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.optim import Adam
 from torch import Tensor, nn
@@ -221,62 +212,56 @@ def by_hand(sites: int) -> Step:
     return take
 
 
+def ways(program: str) -> list[str]:
+    """What a program is measured with, but for the loop by hand."""
+    if is_long(program):
+        return [way for way in ON_LONG if way != "JitTrace_ELBO" or program != LONGEST]
+    return [way for way in ELBOS if program == OF_ONE_CHAIN or not way.startswith(("1000", "one particle"))]
+
+
 def measure(program: str, rounds: int) -> list[Row]:
     """All ways on one program, for a process of its own."""
     from torch._inductor import config
 
     config.force_disable_caches = True
     torch.set_num_threads(1)
-    steps: dict[str, Turn] = {}
-    rows = []
-    model, guide = PROGRAMS[program]()
-    store = pyro.get_param_store()
-    for way, make in ELBOS.items():
-        if way.startswith(("1000", "one particle")) and program != OF_ONE_CHAIN:
-            continue
-        if is_long(program) and (way not in ON_LONG or (way == "JitTrace_ELBO" and program == LONGEST)):
-            continue
+    (model, guide), turns, rows = PROGRAMS[program](), dict[str, Callable[[], float]](), list[Row]()
+    for way in ways(program):
         row: Row = {"program": program, "way": way, "milliseconds": 0.0}
-        rows.append(row)
         pyro.set_rng_seed(0)
-        elbo = make()
-        backend, start = BACKENDS.get(way.split(", ")[-1]), time.perf_counter()
-        if backend is None:
-            svi = SVI(model, guide, Adam({"lr": 1e-3}), elbo)
-        else:
+        elbo, backend, start = ELBOS[way](), BACKENDS.get(way.split(", ")[-1]), time.perf_counter()
+        svi: Any = SVI(model, guide, Adam({"lr": 1e-3}), elbo)
+        if backend is not None:
             svi = CompiledSVI(model, guide, Adam({"lr": 1e-3}), elbo, compile=backend)
-        with store.scope() as own:
+        with pyro.get_param_store().scope() as own:
             for _ in range(40):
                 is_made, before = has_recorded(elbo), all_cpu_seconds()
                 svi.step()
                 if has_recorded(elbo) and not is_made:
                     row["CPU seconds to make"] = all_cpu_seconds() - before
         row["seconds to make"] = time.perf_counter() - start
-        if getattr(elbo, "compiled", None) is not None:
+        if backend is not None:
             entries = elbo.compiled.entries
             if not entries or entries[0].note:
                 raise RuntimeError(compile_report(elbo))
-            row["seconds to make"] = sum(entries[0].seconds)
-            row["operators"] = entries[0].recording.num_operators
-        steps[way] = Turn(svi.step, own)
+            row |= {"seconds to make": sum(entries[0].seconds), "operators": entries[0].recording.num_operators}
+        rows.append(row)
+        turns[way] = partial(turn, svi.step, own)
     if program.startswith("chain") and not is_long(program):
         start, before, step = time.perf_counter(), all_cpu_seconds(), by_hand(int(program.split()[1]))
         step()
         made = {"seconds to make": time.perf_counter() - start, "CPU seconds to make": all_cpu_seconds() - before}
         rows.append({"program": program, "way": BY_HAND, **made})
-        steps[BY_HAND] = Turn(step, None)
-    times: dict[str, list[float]] = {way: [] for way in steps}
+        turns[BY_HAND] = partial(turn, step, None)
+    times: dict[str, list[float]] = {way: [] for way in turns}
     end, shuffle = time.monotonic() + 60.0, random.Random(0)
     for i in range(rounds):
         if i < 3 or time.monotonic() < end:
             with uncollected():
                 # In changing order: what one leaves to the garbage collector is cleared up during another's step.
-                for way in shuffle.sample(list(steps), len(steps)):
-                    times[way].append(steps[way]())
-    for row in rows:
-        row["milliseconds"] = 1000 * median(times[row["way"]])
-        row["least"] = 1000 * min(times[row["way"]])
-    return rows
+                for way in shuffle.sample(list(turns), len(turns)):
+                    times[way].append(1000 * turns[way]())
+    return [row | {"milliseconds": median(times[row["way"]]), "least": min(times[row["way"]])} for row in rows]
 
 
 def has_recorded(elbo: ELBO) -> bool:
@@ -295,20 +280,14 @@ def is_long(program: str) -> bool:
     return program in list(PROGRAMS)[QUICK:]
 
 
-class Turn:
-    """Twenty steps with parameters of their own."""
-
-    def __init__(self, step: Step, own: object) -> None:
-        self.step, self.own = step, own
-
-    def __call__(self) -> float:
-        """The CPU time of one of them."""
-        with contextlib.nullcontext() if self.own is None else pyro.get_param_store().scope(self.own):
-            self.step()
-            start = time.process_time()
-            for _ in range(20):
-                self.step()
-            return (time.process_time() - start) / 20
+def turn(step: Step, own: Any) -> float:
+    """The CPU time of one of twenty steps with parameters of their own."""
+    with pyro.get_param_store().scope(own):
+        step()
+        start = time.process_time()
+        for _ in range(20):
+            step()
+        return (time.process_time() - start) / 20
 
 
 def in_new_process(program: str, rounds: int) -> list[Row]:
@@ -329,18 +308,19 @@ def by_numpyro(python: str) -> list[Row]:
 
 def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
-    parser = parser_of(__doc__, "only")
-    parser.add_argument("--numpyro", default="", help="an interpreter that has NumPyro")
-    options = parser.parse_args()
-    names = [name for name in list(PROGRAMS)[: None if options.full else QUICK] if name.startswith(options.only)]
-    known = read_csv(options.output / "compiled.csv") if options.only else []
+    options = arguments(__doc__, "only", numpyro={"default": "", "help": "an interpreter that has NumPyro"})
+    names, path = only(options, list(PROGRAMS)[: None if options.full else QUICK]), options.output / "compiled"
+    known = read_csv(path.with_suffix(".csv")) if options.only else []
     kept = () if options.numpyro else RIVAL
     rows = [row for row in known if row["program"] not in names or row["way"].startswith(kept)]
     for name in names:
         rows += in_new_process(name, 40 if options.full else 12)
         if options.numpyro and name == OF_ONE_CHAIN:
             rows += by_numpyro(options.numpyro)
-        write(options.output, rows)
+        rows.sort(key=lambda row: list(PROGRAMS).index(row["program"]))
+        compare(rows)
+        publish(path, "Eager and compiled steps", None, rows, rows)
+        plot(rows, path.with_suffix(".png"))
 
 
 def compare(rows: list[Row]) -> None:
@@ -352,29 +332,17 @@ def compare(rows: list[Row]) -> None:
         row["times faster"] = "" if eager is None else eager / row["milliseconds"]
 
 
-def write(output: Path, rows: list[Row]) -> None:
-    """Writes and prints the table."""
-    rows.sort(key=lambda row: list(PROGRAMS).index(row["program"]))
-    compare(rows)
-    write_csv(output / "compiled.csv", rows)
-    text = table(rows)
-    write_markdown(output / "compiled.md", "Eager and compiled steps", [text])
-    plot(rows, output / "compiled.png")
-    print(text)
-
-
 def plot(rows: list[Row], path: Path) -> None:
     """Time of a step by length of the chain, on logarithmic axes."""
+    rows = [row | {"sites": int(row["program"].split()[1])} for row in rows if row["program"].startswith("chain,")]
+    ticks = sorted({row["sites"] for row in rows})
     with picture(path, 6.0, 3.6) as (axis,):
         for way in SHOWN:
-            chains = [row for row in rows if row["way"] == way and row["program"].startswith("chain,")]
-            points = sorted((int(row["program"].split()[1]), row["milliseconds"]) for row in chains)
+            points = sorted((row["sites"], row["milliseconds"]) for row in rows if row["way"] == way)
             if points:
-                axis.loglog(
-                    *zip(*points, strict=True), "o-", label=way, linewidth=2.5 if way.startswith("default") else 1.2
-                )
+                width = 2.5 if way.startswith("default") else 1.2
+                axis.loglog(*zip(*points, strict=True), "o-", label=way, linewidth=width)
         axis.set(xlabel="sites of the chain", ylabel="milliseconds of a step")
-        ticks = sorted({int(row["program"].split()[1]) for row in rows if row["program"].startswith("chain,")})
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.legend(fontsize=8)

@@ -27,7 +27,6 @@ from pyro_bpq import TraceBackpropQ_ELBO
 LATENTS = 200
 LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=120.0, slices=12)
 QUICK = Size(rates=(1e-3,), seeds=1, seconds=30.0, slices=6)
-SMOKE = Size(rates=(1e-3,), seeds=1, seconds=0.01, slices=2, samples=3)
 
 
 class Relaxed(dist.Poisson):
@@ -112,11 +111,11 @@ RACERS = (
 
 def main() -> None:
     options = arguments(__doc__, "smoke seeds")
-    size, digits = begin(options, QUICK, SMOKE, LONG)
+    size, digits = begin(options, QUICK, LONG)
     if digits is not None:
         images = Images("Poisson VAE", digits.splits, "nonlinear", 1, digits.train)
         race = run_race(images, RACERS, size)
-        report(options.output, "counts_race", "Poisson VAE on MNIST", __doc__, [race])
+        report(options.output / "counts_race", "Poisson VAE on MNIST", __doc__, [race])
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
-import warnings
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -32,20 +32,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
-    Error,
-    Row,
-    about,
-    arguments,
-    cases,
-    grouped,
-    measured,
-    median,
-    progress,
-    sized,
-    table,
-    write_markdown,
-)
+from common import Error, Row, arguments, cases, grouped, measured, median, only, progress, publish, sized
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -54,6 +41,7 @@ from pyro_bpq.estimators import QAdvantage, QAllAction
 
 REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 START, RATES, TUNING_SEED = 1.5, (0.05, 0.1, 0.2), 100
+EARLY = {"bias²": "bias", "variance": "variance"}
 
 
 @dataclass(frozen=True)
@@ -128,16 +116,13 @@ class Problem:
         for i, value in enumerate(values):
             log_q = log_q + logsigmoid((2 * value - 1) * self.logit(logits, i, values))
         cost = sum(self.price(which, values) for which in range(len(self.costs))) + log_q
-        return (log_q.exp() * cost).sum() + len(self.parents) * torch.tensor(2.0, dtype=torch.float64).log()
+        return (log_q.exp() * cost).sum() + len(self.parents) * math.log(2.0)
 
     def best(self) -> float:
         """The lowest loss: the best of ten descents."""
         noise = torch.Generator().manual_seed(1)
-        found = []
-        for k in range(10):
-            start = self.start if k == 0 else 2.0 * torch.randn(self.start.shape, generator=noise)
-            found.append(descend(self, start))
-        return min(found)
+        others = [2.0 * torch.randn(self.start.shape, generator=noise) for _ in range(9)]
+        return min(descend(self, start) for start in (self.start, *others))
 
 
 class Chain(Problem):
@@ -149,21 +134,21 @@ class Chain(Problem):
 
     def loss(self, logits: Tensor) -> Tensor:
         """Forward over the distribution of the state."""
-        log_p = torch.stack((logsigmoid(-logits[0, 0]), logsigmoid(logits[0, 0])))
-        now, total = log_p.exp(), (log_p.exp() * log_p).sum()
-        for t in range(1, len(self.parents)):
-            log_p = torch.stack((logsigmoid(-logits[t]), logsigmoid(logits[t])), -1)
-            joint = now.unsqueeze(-1) * log_p.exp()
-            total = total + (joint * (log_p + self.costs[t - 1].double())).sum()
+        log_p = logsigmoid(torch.stack((-logits, logits), -1))
+        now = log_p[0, 0].exp()
+        total = (now * log_p[0, 0]).sum()
+        for own, cost in zip(log_p[1:], self.costs, strict=True):
+            joint = now.unsqueeze(-1) * own.exp()
+            total = total + (joint * (own + cost.double())).sum()
             now = joint.sum(0)
-        return total + len(self.parents) * torch.tensor(2.0, dtype=torch.float64).log()
+        return total + len(self.parents) * math.log(2.0)
 
     def best(self) -> float:
         """Minus the log of the normaliser: the posterior is a chain, too."""
         ahead = torch.zeros(2, dtype=torch.float64)
         for cost in reversed(self.costs):
             ahead = (ahead - cost.double()).logsumexp(-1)
-        return len(self.parents) * float(torch.tensor(2.0, dtype=torch.float64).log()) - float(ahead.logsumexp(-1))
+        return len(self.parents) * math.log(2.0) - float(ahead.logsumexp(-1))
 
 
 class Branches(Problem):
@@ -201,14 +186,14 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
     def rate(step: int) -> float:
         return 0.5 * max(0.2, 1 - step / size.steps)
 
-    found: dict[str, dict[str, Any]] = {f"paper, {r}": paper_settings(r, rate=rate) for r in REDUCTIONS}
-    net = paper_settings("single", critic=MLPCritic(), rate=lambda step: 0.02 * rate(step))
-    found["paper, single, net"] = net
-    found["paper, merged, lam 0.9"] = paper_settings("merged", 0.9, rate=rate)
-    found["paper, merged, QAdvantage"] = paper_settings("merged", estimator=QAdvantage(), rate=rate)
-    found["paper, merged, QAllAction"] = paper_settings("merged", estimator=QAllAction(), rate=rate)
-    found["default"] = {}
-    return found
+    return {
+        **{f"paper, {reduction}": paper_settings(reduction, rate=rate) for reduction in REDUCTIONS},
+        "paper, single, net": paper_settings("single", critic=MLPCritic(), rate=lambda step: 0.02 * rate(step)),
+        "paper, merged, lam 0.9": paper_settings("merged", 0.9, rate=rate),
+        "paper, merged, QAdvantage": paper_settings("merged", estimator=QAdvantage(), rate=rate),
+        "paper, merged, QAllAction": paper_settings("merged", estimator=QAllAction(), rate=rate),
+        "default": {},
+    }
 
 
 def moments(problem: Problem, elbo: TraceBackpropQ_ELBO, leaf: Tensor, repeats: int) -> dict[str, float]:
@@ -263,37 +248,23 @@ def summary(rows: list[Row]) -> list[Row]:
     for (graph, method), mine in grouped(rows, "graph", "method").items():
         at = {step: own for (step,), own in grouped(mine, "step").items()}
         steps = sorted(at)
-        early, last = at[steps[0]], at[steps[-1]]
-        shown = steps[:-1][:: max(len(steps) // 5, 1)]
-        found.append(
-            {
-                "graph": graph,
-                "method": method,
-                "seeds": len(last),
-                "rate": last[0]["rate"],
-                **{f"gap at step {s}, %": 100 * median(row["gap"] for row in at[s]) for s in shown},
-                "gap at the end, %": 100 * median(row["gap"] for row in last),
-                "worst seed, %": 100 * max(row["gap"] for row in last),
-                f"bias² at step {steps[0]}": median(row["bias"] for row in early),
-                f"variance at step {steps[0]}": median(row["variance"] for row in early),
-                "ms per step": 1e3 * median(row["seconds"] / row["step"] for row in last),
-            }
-        )
+        early, last, shown = at[steps[0]], at[steps[-1]], steps[:-1][:: max(len(steps) // 5, 1)]
+        entry: Row = {"graph": graph, "method": method, "seeds": len(last), "rate": last[0]["rate"]}
+        entry |= {f"gap at step {s}, %": 100 * median(row["gap"] for row in at[s]) for s in shown}
+        entry["gap at the end, %"] = 100 * median(row["gap"] for row in last)
+        entry["worst seed, %"] = 100 * max(row["gap"] for row in last)
+        entry |= {f"{name} at step {steps[0]}": median(row[key] for row in early) for name, key in EARLY.items()}
+        found.append(entry | {"ms per step": 1e3 * median(row["seconds"] / row["step"] for row in last)})
     return found
 
 
 def main() -> None:
     """Measures, prints, writes ``paper.csv`` and ``paper.md``."""
     options = arguments(__doc__, "smoke seeds resume only")
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    size = sized(options, QUICK, SMOKE, FULL)
-    graphs = [graph for graph in PROBLEMS if graph.startswith(options.only)]
-    wanted = cases(graph=graphs, method=methods(size), seed=range(size.seeds))
-    rows = measured(options.output / "paper.csv", wanted, partial(train, size), options.resume)
-    page = table(summary(rows))
-    print(page)
-    write_markdown(options.output / "paper.md", "The paper's algorithm and the default", [*about(__doc__), page])
+    size, path = sized(options, QUICK, FULL, smoke=SMOKE), options.output / "paper"
+    wanted = cases(graph=only(options, PROBLEMS), method=methods(size), seed=range(size.seeds))
+    rows = measured(path.with_suffix(".csv"), wanted, partial(train, size), options.resume)
+    publish(path, "The paper's algorithm and the default", __doc__, rows, summary(rows))
 
 
 if __name__ == "__main__":

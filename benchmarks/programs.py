@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from blackbox import Simulator, edit_distance
+from common import net
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -76,7 +78,7 @@ class DigitVAE(Parts):
         super().__init__()
         self.parts, self.values, self.decoder = parts, values, decoder
         self.width = parts * (values if values > 2 else 1)
-        self.encoder = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, self.width))
+        self.encoder = net(64, hidden, self.width)
 
     def law(self, logits: Tensor) -> Any:
         """The distribution of the latents."""
@@ -99,9 +101,8 @@ class Convolutions(nn.Module):
     def __init__(self, width: int, channels: int) -> None:
         super().__init__()
         self.channels, self.first = channels, nn.Linear(width, 4 * channels)
-        self.rest = nn.Sequential(
-            nn.ConvTranspose2d(channels, channels, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(channels, 1, 4, 2, 1)
-        )
+        larger = [nn.ConvTranspose2d(channels, number, 4, 2, 1) for number in (channels, 1)]
+        self.rest = nn.Sequential(larger[0], nn.ReLU(), larger[1])
 
     def forward(self, z: Tensor) -> Tensor:
         hidden = torch.relu(self.first(z))
@@ -120,13 +121,6 @@ class Attention(nn.Module):
         q, k, v = self.embed(z.unflatten(-1, (self.parts, -1))).chunk(3, -1)
         weights = torch.softmax(q @ k.transpose(-1, -2) / self.width**0.5, -1)
         return self.out((weights @ v).flatten(-2))
-
-
-def mlp(width: int, hidden: int) -> nn.Module:
-    """A decoder of two hidden layers."""
-    return nn.Sequential(
-        nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 64)
-    )
 
 
 class Layers(Parts):
@@ -171,7 +165,7 @@ class LabelsAndStyles(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.label, self.style, self.decoder = mlp(64, 64), mlp(74, 64), mlp(18, 128)
+        self.label, self.style, self.decoder = net(64, 64, 64, 64), net(74, 64, 64, 64), net(18, 128, 128, 64)
         self.to_label, self.to_style = nn.Linear(64, 10), nn.Linear(64, 16)
 
     def model(self, images: Tensor) -> None:
@@ -222,7 +216,7 @@ class Mixture(Parts):
         means = 4.0 * torch.randn(10, 2, generator=generator)
         self.data = means[torch.randint(10, (rows,), generator=generator)] + torch.randn(rows, 2, generator=generator)
         self.heavy, self.means, self.scale = heavy, nn.Parameter(torch.randn(10, 2)), nn.Parameter(torch.zeros(2))
-        self.net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 10))
+        self.net = net(2, 32, 10)
 
     def model(self) -> None:
         scale = pyro.sample("s", no_rsample(dist.Gamma(2.0, 2.0))) if self.heavy else torch.ones(())
@@ -276,20 +270,18 @@ class Grid(Parts):
 
     def __init__(self, side: int = 5) -> None:
         super().__init__()
-        self.side, self.q = side, nn.Parameter(torch.zeros(side, side))
+        self.places, self.q = [*itertools.product(range(side), repeat=2)], nn.Parameter(torch.zeros(side, side))
 
     def model(self) -> None:
         z = {}
-        for i in range(self.side):
-            for j in range(self.side):
-                near = sum((2.0 * z[at] - 1.0 for at in ((i - 1, j), (i, j - 1)) if at in z), torch.zeros(()))
-                z[i, j] = pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=0.8 * near))
-                pyro.sample(f"x_{i}_{j}", dist.Normal(z[i, j], 0.9), obs=torch.tensor(float((i + j) % 2 == 0 or i > 2)))
+        for i, j in self.places:
+            near = sum((2.0 * z[at] - 1.0 for at in ((i - 1, j), (i, j - 1)) if at in z), torch.zeros(()))
+            z[i, j] = pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=0.8 * near))
+            pyro.sample(f"x_{i}_{j}", dist.Normal(z[i, j], 0.9), obs=torch.tensor(float((i + j) % 2 == 0 or i > 2)))
 
     def guide(self) -> None:
-        for i in range(self.side):
-            for j in range(self.side):
-                pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=self.q[i, j]))
+        for i, j in self.places:
+            pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=self.q[i, j]))
 
 
 class SpikeAndSlab(Parts):
@@ -818,8 +810,8 @@ PROGRAMS = (
     Program("small convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 8)), 64),
     Program("attention VAE", lambda: DigitVAE(8, 6, Attention(8, 6)), 64, held_out=True),
     Program("linear VAE", lambda: DigitVAE(20, 2, nn.Linear(20, 64)), 64),
-    Program("VAE, 400 hidden", lambda: DigitVAE(20, 2, mlp(20, 400), 400), 64),
-    Program("one-hot VAE, 200 hidden", lambda: DigitVAE(8, 6, mlp(48, 200), 200), 64),
+    Program("VAE, 400 hidden", lambda: DigitVAE(20, 2, net(20, 400, 400, 64), 400), 64),
+    Program("one-hot VAE, 200 hidden", lambda: DigitVAE(8, 6, net(48, 200, 200, 64), 200), 64),
     Program("two layers", lambda: Layers(2, 20), 64),
     Program("three layers", lambda: Layers(3, 50), 64, held_out=True),
     Program("four layers", lambda: Layers(4, 50), 64),

@@ -14,7 +14,7 @@ doubled standard errors. *same*: the method does at each site what *default* doe
 then the time of a step of *default* over that of the method. *seconds to make* compiled steps: in the run of the first
 seed, by the clock. One thread.
 
-    python benchmarks/race.py [--full | --smoke] [--compiled] [--only NAME;NAME] [--methods NAME;NAME] [--rates FILE]
+    python benchmarks/race.py [--full | --smoke] [--compiled] [--seeds N] [--seconds N] [--only NAME;NAME]
 """
 
 from __future__ import annotations
@@ -27,27 +27,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyro
 import torch
-from common import (
-    Data,
-    Method,
-    Row,
-    Runner,
-    about,
-    data_file,
-    parser_of,
-    read_csv,
-    table,
-    with_averages,
-    write_csv,
-    write_markdown,
-)
+from common import Data, Method, Row, Runner, arguments, data_file, only, others, publish, with_averages
 from programs import PROGRAMS, Program
 from pyro.infer import ELBO, Trace_ELBO, TraceGraph_ELBO
 from torch import Tensor
@@ -88,13 +74,12 @@ def digits() -> Tensor | None:
     return None if path is None else torch.tensor(np.load(path)["x_train"]).float().flatten(1) / 16.0
 
 
-def methods(program: Program, chosen: str, compiled: bool) -> list[Method]:
+def methods(program: Program, compiled: bool) -> list[Method]:
     """The rivals on a program; of Pyro's ELBOs the step of none is compiled."""
     own: dict[str, dict[str, Any]] = {DEFAULT: {}, **(STEERED if program.steered else PINNED)}
     compile = {"compile": True} if compiled else {}
     found = [Method(name, partial(TraceBackpropQ_ELBO, **options, **compile)) for name, options in own.items()]
-    found += [] if compiled else PYRO
-    return [method for method in found if not chosen or method.name in chosen.split(";")]
+    return found if compiled else [*found, *PYRO]
 
 
 @dataclass(frozen=True)
@@ -153,26 +138,22 @@ def turns(program: Program, runs: Sequence[Runner], seconds: float) -> set[str]:
     return {*failed}
 
 
-def race(program: Program, options: argparse.Namespace, data: Tensor, known: Mapping[Any, float]) -> list[Row]:
-    """The rows of a program; ``known`` are learning rates by program and method."""
-    rivals = methods(program, options.methods, options.compiled)
+def race(program: Program, options: argparse.Namespace, data: Tensor) -> list[Row]:
+    """The rows of a program."""
+    rivals = methods(program, options.compiled)
     runs: dict[str, dict[float, list[Runner]]] = {method.name: {} for method in rivals}
     task = Whole(program.make, (data,) if program.rows else (), program.rows)
     for seed in range(options.seeds):
         lanes = []
         for method in rivals:
-            case = program.name, method.name
-            rates = (known[case],) if case in known else RATES[bool(program.rows)]
-            rates = (best_rate(runs[method.name]),) if seed else rates
+            rates = (best_rate(runs[method.name]),) if seed else RATES[bool(program.rows)]
             lanes += [Runner(task, method, rate, seed) for rate in rates]
         failed = turns(program, lanes, options.seconds)
         rivals = [method for method in rivals if method.name not in failed]
         for run in lanes:
             if run.method in rivals:
                 runs[run.method.name].setdefault(run.rate, []).append(run)
-    found = [row_of(program, runs[method.name], options) for method in rivals]
-    print(table(compared(found)), flush=True)
-    return found
+    return [row_of(program, runs[method.name], options) for method in rivals]
 
 
 def losses(run: Runner) -> dict[float, float]:
@@ -192,19 +173,13 @@ def row_of(program: Program, tried: Mapping[float, Sequence[Runner]], options: a
     runs = tried[best_rate(tried)]
     curves = [losses(run) for run in runs]
     ends = [curve[1.0] for curve in curves]
-    return {
-        "program": program.name,
-        "method": runs[0].method.name,
-        "loss": statistics.fmean(ends),
-        "two standard errors": 2.0 * statistics.stdev(ends) / len(ends) ** 0.5 if len(ends) > 1 else math.nan,
-        "learning rate": runs[0].rate,
-        "ms a step": statistics.fmean(1e3 * run.seconds / run.steps for run in runs),
-        **({"seconds to make": runs[0].making} if options.compiled else {}),
-        "seconds": options.seconds,
-        "seeds": len(runs),
-        "does": done_by(runs[0].elbo),
-        "curve": " ".join(f"{statistics.fmean(curve[at] for curve in curves):.6g}" for at in curves[0]),
-    }
+    noise = 2.0 * statistics.stdev(ends) / len(ends) ** 0.5 if len(ends) > 1 else math.nan
+    row: Row = {"program": program.name, "method": runs[0].method.name}
+    row |= {"loss": statistics.fmean(ends), "two standard errors": noise, "learning rate": runs[0].rate}
+    row["ms a step"] = statistics.fmean(1e3 * run.seconds / run.steps for run in runs)
+    row |= {"seconds to make": runs[0].making} if options.compiled else {}
+    row |= {"seconds": options.seconds, "seeds": len(runs), "does": done_by(runs[0].elbo)}
+    return row | {"curve": " ".join(f"{statistics.fmean(curve[at] for curve in curves):.6g}" for at in curves[0])}
 
 
 def done_by(elbo: ELBO) -> str:
@@ -247,32 +222,20 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 
 def main() -> None:
     """Races, prints, writes ``race.csv`` and ``race.md``, or ``race_compiled``."""
-    parser = parser_of(__doc__, "smoke compiled seeds")
-    parser.add_argument("--only", default="", help="names of programs, separated by semicolons; others keep their rows")
-    parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
-    parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = arguments(__doc__, "smoke compiled seeds only", seconds={"type": float, "default": 0.0})
     data = digits()
     if data is None:
         return
     options.seconds = options.seconds or (0.01 if options.smoke else 6.0 if options.full else 1.0)
     options.seeds = options.seeds or (5 if options.full else 1)
-    names = options.only or ("linear VAE;branch" if options.smoke else "")
-    left_out = NOT_COMPILED if options.compiled else ()
-    chosen = [p for p in PROGRAMS if p.name not in left_out and not (options.compiled and p.steered)]
-    chosen = [p for p in chosen if not names or p.name in names.split(";")]
-    stem = "race_compiled" if options.compiled else "race"
-    rows = read_csv(options.output / f"{stem}.csv") if options.only else []
-    rows = [row for row in rows if row["program"] not in {program.name for program in chosen}]
-    earlier = [] if options.rates is None else read_csv(options.rates)
-    known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
-    for program in chosen:
-        rows += race(program, options, data, known)
-        page = [*about(__doc__), table(compared(rows))]
-        write_csv(options.output / f"{stem}.csv", rows)
-        write_markdown(options.output / f"{stem}.md", "The race on 39 programs", page)
+    options.only = options.only or ("two layers;branch" if options.smoke else "")
+    served = [p.name for p in PROGRAMS if not options.compiled or not (p.steered or p.name in NOT_COMPILED)]
+    path, names = options.output / ("race_compiled" if options.compiled else "race"), only(options, served)
+    rows = others(options, path.with_suffix(".csv"), names)
+    for program in PROGRAMS:
+        if program.name in names:
+            rows += race(program, options, data)
+            publish(path, "The race on 39 programs", __doc__, rows, compared(rows))
 
 
 if __name__ == "__main__":

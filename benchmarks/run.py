@@ -9,17 +9,15 @@ from pathlib import Path
 
 # NumPyro's steps, which need another environment, are measured by ``compiled.py --numpyro PYTHON``.
 NAMES = "variances chains race vae sbn chorales blackbox simulators bias paper gallery compiled counts air summary"
-SCRIPTS = tuple(f"{name}.py" for name in NAMES.split())
 
 
 def main() -> int:
     """Runs every script; the exit status is the number of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="all lengths and seeds; takes more than a day")
-    options = parser.parse_args()
-    arguments = ["--full"] if options.full else []
-    folder = Path(__file__).parent
-    return sum(subprocess.call([sys.executable, str(folder / name), *arguments]) != 0 for name in SCRIPTS)
+    arguments = ["--full"] if parser.parse_args().full else []
+    scripts = [str(Path(__file__).with_name(f"{name}.py")) for name in NAMES.split()]
+    return sum(subprocess.call([sys.executable, script, *arguments]) != 0 for script in scripts)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from common import (
     ours,
     plain_leave_one_out,
     report,
+    result,
     run_race,
-    stem,
 )
 from vae import METHODS, begin
 
@@ -32,7 +32,6 @@ from pyro_bpq.estimators import CrossedLeaveOneOut
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 LONG = Size(rates=(1e-3, 2e-3, 3e-3, 4e-3), seeds=5, seconds=60.0, slices=20)
 COMPILED = Size(rates=(1e-3, 3e-3), seeds=3, seconds=40.0, slices=20)
-SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 CROSSED = "crossed leave-one-out, 8"
 # The default is hindsight with 4 particles.
@@ -46,14 +45,14 @@ COMPILE = (
 def main() -> None:
     """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``, or ``sbn_long``, or ``sbn_compiled``."""
     options = arguments(__doc__, "smoke compiled seeds")
-    size, digits = begin(options, QUICK, SMOKE, LONG, COMPILED)
+    size, digits = begin(options, QUICK, LONG, COMPILED)
     if digits is None:
         return
     methods, races = COMPILE if options.compiled else STRONG if options.full else METHODS, []
     for depth in (4, 2) if options.full or options.compiled or options.smoke else (4,):
         races.append(run_race(replace(digits, name=f"{depth} layers", depth=depth), methods, size))
         # After each race, since all of them take long.
-        report(options.output, stem("sbn", options), "Sigmoid belief networks on MNIST", __doc__, races)
+        report(result("sbn", options), "Sigmoid belief networks on MNIST", __doc__, races)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, about, gradients, parser_of, read_csv, table, write_csv, write_markdown
+from common import Row, arguments, gradients, net, only, others, publish, write_csv
 from pyro import poutine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -112,12 +110,11 @@ def with_exact_q(policy: Any, batches: int, rounds: int) -> Tensor:
     hook.remove()
     state, hot, probs, costs = (torch.cat(parts, 1).detach() for parts in zip(*runs, strict=True))
     probs, centre, spread = probs.exp(), costs.mean(1, keepdim=True), costs.std(1, keepdim=True) + 1e-6
-    sizes, last = (state.shape[-1], 96, 96), nn.Linear(96, 1 + hot[0, 0].numel())
-    net = nn.Sequential(*(part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())), last)
-    optimizer = torch.optim.Adam(net.parameters(), 2e-3)
+    critic = net(state.shape[-1], 96, 96, 1 + hot[0, 0].numel(), between=nn.Tanh)
+    optimizer = torch.optim.Adam(critic.parameters(), 2e-3)
 
     def values(state: Tensor, probs: Tensor, hot: Tensor) -> tuple[Tensor, ...]:
-        level, own = net(state).tensor_split([1], -1)
+        level, own = critic(state).tensor_split([1], -1)
         own = own.reshape(probs.shape) - (probs * own.reshape(probs.shape)).sum(-1, keepdim=True)
         return level.squeeze(-1), own, (own * hot).sum((-1, -2))
 
@@ -183,18 +180,13 @@ def race(name: str, full: bool) -> list[Row]:
 
 
 def main() -> None:
-    options = parser_of(__doc__, "only").parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    names = [name for name in PROGRAMS if name.startswith(options.only)]
-    parts = about(__doc__)
+    options, found = arguments(__doc__, "only"), list[list[Row]]()
+    names = only(options, PROGRAMS)
     for stem, measure in {"simulators": variances, "simulators_race": race}.items():
-        kept = [row for row in read_csv(options.output / f"{stem}.csv") if options.only and row["program"] not in names]
-        rows = kept + [row for name in names for row in measure(name, options.full)]
-        write_csv(options.output / f"{stem}.csv", rows)
-        parts.append(table(rows))
-        print(parts[-1], flush=True)
-    write_markdown(options.output / "simulators.md", "Simulators outside of torch", parts)
+        path = options.output / f"{stem}.csv"
+        found.append(others(options, path, names) + [row for name in names for row in measure(name, options.full)])
+        write_csv(path, found[-1])
+    publish(options.output / "simulators", "Simulators outside of torch", __doc__, found[0], *found)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from common import RESULTS, Row, about, arguments, median, read_tables, table, write_csv, write_markdown
+from common import RESULTS, Row, arguments, median, publish, read_tables
 
 LENGTH = 50
 #: Programs of the race by kind; of the programs that are missing the time was not recorded.
@@ -108,8 +108,7 @@ def _first(text: str) -> float:
 def main() -> None:
     """Writes ``results/summary.csv`` and ``summary.md``."""
     output, rows = arguments(__doc__).output, summary()
-    write_csv(output / "summary.csv", rows)
-    write_markdown(output / "summary.md", "Summary", [*about(__doc__), table(rows)])
+    publish(output / "summary", "Summary", __doc__, rows, rows)
 
 
 if __name__ == "__main__":

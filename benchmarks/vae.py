@@ -32,12 +32,13 @@ from common import (
     baseline_options,
     data_file,
     leave_one_out,
+    net,
     ours,
     plain_leave_one_out,
     report,
+    result,
     run_race,
     sized,
-    stem,
 )
 from pyro.infer import TraceGraph_ELBO
 from torch import Tensor, nn
@@ -47,14 +48,12 @@ from pyro_bpq.estimators import DisARM, ReinMax
 PIXELS, LATENTS, HIDDEN, BATCH = 784, 200, 200, 100
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=11.0, slices=22)
 LONG = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=60.0, slices=30)
-SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 
 def layers(inputs: int, outputs: int, kind: str) -> nn.Sequential:
     """One affine layer, or two hidden layers before it."""
-    sizes = [inputs, *[HIDDEN] * (2 if kind == "nonlinear" else 0)]
-    hidden = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.LeakyReLU(0.3))]
-    return nn.Sequential(*hidden, nn.Linear(sizes[-1], outputs))
+    hidden = [HIDDEN, HIDDEN] if kind == "nonlinear" else []
+    return net(inputs, *hidden, outputs, between=lambda: nn.LeakyReLU(0.3))
 
 
 class BeliefNet(nn.Module):
@@ -77,7 +76,7 @@ class BeliefNet(nn.Module):
             self.down[0][-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
         self.program, number = program, depth if program == "net" else 0
         self.baseline = nn.ModuleList(
-            nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2)) for _ in range(number)
+            nn.Sequential(*net(PIXELS, 100, 1, between=nn.Tanh), nn.Flatten(-2)) for _ in range(number)
         )
 
     def guide(self, x: Tensor) -> None:
@@ -131,14 +130,12 @@ def load_digits(images: dict[str, int]) -> Digits | None:
     if path is None:
         return None
     with np.load(path) as file:
-        grey, test = (
-            torch.from_numpy(file[name]).reshape(-1, PIXELS).float() / 255.0 for name in ("x_train", "x_test")
-        )
+        grey, test = (torch.from_numpy(file[f"x_{name}"]).float().flatten(1) / 255.0 for name in ("train", "test"))
     # The last sixth of the training images is for validation.
     train, valid = grey.split([5 * len(grey) // 6, len(grey) - 5 * len(grey) // 6])
     generator = torch.Generator().manual_seed(0)
-    fixed = {"test": torch.bernoulli(test, generator=generator), "valid": torch.bernoulli(valid, generator=generator)}
-    splits = {split: (fixed["valid" if split == "valid" else "test"][:number],) for split, number in images.items()}
+    test, valid = (torch.bernoulli(part, generator=generator) for part in (test, valid))
+    splits = {split: ((valid if split == "valid" else test)[:number],) for split, number in images.items()}
     return Digits("", splits, "linear", 1, train)
 
 
@@ -151,20 +148,19 @@ STRONG = (DEFAULT, AVERAGE, NET, plain_leave_one_out(4), plain_leave_one_out(8))
 
 def begin(options: Namespace, *sizes: Size) -> tuple[Size, Digits | None]:
     """The size of a race that the command line asks for, and its images if there are any."""
-    torch.set_num_threads(1)
     return sized(options, *sizes), load_digits({"curve": 100, "valid": 500, "test": 500})
 
 
 def main() -> None:
     """Races, prints, writes ``vae.csv``, ``vae.md`` and ``vae.png``, or ``vae_long``."""
     options = arguments(__doc__, "smoke seeds")
-    size, digits = begin(options, QUICK, SMOKE, LONG)
+    size, digits = begin(options, QUICK, LONG)
     if digits is None:
         return
-    kinds = ("linear",) if not (options.smoke or options.full) else ("linear", "nonlinear")
+    kinds = ("linear", "nonlinear") if options.smoke or options.full else ("linear",)
     methods = STRONG if options.full else METHODS
     races = [run_race(replace(digits, name=f"{kind} VAE", kind=kind), methods, size) for kind in kinds]
-    report(options.output, stem("vae", options), "Discrete VAE on MNIST", __doc__, races)
+    report(result("vae", options), "Discrete VAE on MNIST", __doc__, races)
 
 
 if __name__ == "__main__":

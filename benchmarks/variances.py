@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,19 +33,18 @@ import torch
 from common import (
     PlainLeaveOneOut,
     Row,
-    about,
+    arguments,
     flat,
     grouped,
     median,
+    only,
+    others,
     ours,
-    parser_of,
     progress,
-    read_csv,
-    table,
+    publish,
     uncollected,
     with_averages,
     write_csv,
-    write_markdown,
 )
 from factorised import PUBLISHED
 from programs import MORE, PROGRAMS, Program
@@ -253,22 +251,17 @@ def by_program(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Measures, prints, writes ``variances.csv`` and ``variances.md``."""
-    options = parser_of(__doc__, "smoke only").parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    options = arguments(__doc__, "smoke only")
     pyro.enable_validation(False)
     every = {program.name: program for program in (*PUBLISHED, *PROGRAMS, *MORE)}
-    names = [name for name in KIND if name.startswith(options.only)]
-    names = names if options.only or not options.smoke else ["geometric", "Poisson chain", "linear VAE", "spelling"]
-    path = options.output / "variances.csv"
-    rows = [row for row in read_csv(path) if options.only and row["program"] not in names]
+    options.only = options.only or ("geometric;Poisson chain;linear VAE;spelling" if options.smoke else "")
+    path, names = options.output / "variances.csv", only(options, KIND)
+    rows = others(options, path, names)
     for name in progress(names, "programs"):
         rows += measure(every[name], options.smoke)
         rows.sort(key=lambda row: [*KIND].index(row["program"]))
         write_csv(path, rows)
-    parts = [table(by_kind(rows)), table(by_program(rows))]
-    print(*parts, sep="\n\n")
-    write_markdown(path.with_suffix(".md"), "Variance of the gradient times time", [*about(__doc__), *parts])
+    publish(path, "Variance of the gradient times time", __doc__, rows, by_kind(rows), by_program(rows))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +25,7 @@ class Weight(nn.Module):
 
 
 def make(kind: str = "k", width: int = 3) -> Callable[[tuple[str, ...]], Block]:
-    def build(keys: tuple[str, ...]) -> Block:
-        return Block(
-            kind,
-            keys,
-            Weight(len(keys), width),
-            {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)},
-        )
-
-    return build
+    return lambda keys: Block(kind, keys, Weight(len(keys), width), {"mean": torch.zeros(len(keys))})
 
 
 def select(bank: CriticBank, keys: str, kind: str = "k", width: int = 3) -> Selection:
@@ -45,20 +38,21 @@ def write(bank: CriticBank, selection: Selection, value: list[float]) -> None:
     bank.commit(selection.write("mean", torch.tensor(value)))
 
 
+@contextlib.contextmanager
+def undone(bank: CriticBank) -> Iterator[None]:
+    """What happens to a bank within is undone, as after a step that fails."""
+    marks = [(part, snapshot(part)) for part in (bank, bank.blocks)]
+    yield
+    for part, mark in marks:
+        restore(part, mark)
+
+
 def weights(selection: Selection) -> Tensor:
     def read(block: Block, rows: Tensor | None, at: Tensor | None) -> Tensor:
         tensor = block.weights()["w"]
         return tensor if rows is None else tensor[rows]
 
     return selection.gather(read)
-
-
-def test_select_builds_once() -> None:
-    bank = CriticBank()
-    one = select(bank, "abc")
-    assert select(bank, "abc") is one
-    assert len(bank.blocks) == 1
-    assert one.parts[0][2] is None and one.parts[0][3] is None  # all rows in order: no indexing
 
 
 def test_select_builds_only_what_is_missing() -> None:
@@ -74,10 +68,8 @@ def test_select_builds_only_what_is_missing() -> None:
 
 def test_commit_ignores_blocks_that_are_gone() -> None:
     bank = CriticBank()
-    marks = [(part, snapshot(part)) for part in (bank, bank.blocks)]
-    writes = select(bank, "a").write("mean", torch.ones(1))
-    for part, mark in marks:
-        restore(part, mark)
+    with undone(bank):
+        writes = select(bank, "a").write("mean", torch.ones(1))
     bank.commit(writes)
     assert not len(bank.blocks)
 
@@ -87,10 +79,8 @@ def test_restore_keeps_rows_that_were_loaded() -> None:
     write(bank, select(bank, "ab"), [1.0, 2.0])
     fresh = CriticBank()
     fresh.load_state_dict(bank.state_dict())
-    marks = [(part, snapshot(part)) for part in (fresh, fresh.blocks)]
-    assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
-    for part, mark in marks:
-        restore(part, mark)
+    with undone(fresh):
+        assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
     assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
 
 
@@ -165,10 +155,3 @@ def test_selections_stay_bounded() -> None:
     for i in range(400):
         bank.select("k", (f"s{i % 20}", f"s{i % 21}"), make())
     assert len(bank._selections) <= 256
-
-
-@pytest.mark.parametrize("rows", [2, 8])
-def test_repr_names_the_sites(rows: int) -> None:
-    bank = CriticBank()
-    select(bank, "abcdefgh"[:rows])
-    assert "k: a, b" in repr(bank)

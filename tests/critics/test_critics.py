@@ -1,4 +1,4 @@
-"""Critics: shapes, independence of the sites, initial values."""
+"""Critics: shapes, independence of the sites, initial values; those that read the value as a whole, too."""
 
 from __future__ import annotations
 
@@ -11,22 +11,38 @@ import torch
 from steps import scramble
 from torch import Tensor
 
+from pyro_bpq import MomentCritic, ValueCritic
+from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.variates import NetworkVariate
 
-CRITICS = [MLPCritic(), MLPCritic((8, 4)), MLPCritic(hidden=()), LinearCritic(), TabularCritic()]
-each = pytest.mark.parametrize("critic", CRITICS, ids=repr)
+PLAIN = [MLPCritic(), MLPCritic((8, 4)), MLPCritic(hidden=()), LinearCritic(), TabularCritic()]
+JOINT = [MomentCritic(), MomentCritic((8, 4)), MomentCritic(()), ValueCritic(), ValueCritic((8,))]
+each = pytest.mark.parametrize("critic", [*PLAIN, *JOINT], ids=repr)
+SHAPE = CriticShape(3, 3, 3, 2, 4)
 
 
 def build(critic: Critic, shape: CriticShape, seed: int = 0) -> torch.nn.Module:
     return critic.build(shape, torch.Generator().manual_seed(seed))
 
 
-def inputs(shape: CriticShape, rows: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    context = torch.randn(shape.sites, rows, shape.features, generator=generator)
-    return context, torch.randint(0, max(shape.cells, 1), (shape.sites, rows), generator=generator)
+def inputs(critic: Critic, shape: CriticShape, rows: int = 5) -> tuple[Any, ...]:
+    """What the module of a critic is called with."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(size: int) -> Tensor:
+        return torch.randn(shape.sites, rows, size, generator=generator)
+
+    if isinstance(critic, JointCritic):
+        powers = draw(2 * shape.components).unflatten(-1, (-1, 2))
+        return draw(shape.features), None, SiteValue(powers, *(draw(shape.components) for _ in range(3)))
+    cells = torch.randint(0, max(shape.cells, 1), (shape.sites, rows), generator=generator)
+    return draw(shape.features), cells
+
+
+def output(critic: Critic, module: torch.nn.Module) -> JointOutput:
+    return JointOutput.unpacked(module(*inputs(critic, SHAPE)), SHAPE.components, SHAPE.cardinality)
 
 
 shapes = st.builds(
@@ -39,36 +55,55 @@ shapes = st.builds(
 )
 
 
-@each
+@pytest.mark.parametrize("critic", PLAIN, ids=repr)
 @hypothesis.given(shape=shapes)
 def test_build_gives_outputs_of_the_promised_shape(critic: Critic, shape: CriticShape) -> None:
     module = build(critic, shape)
-    assert module(*inputs(shape)).shape == (shape.sites, 5, 1 + shape.components * shape.cardinality)
+    assert module(*inputs(critic, shape)).shape == (shape.sites, 5, 1 + shape.components * shape.cardinality)
     assert all(p.shape[0] == shape.sites for p in module.parameters())
 
 
 @each
 def test_build_starts_at_zero(critic: Critic) -> None:
-    shape = CriticShape(2, 3, 2, 3, 4)
-    assert not build(critic, shape)(*inputs(shape)).any()
+    assert float(build(critic, SHAPE)(*inputs(critic, SHAPE)).detach().abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("critic", JOINT, ids=repr)
+def test_a_critic_that_starts_at_zero_can_learn(critic: Critic) -> None:
+    module = build(critic, SHAPE)
+    found = output(critic, module)
+    gradients = torch.autograd.grad(found.value.sum(), list(module.parameters()), allow_unused=True)
+    assert any(g is not None and bool(g.any()) for g in gradients)
+    assert not any(part.requires_grad for part in found[2:])
 
 
 @each
-def test_sites_and_rows_are_independent(critic: Critic) -> None:
-    shape = CriticShape(3, 3, 2, 3, 4)
-    module = build(critic, shape)
+@pytest.mark.parametrize("features", [0, 3])
+def test_sites_and_rows_are_independent(critic: Critic, features: int) -> None:
+    shape = CriticShape(3, features, 3, 2, 4)
+    module, (context, cells, *site) = build(critic, shape), inputs(critic, shape)
     scramble(module.parameters())
-    context, cells = inputs(shape)
-    before = module(context, cells)
-    parts = [module(context[:, i : i + 1], cells[:, i : i + 1]) for i in range(5)]
-    torch.testing.assert_close(torch.cat(parts, 1), before)
+    before = module(context, cells, *site).detach().clone()
+    for i in range(5):
+        row = slice(i, i + 1)
+        own = [value.map(lambda part: part[:, row]) for value in site]  # noqa: B023
+        part = module(context[:, row], None if cells is None else cells[:, row], *own)
+        torch.testing.assert_close(part, before[:, row])
     with torch.no_grad():
         for p in module.parameters():
             p[1] += 1.0
-    after = module(context, cells)
+    after = module(context, cells, *site)
     assert torch.equal(after[[0, 2]], before[[0, 2]]) and not torch.equal(after[1], before[1])
     gradients = torch.autograd.grad(after[1].sum(), list(module.parameters()), allow_unused=True)
     assert all(not g[[0, 2]].any() for g in gradients if g is not None)
+
+
+def test_moment_critic_is_a_quadratic() -> None:
+    module, (*_, site) = build(MomentCritic(), SHAPE), inputs(MomentCritic(), SHAPE)
+    scramble(module.parameters())
+    found = output(MomentCritic(), module)
+    torch.testing.assert_close(found.value, (found.table * site.powers).sum((-1, -2)))
+    assert not found.mean.any() and torch.equal(found.own, found.value.detach())
 
 
 def test_build_draws_from_its_generator_only() -> None:
@@ -103,11 +138,12 @@ def test_critics_learn_what_they_can_represent() -> None:
     assert fit(LinearCritic(), xor, context, cells, shape) > 0.5
 
 
-def test_mlp_critic_takes_an_int() -> None:
-    assert MLPCritic(16) == MLPCritic((16,))  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [MLPCritic, ValueCritic])
+def test_layers_may_be_an_int(kind: Any) -> None:
+    assert kind(16) == kind((16,))
 
 
-@pytest.mark.parametrize("critic", CRITICS, ids=repr)
+@each
 def test_critics_are_values(critic: Any) -> None:
     assert isinstance(critic, Critic)
     assert eval(repr(critic)) == critic and hash(eval(repr(critic))) == hash(critic)
@@ -118,3 +154,8 @@ def test_critics_are_values(critic: Any) -> None:
 def test_layer_sizes_are_positive_integers(kind: Any, hidden: Any) -> None:
     with pytest.raises(OptionError, match=r"hidden=.*layer sizes"):
         kind(hidden=hidden)
+
+
+def test_a_critic_of_values_has_a_layer() -> None:
+    with pytest.raises(OptionError, match="write"):
+        ValueCritic(())

@@ -1,9 +1,8 @@
-"""Replay: worked case 7 by hand numbers, exact Q-functions after a change of policy, what a buffer keeps."""
+"""Replay: worked case 7 by hand numbers after a change of policy, what a buffer keeps."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, real
-from steps import assert_equal, critic_targets, repeat, run, state_of, stepped
-from tabular import prob, set_policy
+from steps import assert_equal, critic_targets, is_equal, repeat, run, state_of, stepped
+from tabular import set_policy
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, TabularCritic, TraceBackpropQ_ELBO
@@ -26,6 +25,7 @@ from pyro_bpq.step.values import Learning
 
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.
 F1, F2 = real(1.0, -2.0), real(0.5, 3.0)
+Y1, Y2 = real(0.7, -1.1), real(2.0, 0.25)  # Q-values that critics are made equal to
 OLD = {
     "qa": real(0.3),
     "qx": real(-0.4, 0.7),
@@ -65,22 +65,22 @@ def model() -> None:
     pyro.factor("f2", -F2[values["y2"]])
 
 
-def case_7(coparents: str = "redrawn", particles: int = 1, steps: int = 40) -> TraceBackpropQ_ELBO:
-    """An ELBO whose critics learn all that lies downstream, as in the paper: only ``log q`` and priors are exact."""
+def case_7(coparents: str = "redrawn") -> TraceBackpropQ_ELBO:
+    """An ELBO whose critics learn all that lies downstream, as in the paper: only ``log q`` and priors are exact.
+
+    Its rollouts are those of an old policy; the critics of ``y1`` and ``y2`` are known.
+    """
     pyro.clear_param_store()
     set_policy(OLD)
-    replay = Replay(capacity=2 if particles > 1 else 8, batch_size=1, updates_per_step=0, coparents=coparents)
-    elbo = TraceBackpropQ_ELBO(
-        num_particles=particles,
-        vectorize_particles=particles > 1,
-        max_plate_nesting=0,
-        estimator=AllAction(exact=False),
-        critic=TabularCritic(),
-        lam=0.0,
-        learner=CriticLearner(lr=0.3, optimizer=torch.optim.SGD, replay=replay),
-    )
+    replay = Replay(capacity=8, batch_size=1, updates_per_step=0, coparents=coparents)
+    learner = CriticLearner(lr=0.3, optimizer=torch.optim.SGD, replay=replay)
+    options = {"estimator": AllAction(exact=False), "critic": TabularCritic(), "lam": 0.0, "learner": learner}
     pyro.set_rng_seed(0)
-    return stepped(steps, elbo, model, guide)
+    elbo = stepped(40, TraceBackpropQ_ELBO(1, **options), model, guide)
+    write(elbo, "y1", Y1)
+    write(elbo, "y2", Y2)
+    set_policy(NEW)
+    return elbo
 
 
 def write(elbo: TraceBackpropQ_ELBO, name: str, values: Tensor) -> None:
@@ -105,10 +105,9 @@ def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int
     return elbo.trainer.replayer._rerun(elbo, stored, values, seed)
 
 
-def found(elbo: TraceBackpropQ_ELBO, staged: Staged, name: str) -> tuple[Tensor, Tensor]:
-    """Value and target of a Q-node, of each particle, for one-step targets."""
-    value, target = critic_targets(staged.signals.again(), Learning(0.0, 1.0))[name]
-    return value.flatten(), target.flatten()
+def target_of(elbo: TraceBackpropQ_ELBO, staged: Staged) -> float:
+    """The one-step target of ``x``."""
+    return float(critic_targets(staged.signals.again(), Learning(0.0, 1.0))["x"][1])
 
 
 def network_7() -> BackpropQNetwork:
@@ -142,9 +141,6 @@ def test_trainable_needs_the_rest_of_what_bears_on_a_target_to_be_redrawn() -> N
 @pytest.mark.parametrize("coparents", ["redrawn", "stored"])
 def test_worked_case_7_target_by_hand(coparents: str) -> None:
     elbo = case_7(coparents)
-    write(elbo, "y1", real(0.7, -1.1))
-    write(elbo, "y2", real(2.0, 0.25))
-    set_policy(NEW)
     rollouts = list(elbo.replay_buffer._rollouts)[:8]
     seen = set()
     for seed, stored in enumerate(rollouts * 4):
@@ -155,39 +151,26 @@ def test_worked_case_7_target_by_hand(coparents: str) -> None:
         if coparents == "stored":
             assert (now["b1"], now["b2"]) == (before["b1"], before["b2"])
         seen.add((now["b1"], now["b2"]))
-        hand = hand_target(now, real(0.7, -1.1), real(2.0, 0.25))
-        assert float(found(elbo, staged, "x")[1]) == pytest.approx(hand, abs=1e-12)
+        assert target_of(elbo, staged) == pytest.approx(hand_target(now), abs=1e-12)
     assert len(seen) > 1
 
 
-def hand_target(now: Mapping[str, int], y1_values: Tensor, y2_values: Tensor) -> float:
+def hand_target(now: Mapping[str, int]) -> float:
     """``Q_Y1 + Q_Y2`` in expectation over the children, and their divergences from the prior, which are exact."""
     x, a, b1, b2 = (now[name] for name in ("x", "a", "b1", "b2"))
     y1, y2 = torch.sigmoid(NEW["qy1"][x, b1]), torch.sigmoid(NEW["qy2"][x, a, b2])
-    hand = (1 - y1) * y1_values[0] + y1 * y1_values[1] + (1 - y2) * y2_values[0] + y2 * y2_values[1]
+    hand = (1 - y1) * Y1[0] + y1 * Y1[1] + (1 - y2) * Y2[0] + y2 * Y2[1]
     hand = hand + divergence(NEW["qy1"][x, b1], OLD["qy1"][x, b1])
     return float(hand + divergence(NEW["qy2"][x, a, b2], OLD["qy2"][x, a, b2]))
 
 
 def test_several_draws_of_one_tuple() -> None:
     """Equation 15: the loss is the mean of the squared errors at several draws of what lies outside the scope."""
-    elbo, number = case_7(), 5
-    write(elbo, "y1", real(0.7, -1.1))
-    write(elbo, "y2", real(2.0, 0.25))
-    set_policy(NEW)
+    elbo, seeds = case_7(), list(range(5))
     replayer = elbo.trainer.replayer
     assert replayer is not None
     stored = elbo.replay_buffer._rollouts[0]
-    seeds = list(range(number))
-    drawn, targets = set(), set()
-    for seed in seeds:
-        staged = stage(elbo, stored, "x", seed)
-        now = {name: int(site.value) for name, site in staged.traced[0].run.sites.items()}
-        target = float(found(elbo, staged, "x")[1])
-        assert target == pytest.approx(hand_target(now, real(0.7, -1.1), real(2.0, 0.25)), abs=1e-12)
-        drawn.add((now["b1"], now["b2"]))
-        targets.add(target)
-    assert len(drawn) > 1 and len(targets) > 1
+    assert len({target_of(elbo, stage(elbo, stored, "x", seed)) for seed in seeds}) > 1
     weights = list(elbo.critics.weights().values())
 
     def gradient(losses: list[Tensor]) -> list[Tensor | None]:
@@ -227,61 +210,15 @@ def divergence(logit: Tensor, prior: Tensor) -> Tensor:
     return torch.distributions.kl_divergence(dist.Bernoulli(logits=logit), dist.Bernoulli(logits=prior))
 
 
-def exact_q(policy: Mapping[str, Tensor], x: int, a: int) -> float:
-    """Expected cost downstream of ``x`` by enumeration of b1, b2, y1, y2."""
-    total = torch.zeros(())
-    for b1, b2 in itertools.product((0, 1), (0, 1)):
-        weight = prob(policy["qb1"], b1).squeeze() * prob(policy["qb2"], b2).squeeze()
-        first, second = policy["qy1"][x, b1], policy["qy2"][x, a, b2]
-        cost = divergence(first, OLD["qy1"][x, b1]) + divergence(second, OLD["qy2"][x, a, b2])
-        cost = cost + sum(prob(first, y) * F1[y] + prob(second, y) * F2[y] for y in (0, 1))
-        total = total + weight * cost
-    return float(total)
-
-
-def largest_error(elbo: TraceBackpropQ_ELBO, policy: Mapping[str, Tensor]) -> float:
-    errors = {}
-    for stored in elbo.replay_buffer._rollouts:
-        x, a = stored.values[0]["x"].flatten().tolist(), stored.values[0]["a"].flatten().tolist()
-        for *state, value in zip(x, a, found(elbo, stage(elbo, stored, "x", 0), "x")[0].tolist(), strict=True):
-            truth = exact_q(policy, *map(int, state)) if tuple(state) not in errors else None
-            errors.setdefault(tuple(state), truth and abs(value - truth))
-    assert len(errors) == 4
-    return max(errors.values())
-
-
-def learn(elbo: TraceBackpropQ_ELBO, order: tuple[str, ...] = ("y1", "y2", "x")) -> float:
-    """Trains the critics from the buffer alone, one node after the other, after a change of policy."""
-    set_policy(NEW)
-    assert largest_error(elbo, NEW) > 0.5
-    for site in order:
-        assert elbo.replay([site], updates=60 if site != "x" else 120) > 0
-    return largest_error(elbo, NEW)
-
-
-def test_redrawn_coparents_agree_up_to_their_noise() -> None:
-    assert learn(case_7("redrawn", 512)) < 0.2
-
-
-def test_stale_coparents_do_not_agree() -> None:
-    # They learn the Q-function of a guide whose b1 and b2 never changed.
-    assert learn(case_7("stored", 512)) > 1.0
-
-
 def test_one_node_at_a_time_leaves_the_others_alone() -> None:
-    elbo = case_7("redrawn", 64)
-    set_policy(NEW)
+    elbo = case_7()
     before = copy.deepcopy(elbo.critics.weights())
     assert elbo.replay(["x"]) == 1
-    assert changed_sites(elbo, before) == {"x"}
-
-
-def changed_sites(elbo: TraceBackpropQ_ELBO, before: Mapping[str, Tensor]) -> set[str]:
     sites = set()
     for name, weight in elbo.critics.weights().items():
         keys = elbo.critics.blocks[name.split(".")[0]].keys
         sites |= {key for i, key in enumerate(keys) if not torch.equal(weight[i], before[name][i])}
-    return sites
+    assert sites == {"x"}
 
 
 # The buffer
@@ -290,12 +227,6 @@ def changed_sites(elbo: TraceBackpropQ_ELBO, before: Mapping[str, Tensor]) -> se
 def chain_elbo(**replay: Any) -> TraceBackpropQ_ELBO:
     """All sites have critics."""
     return TraceBackpropQ_ELBO(estimator=AllAction(exact=False), learner=CriticLearner(replay=Replay(**replay)))
-
-
-def test_buffer_stays_within_its_capacity() -> None:
-    elbo = chain_elbo(capacity=3, updates_per_step=1)
-    run(elbo, steps=5)
-    assert len(elbo.replay_buffer) == 3 and "3 of 3 rollouts" in repr(elbo.replay_buffer)
 
 
 def test_draw_is_uniform() -> None:
@@ -323,43 +254,35 @@ def test_replay_leaves_model_and_guide_alone() -> None:
     grads = {name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}
     critics = state_of(elbo.critics)
     elbo.replay(updates=3)
-    assert any(
-        not torch.equal(a, b)
-        for a, b in zip(critics.values(), state_of(elbo.critics).values(), strict=True)
-        if isinstance(a, Tensor)
-    )
+    assert not is_equal(critics, state_of(elbo.critics))
     assert_equal({name: value.detach().clone() for name, value in pyro.get_param_store().items()}, store)
     assert_equal({name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}, grads)
 
 
 class Changing:
-    """A program whose structure, or whose number of values, may be changed from outside."""
+    """Programs whose structure, or whose number of values, may be changed from outside."""
 
-    def __init__(self) -> None:
-        self.name, self.size = "b", 3
+    name, size = "b", 3
 
-    def __call__(self) -> None:
-        a = pyro.sample("a", dist.Categorical(logits=torch.zeros(self.size)))
-        b = pyro.sample(self.name, dist.Bernoulli(logits=0.5 * a))
-        c = pyro.sample("c", dist.Bernoulli(logits=0.3 * b))
-        pyro.sample("x", dist.Normal(1.0 * a + b + c, 1.0), obs=torch.tensor(0.3))
+    def sites(self, logits: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        first = pyro.sample("a", dist.Categorical(logits=logits))
+        second = pyro.sample(self.name, dist.Bernoulli(logits=b * first))
+        return first + second + pyro.sample("c", dist.Bernoulli(logits=c * second))
 
+    def model(self) -> None:
+        total = self.sites(torch.zeros(self.size), torch.tensor(0.5), torch.tensor(0.3))
+        pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(0.3))
 
-def guide_of(program: Changing) -> Any:
-    def guide() -> None:
-        logits = pyro.param(f"q{program.size}", torch.zeros(program.size))
-        a = pyro.sample("a", dist.Categorical(logits=logits))
-        b = pyro.sample(program.name, dist.Bernoulli(logits=pyro.param("qb", torch.tensor(0.1)) * a))
-        pyro.sample("c", dist.Bernoulli(logits=pyro.param("qc", torch.tensor(0.1)) * b))
-
-    return guide
+    def guide(self) -> None:
+        b, c = (pyro.param(name, torch.tensor(0.1)) for name in ("qb", "qc"))
+        self.sites(pyro.param(f"q{self.size}", torch.zeros(self.size)), b, c)
 
 
 @pytest.mark.parametrize("change", [{"name": "other"}, {"size": 2}])
 def test_outdated_rollouts_are_dropped(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pyro.set_rng_seed(1)
-    guide = guide_of(program := Changing())
-    elbo = stepped(10, chain_elbo(capacity=10, updates_per_step=0), program, guide)
+    program = Changing()
+    elbo = stepped(10, chain_elbo(capacity=10, updates_per_step=0), program.model, program.guide)
     with monkeypatch.context() as known:
         known.setattr("pyro_bpq.record.tracer.Tape", None)  # a known structure is not recorded again
         assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
@@ -370,7 +293,7 @@ def test_outdated_rollouts_are_dropped(change: dict[str, Any], monkeypatch: pyte
     assert buffer.num_dropped > 0 and len(buffer) + buffer.num_dropped == 10
     assert len(buffer) == 0 or "size" in change
     # New rollouts take their place.
-    elbo.loss_and_grads(program, guide)
+    elbo.loss_and_grads(program.model, program.guide)
     assert len(buffer) >= 1
 
 

@@ -30,7 +30,7 @@ from pyro_bpq.estimators import DisARM
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.plan import planner
 from pyro_bpq.plan.rules import MOST_PARTICLES
-from pyro_bpq.testing import exact_gradient, expected_moments
+from pyro_bpq.testing import expected_moments
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,6 @@ def test_nothing_changes() -> None:
         assert torch.equal(p, parameters[name]) and torch.equal(p.unconstrained().grad, grads[name])
 
 
-def test_moments_of_pyros_elbos_are_exact_too() -> None:
-    CHAIN.params()
-    found = gradient_moments(TraceGraph_ELBO(), CHAIN.model, CHAIN.guide)
-    assert found.is_exact and found.total_variance > 0
-    truth = exact_gradient(CHAIN.model, CHAIN.guide)
-    for name, value in truth.items():
-        torch.testing.assert_close(found.mean[name], value, rtol=0, atol=1e-10)
-
-
 def test_noise_of_an_estimators_own_is_sampled() -> None:
     case = BY_NAME["fork"].params()
     elbo = TraceBackpropQ_ELBO(estimator=DisARM())
@@ -120,19 +111,14 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
     found = compare_estimators(
         *(case.model, case.guide),
         estimators={
-            "default": TraceBackpropQ_ELBO(1),
-            "score": ScoreFunction(),
-            "graph": TraceGraph_ELBO(),
-            "pathwise": Pathwise(),
-            "wrong": Declared(),
-            "admitted": Admitted(),
+            **{"default": TraceBackpropQ_ELBO(1), "score": ScoreFunction(), "graph": TraceGraph_ELBO()},
+            **{"pathwise": Pathwise(), "wrong": Declared(), "admitted": Admitted()},
         },
         **{**QUICK, "num_particles": 1, "progress": True},
     )
     text = capsys.readouterr()
     assert "Use '" in str(found) and "compare_estimators" in text.err
-    names = [row.name for row in found.rows]
-    assert set(names) == {"default", "score", "graph", "pathwise", "wrong", "admitted"} and names[-1] == "pathwise"
+    assert [row.name for row in found.rows][-1] == "pathwise" and len(found.rows) == 6
     times = [row.variance_time for row in found.rows[:-1]]
     assert times == sorted(times)
     # The score function of this package is the one of TraceGraph_ELBO.
@@ -183,11 +169,7 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, m
     write = found["leave-one-out"].write
     assert write.startswith(f"TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True{'' if is_few else ', est'}")
     # What it names can be written as it stands.
-    assert (
-        found.recommended is None
-        or f" Write {found[found.recommended].write}." in text
-        or found.recommended == "default"
-    )
+    assert found.recommended in (None, "default") or f" Write {found[found.recommended].write}." in text
     assert "not detected" in text
     assert ("'default' took AllAction() with MLPCritic() at a, b" in text) == (not is_few)
     assert ("'default' took ScoreFunction(baseline=LeaveOneOut()) at" in text) == is_few

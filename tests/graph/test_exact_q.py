@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
 from typing import get_args
 
 import pytest
-import torch
 from tables import TabularProgram
-from tabular import FORMS, MODES, graph_of, largest, random_program, site_total
-from torch import Tensor
+from tabular import FORMS, MODES, largest, random_program, site_total
 from validation import validate_network
 
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.targets.lambda_return import lambda_return
 
 SEEDS = range(200)
@@ -78,135 +73,18 @@ def test_exact_q_functions_read_their_scope_only() -> None:
             assert largest(q[node.name] - program.expect(q[node.name], node.scope)) < ATOL
 
 
-def test_backups_see_a_wrong_scope_and_a_wrong_rule() -> None:
-    wrong_scope = wrong_rule = 0
-    for seed in SEEDS:
-        program = random_program(seed)
-        network = build(program.graph, "merged", immediate="learned")
-        for changed in broken(network, lambda n: {"scope": n.scope[:-1]} if len(n.scope) > 1 else {}):
-            wrong_scope += target_error(program, changed, 0.0, True) > 1e-3
-        for changed in broken(network, lambda n: {"rule": n.rule[1:]} if len(n.rule) > 1 else {}):
-            wrong_rule += target_error(program, changed, 0.0, True) > 1e-3
-    assert wrong_scope > 100 and wrong_rule > 100
-
-
-def broken(network: BackpropQNetwork, change: Callable) -> Iterator[BackpropQNetwork]:
-    """The network with the first Q-node that can be broken."""
-    for i, node in enumerate(network.nodes):
-        if changes := change(node):
-            nodes = (*network.nodes[:i], dataclasses.replace(node, **changes), *network.nodes[i + 1 :])
-            yield dataclasses.replace(network, nodes=nodes)
-            return
-
-
-# Graph-wise control variates: C_X - Q_X(x) - Σ_Y A_Y in every joint state.
-
-
-def later_sites(graph: StochasticComputationGraph, site: str) -> list[str]:
-    return [node.name for node in graph.nodes[graph.index[site] + 1 :]]
-
-
-def variate(
-    program: TabularProgram, network: BackpropQNetwork, q: dict[str, Tensor], site: str, costs: set[str] | None
-) -> Tensor:
-    """``A_Y`` of a site from those of its Q-functions whose costs are all in ``costs``; ``None`` for all."""
-    expected = program.expected(network, q)
-    total = torch.zeros(())
-    for node in network.q_nodes(site):
-        if costs is None or set(node.sources) <= costs:
-            total = total + program.total(node, q) - expected[node.name]
-    return total
-
-
-def residuals(
-    program: TabularProgram,
-    network: BackpropQNetwork,
-    *,
-    counts_all: bool = False,
-    later: Callable[[StochasticComputationGraph, str], list[str]] = later_sites,
-    noise: float = 0.0,
-) -> dict[str, Tensor]:
-    """The corrected residual of each site; ``C_X`` is the sum of the costs that its Q-functions predict."""
-    q = {name: (1.0 + noise) * table for name, table in program.exact_q(network).items()}
-    found = {}
-    for site in program.graph.index:
-        costs = {cost for node in network.q_nodes(site) for cost in node.sources}
-        if not costs:
-            continue
-        residual = sum((program.costs[c] for c in costs), torch.zeros(())) - site_total(program, network, q, site)
-        for other in later(program.graph, site):
-            residual = residual - variate(program, network, q, other, None if counts_all else costs)
-        found[site] = residual
-    return found
-
-
-def worst(found: dict[str, Tensor]) -> float:
-    return max((largest(residual) for residual in found.values()), default=0.0)
-
-
 @pytest.mark.parametrize("immediate", ["exact", "learned"])
-def test_residual_is_zero_with_the_costs_of_the_site_in_history_form(immediate: str) -> None:
+def test_exact_control_variates_of_later_sites_leave_nothing(immediate: str) -> None:
+    """Graph-wise: ``C_X - Q_X(x) - Σ_Y A_Y`` is zero in every joint state, over Q-functions of the costs of X."""
     for seed in SEEDS:
         program = random_program(seed)
         network = build(program.graph, "per_cost", form="history", immediate=immediate)
-        assert worst(residuals(program, network)) < ATOL, seed
-
-
-def test_residual_is_zero_with_every_cost_that_is_not_known_before() -> None:
-    # The superset: all costs whose last-sampled variable is X or later, and the total Q of each later site.
-    for seed in SEEDS:
-        program = random_program(seed)
-        graph = program.graph
-        network = build(graph, "single", form="history")
-        for site in graph.index:
+        q, sites = program.exact_q(network), list(program.graph.index)
+        expected = program.expected(network, q)
+        for i, site in enumerate(sites):
             costs = {cost for node in network.q_nodes(site) for cost in node.sources}
-            last = {c.name: graph.last_variable(c.name) for c in graph.costs if c.parents}
-            after = {c for c, name in last.items() if graph.index[name] >= graph.index[site]}
-            assert not costs or costs == after
-        assert worst(residuals(program, network, counts_all=True)) < ATOL, seed
-
-
-def chain_program(seed: int) -> TabularProgram:
-    generator = torch.Generator().manual_seed(seed)
-    nodes = {f"x{t}": [f"x{t - 1}"] if t else [] for t in range(5)}
-    costs = {f"f{t}": [f"x{t}"] if t % 2 else [f"x{s}" for s in (t - 1, t) if s >= 0] for t in range(5)}
-    return TabularProgram.random(graph_of(nodes, costs), generator)
-
-
-def test_residual_of_a_chain_is_zero_with_ancestor_scopes_and_totals() -> None:
-    for seed, reduction in itertools.product(range(20), ("chain", "merged", "tree", "per_cost")):
-        program = chain_program(seed)
-        network = build(program.graph, reduction)
-        found = residuals(program, network, later=lambda graph, site: sorted(graph.descendants(site)))
-        assert worst(found) < ATOL
-
-
-BREAKS = {
-    "ancestor form": ({"form": "ancestor"}, {}),
-    "costs of others": ({}, {"counts_all": True}),
-    "descendants only": ({}, {"later": lambda graph, site: sorted(graph.descendants(site))}),
-    "no correction": ({}, {"later": lambda graph, site: []}),
-    "inexact Q-functions": ({}, {"noise": 0.1}),
-}
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_residual_is_not_zero_where_a_condition_is_broken(name: str) -> None:
-    options, changes = BREAKS[name]
-    broken_in = 0
-    for seed in SEEDS:
-        program = random_program(seed)
-        network = build(program.graph, "per_cost", **{"form": "history", **options})
-        broken_in += worst(residuals(program, network, **changes)) > 1e-2
-    assert broken_in > 50
-
-
-def test_residual_keeps_its_mean_where_a_condition_is_broken() -> None:
-    # Broken conditions cost variance, never bias: given all that was known at X every A_Y has mean zero.
-    for seed, (options, changes) in itertools.product(range(40), BREAKS.values()):
-        program = random_program(seed)
-        network = build(program.graph, "per_cost", **{"form": "history", **options})
-        plain = residuals(program, network, **{**changes, "later": lambda graph, site: []})
-        for site, residual in residuals(program, network, **changes).items():
-            history = program.known(site, "history")
-            assert largest(program.expect(residual - plain[site], history)) < ATOL
+            residual = sum((program.costs[cost] for cost in costs), -site_total(program, network, q, site))
+            for node in itertools.chain(*map(network.q_nodes, sites[i + 1 :])):
+                if costs.issuperset(node.sources):
+                    residual = residual - (program.total(node, q) - expected[node.name])
+            assert largest(residual) < ATOL, seed

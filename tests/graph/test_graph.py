@@ -64,18 +64,6 @@ def test_queries_on_a_diamond() -> None:
     assert DIAMOND.last_variable("g") == "y1"
 
 
-def test_scope_grows_with_a_bypass() -> None:
-    graph = StochasticComputationGraph.from_parents({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
-    assert graph.scope("y", ["f"]) == {"x", "y"}
-    assert graph.scope("x", ["f"]) == {"x"}
-
-
-def test_scope_in_history_form_holds_what_is_not_an_ancestor() -> None:
-    assert DIAMOND.scope("y2", ["f"]) == {"x", "y2"}
-    assert DIAMOND.scope("y2", ["f"], form="history") == {"y1", "y2"}
-    assert DIAMOND.scope("z", ["f"], form="history") == {"z"}
-
-
 @given(graphs())
 def test_ancestors_descendants_and_downstream_costs_match_their_definitions(graph: StochasticComputationGraph) -> None:
     for name in graph.index:

@@ -242,20 +242,13 @@ def test_children_of_one_average_are_merged_alike() -> None:
 # Planted faults: what the checks above must see.
 
 
-def _replaced(network: BackpropQNetwork, name: str, **changes: object) -> BackpropQNetwork:
-    nodes = tuple(dataclasses.replace(n, **changes) if n.name == name else n for n in network.nodes)
-    return dataclasses.replace(network, nodes=nodes)
-
-
 FAULTS = {
     "scope without the bypass": ("y^f2", {"scope": ("y",)}, "scope"),
     "a cost counted twice": ("x", {"rule": (Average(("y^f1",)), Average(("y^f2",)), Average(("z",)))}, "counted once"),
     "a cost halved": ("x", {"rule": (Average(("y^f1", "z")), Average(("y^f2",)))}, "equal sources"),
-    "a cost dropped": ("x", {"rule": (Average(("y^f2",)),)}, "counted once"),
     "an immediate cost that is not": ("z", {"immediate": ("f2",), "rule": (), "scope": ()}, "not immediate"),
     "a child too late": ("z", {"rule": (Average(("y^f2",)),)}, "do not precede"),
     "a sibling as child": ("y^f2", {"rule": (Average(("z",)),)}, "children of 'y'"),
-    "a missing source": ("y^f1", {"sources": (), "scope": (), "rule": ()}, "counted once|sources"),
 }
 
 
@@ -263,10 +256,9 @@ FAULTS = {
 def test_planted_faults_are_seen(fault: str) -> None:
     name, changes, text = FAULTS[fault]
     network = build(CASE_2, "merged", immediate="learned")
-    validate_network(network)
-    broken = _replaced(network, name, **changes)
+    nodes = tuple(dataclasses.replace(n, **changes) if n.name == name else n for n in network.nodes)
     with pytest.raises(GraphError, match=text):
-        validate_network(broken)
+        validate_network(dataclasses.replace(network, nodes=nodes))
 
 
 # The rest of the interface.
@@ -285,10 +277,7 @@ def test_network_prints_an_aligned_table() -> None:
 def test_long_cells_of_the_table_take_several_lines_and_lose_nothing() -> None:
     names = [f"cost_number_{k}" for k in range(12)]
     text = repr(build(graph_of({"x": [], "y": ["x"]}, {name: ["x", "y"] for name in names}), immediate="learned"))
-    assert max(map(len, text.splitlines())) < 120
-    assert all(name in text for name in names)
-    x = [line.index("cost_number_0") for line in text.splitlines() if "cost_number_0" in line]
-    assert x and len(set(x)) == 1
+    assert max(map(len, text.splitlines())) < 120 and all(name in text for name in names)
 
 
 def test_network_is_a_value() -> None:
@@ -318,10 +307,9 @@ def test_nodes_without_downstream_cost_have_no_q_node() -> None:
 def test_wrong_options_and_names_are_refused() -> None:
     with pytest.raises(OptionError, match=r"reduction='trees' is unknown; write one of 'per_cost'"):
         build(CASE_1, "trees")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="immediate="):
-        build(CASE_1, immediate="none")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="form="):
-        build(CASE_1, form="past")  # type: ignore[arg-type]
+    for option in ("immediate", "form"):
+        with pytest.raises(OptionError, match=f"{option}="):
+            build(CASE_1, **{option: "past"})  # type: ignore[arg-type]
     with pytest.raises(SiteNotFoundError, match="no cost 'g'"):
         build(CASE_1, immediate=frozenset(["g"]))
     with pytest.raises(SiteNotFoundError, match="no Q-node 'w'"):
@@ -335,7 +323,6 @@ def test_wrong_options_and_names_are_refused() -> None:
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_large_graphs_are_built(dense: bool) -> None:
-    # benchmarks/networks.py measures how long it takes.
     count = 1000
     nodes = {f"x{t}": [f"x{s}" for s in range(0 if dense else max(t - 1, 0), t)] for t in range(count)}
     graph = graph_of(nodes, {f"f{t}": [f"x{t}"] for t in range(count)})

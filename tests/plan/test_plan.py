@@ -29,6 +29,8 @@ from pyro_bpq.plan import rules
 DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 MEAN = ScoreFunction(TrimmedBaseline())
 AVERAGE = {"baseline": {"use_decaying_avg_baseline": True}}
+Programs = tuple[Callable[[], None], Callable[[], None]]
+Law = Callable[[Tensor], Tensor]
 
 
 def bits(name: str, logits: Tensor, **options: Any) -> Tensor:
@@ -40,7 +42,7 @@ def faces(name: str, logits: Tensor) -> Tensor:
     return pyro.sample(name, dist.Categorical(logits=table).to_event(1)).to(logits.dtype)
 
 
-def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> Programs:
     def guide() -> None:
         with pyro.plate("rows", 2):
             draw("z", pyro.param("q", torch.tensor([0.5, -0.3, 0.2])).expand(2, 3), **options)
@@ -54,14 +56,11 @@ def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> tuple[Callable[[
     return model, guide
 
 
-def stepped() -> tuple[Callable[[], None], Callable[[], None]]:
-    """Costs without a slope."""
-    return flat(lambda name, logits: (bits(name, logits) > 0.5).to(logits.dtype))
+def without_slope(name: str, logits: Tensor) -> Tensor:
+    return (bits(name, logits) > 0.5).to(logits.dtype)
 
 
-def stack(
-    up: Callable[[Tensor], Tensor] = lambda y: y @ torch.ones(2, 3), down: Callable[[Tensor], Tensor] = lambda z: z
-) -> tuple[Callable[[], None], Callable[[], None]]:
+def stack(up: Law = lambda y: y @ torch.ones(2, 3), down: Law = lambda z: z) -> Programs:
     """Two layers: what the model's lower one reads of the upper one, and what data read of that."""
 
     def guide() -> None:
@@ -76,39 +75,23 @@ def stack(
     return model, guide
 
 
-def tall() -> tuple[Callable[[], None], Callable[[], None]]:
+def tall() -> Programs:
     """Three layers."""
     model, guide = stack()
 
-    def top() -> Tensor:
-        return bits("top", torch.zeros(2, 2))
-
-    def tall_guide() -> None:
-        guide()
+    def top() -> None:
         with pyro.plate("more rows", 2):
-            top()
+            bits("top", torch.zeros(2, 2))
 
-    def tall_model() -> None:
-        with pyro.plate("more rows", 2):
-            top()
-        model()
-
-    return tall_model, tall_guide
+    return lambda: (top(), model())[1], lambda: (guide(), top())[1]
 
 
-def charged() -> tuple[Callable[[], None], Callable[[], None]]:
+def charged() -> Programs:
     model, guide = flat()
-
-    def dear() -> None:
-        model()
-        cost("dear", 0.3)
-
-    return dear, guide
+    return lambda: (model(), cost("dear", 0.3))[0], guide
 
 
-def chosen(
-    program: tuple[Callable[[], None], Callable[[], None]], site: str, max_elements: int, **options: Any
-) -> Estimator:
+def chosen(program: Programs, site: str, max_elements: int, **options: Any) -> Estimator:
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(**options)
     elbo.planner = replace(elbo.planner, max_elements=max_elements)
@@ -123,8 +106,8 @@ def chosen(
         (flat(), "z", {"num_particles": 1}, DebiasedStraightThrough()),
         (flat(), "z", {"num_particles": 2}, DebiasedStraightThrough()),
         (flat(), "z", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
-        (stepped(), "z", {"num_particles": 1}, DisARM()),
-        (stepped(), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
+        (flat(without_slope), "z", {"num_particles": 1}, DisARM()),
+        (flat(without_slope), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
         (flat(faces), "z", {"num_particles": 1}, SecondRun()),
         (stack(), "z", {"num_particles": 1}, SecondRun()),
         (stack(), "y", {"num_particles": 1}, SecondRun()),

@@ -13,7 +13,6 @@ import distributed_worker as worker
 import pytest
 import torch
 from steps import assert_equal
-from torch import Tensor
 
 from pyro_bpq import CriticLearner
 from pyro_bpq.errors import OptionError
@@ -58,26 +57,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def differences(left: Any, right: Any, path: str = "") -> dict[str, float]:
-    """Largest relative difference of each tensor of nested states of equal structure."""
-    if isinstance(left, Tensor):
-        assert left.shape == right.shape, path
-        scale = right.double().abs().max().item() + 1e-3 if right.numel() else 1.0
-        return {path: (left.double() - right.double()).abs().max().item() / scale if left.numel() else 0.0}
-    found: dict[str, float] = {}
-    if isinstance(left, dict):
-        assert left.keys() == right.keys(), path
-        for key in left:
-            found |= differences(left[key], right[key], f"{path}/{key}")
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right), path
-        for i, pair in enumerate(zip(left, right, strict=True)):
-            found |= differences(*pair, f"{path}/{i}")
-    else:
-        assert left == right, path
-    return found
-
-
 def without_idle_scales(state: dict[str, Any]) -> dict[str, Any]:
     """The scale of a control variate that is zero throughout, or rounding noise, follows that noise."""
     state = dict(state)
@@ -99,9 +78,7 @@ def test_state_is_that_of_one_process_with_the_joint_batch(name: str, ranks: lis
     moved = [key for key in start if "elbo" not in key and not torch.equal(start[key], joint[key])]
     assert moved
     for state in ranks:
-        found = differences(without_idle_scales(state["exact"][name]), without_idle_scales(joint))
-        far = {key: value for key, value in found.items() if value > 1e-9}
-        assert not far, far
+        assert_equal(without_idle_scales(state["exact"][name]), without_idle_scales(joint), rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", list(worker.RANDOM_CASES))
@@ -120,8 +97,7 @@ def test_recorded_steps_train_as_eager_ones(ranks: list[dict[str, Any]]) -> None
     for state in ranks:
         found = state["compiled"]
         assert found["steps"] > 3
-        far = {key: each for key, each in differences(found["eager"], found["compiled"]).items() if each > 1e-8}
-        assert not far, far
+        assert_equal(found["eager"], found["compiled"], rtol=1e-8)
     shared = [key for key in ranks[0]["compiled"]["compiled"] if "elbo" not in key]
     assert shared
     for key in shared:

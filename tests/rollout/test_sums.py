@@ -1,4 +1,4 @@
-"""Sums over subsets of stacked tensors, and rules in blocks, against the matrices that they stand for."""
+"""Sums over subsets of stacked tensors against the matrices that they stand for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
-from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout import sums
-from pyro_bpq.rollout.sums import Sums, common_type, in_single, subset_sums, weighted_sums
-from pyro_bpq.targets.lambda_return import lambda_return_solve, network_rules, solve_rules
+from pyro_bpq.rollout.sums import common_type, in_single, subset_sums, weighted_sums
 
 LIKE = torch.zeros((), dtype=torch.float64)
 SIZE = 120
@@ -92,30 +88,6 @@ def test_weighted_sums(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.to_dense(), expected)
     stacked = torch.randn(4, 2, dtype=torch.float64)
     torch.testing.assert_close(found @ stacked, expected @ stacked)
-
-
-def random_network(seed: int) -> BackpropQNetwork:
-    generator = random.Random(seed)
-    nodes = {f"x{i}": [f"x{j}" for j in range(i) if generator.random() < 0.3] for i in range(9)}
-    costs = {f"f{k}": sorted(generator.sample(sorted(nodes), 3)) for k in range(5)}
-    graph = StochasticComputationGraph.from_parents(nodes, costs)
-    return BackpropQNetwork.build(graph, "merged", immediate="learned" if seed % 2 else "exact")
-
-
-def dense(found: Sums | None, shape: tuple[int, int]) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64) if found is None else found.to_dense()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_rules_as_matrices(seed: int) -> None:
-    network = random_network(seed)
-    size, num_costs = len(network.nodes), len(network.graph.costs)
-    rules = network_rules(network, LIKE)
-    costs, mean, learned = (torch.randn(n, 2, dtype=torch.float64) for n in (num_costs, size, size))
-    lam = torch.rand(size, dtype=torch.float64)
-    root, immediate = (dense(part, (size, num_costs)) for part in (rules.root, rules.immediate))
-    expected = lambda_return_solve(rules.within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9)
-    torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,8 @@ def test_a_cached_step_reads_two_numbers(program: Any, options: dict[str, Any]) 
 
 
 def test_the_watch_sees_what_it_is_for() -> None:
-    function = eval("lambda x: (x.sum().item(), x[x > 0], torch.tensor([1.0, 2.0]), x[[0, 1]])", globals_of_package())
+    package = {"torch": torch, "__name__": "pyro_bpq.somewhere"}
+    function = eval("lambda x: (x.sum().item(), x[x > 0], torch.tensor([1.0, 2.0]), x[[0, 1]])", package)
     with Watch() as watch:
         function(torch.ones(3))
     assert watch.found == {"<lambda>": 4}
-
-
-def globals_of_package() -> dict[str, Any]:
-    return {"torch": torch, "__name__": "pyro_bpq.somewhere"}

@@ -11,7 +11,6 @@ from tables import TabularProgram
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 from torch import Tensor
 
-import pyro_bpq.targets.advantages as module
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
@@ -32,29 +31,39 @@ def found(graph: StochasticComputationGraph, q: dict[str, float], **options: flo
     return {name: float(a) for name, a in advantages(network, numbers(**q), costs, **options).items()}
 
 
-def test_case_6_single_parent() -> None:
-    graph = graph_of({"x": [], "y": ["x"]}, {"f": ["y"]})
-    assert found(graph, {"x": 3.0, "y": 5.0}) == {"x": 3.0, "y": 2.0}
+CASE_6 = {
+    "single parent": ({"x": [], "y": ["x"]}, {"f": ["y"]}, {"x": 3.0, "y": 5.0}, {"x": 3.0, "y": 5.0 - 3.0}),
+    "two parents": (
+        *({"x1": [], "x2": [], "y": ["x1", "x2"]}, {"f": ["y"]}),
+        *({"x1": 3.0, "x2": 1.0, "y": 5.0}, {"y": 5.0 - (3.0 + 1.0) / 2}),
+    ),
+    "siblings": (
+        *({"x": [], "y1": ["x"], "y2": ["x"]}, {"f1": ["y1"], "f2": ["y2"]}),
+        *({"x": 10.0, "y1": 4.0, "y2": 7.0}, {"y1": 4.0 - (10.0 - 7.0), "y2": 7.0 - (10.0 - 4.0)}),
+    ),
+    "parents and siblings": (
+        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]},
+        {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]},
+        {"x1": 10.0, "x2": 6.0, "y1": 4.0, "y2": 7.0, "y3": 1.5},
+        {"y1": 4.0 - (10.0 - 7.0), "y2": 7.0 - ((10.0 - 4.0) + (6.0 - 1.5)) / 2, "y3": 1.5 - (6.0 - 7.0)},
+    ),
+    "averaged children are no siblings": (
+        *({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
+        *({"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0}, {"x": 1.0, "y1": 1.0, "y2": 3.0, "z": 5.0 - (2.0 + 4.0) / 2}),
+    ),
+    # Worked case 2: the target of Q_X is Q_Y^f1 + (Q_Y^f2 + Q_Z) / 2.
+    "Q-nodes of a site": (
+        *({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}),
+        *({"x": 9.0, "y^f1": 3.0, "y^f2": 5.0, "z": 8.0}, {"y": 3.0 + 5.0 - 9.0, "z": 8.0 - (9.0 - 3.0)}),
+    ),
+}
 
 
-def test_case_6_two_parents() -> None:
-    graph = graph_of({"x1": [], "x2": [], "y": ["x1", "x2"]}, {"f": ["y"]})
-    assert found(graph, {"x1": 3.0, "x2": 1.0, "y": 5.0})["y"] == pytest.approx(5.0 - (3.0 + 1.0) / 2)
-
-
-def test_case_6_siblings() -> None:
-    graph = graph_of({"x": [], "y1": ["x"], "y2": ["x"]}, {"f1": ["y1"], "f2": ["y2"]})
-    a = found(graph, {"x": 10.0, "y1": 4.0, "y2": 7.0})
-    assert a["y1"] == 4.0 - (10.0 - 7.0) and a["y2"] == 7.0 - (10.0 - 4.0)
-
-
-def test_case_6_parents_and_siblings() -> None:
-    graph = graph_of(
-        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]}, {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]}
-    )
-    a = found(graph, {"x1": 10.0, "x2": 6.0, "y1": 4.0, "y2": 7.0, "y3": 1.5})
-    assert a["y2"] == pytest.approx(7.0 - ((10.0 - 4.0) + (6.0 - 1.5)) / 2)
-    assert a["y1"] == 4.0 - (10.0 - 7.0) and a["y3"] == 1.5 - (6.0 - 7.0)
+@pytest.mark.parametrize("name", CASE_6)
+def test_case_6(name: str) -> None:
+    nodes, costs, q, expected = CASE_6[name]
+    a = found(graph_of(nodes, costs), q)
+    assert {site: a[site] for site in expected} == pytest.approx(expected)
 
 
 def test_case_6_siblings_that_descend_from_each_other_are_dropped() -> None:
@@ -67,20 +76,6 @@ def test_case_6_siblings_that_descend_from_each_other_are_dropped() -> None:
     a = advantages(network, q, numbers(f1=1.0, f2=2.0))
     # f2 reads y2, which descends from y1; for y1 it is dropped.
     assert float(a["y1"]) == 4.0 + 6.5 - 10.0
-
-
-def test_children_that_are_averaged_are_no_siblings() -> None:
-    graph = graph_of({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]})
-    a = found(graph, {"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0})
-    assert a == pytest.approx({"x": 1.0, "y1": 1.0, "y2": 3.0, "z": 5.0 - (2.0 + 4.0) / 2})
-
-
-def test_q_nodes_of_a_site_are_taken_together() -> None:
-    # Worked case 2: the target of Q_X is Q_Y^f1 + (Q_Y^f2 + Q_Z) / 2.
-    graph = graph_of({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
-    a = found(graph, {"x": 9.0, "y^f1": 3.0, "y^f2": 5.0, "z": 8.0})
-    assert a["y"] == pytest.approx(3.0 + 5.0 - 9.0)
-    assert a["z"] == pytest.approx(8.0 - (9.0 - 3.0))
 
 
 def test_a_cost_that_the_reader_sums_is_a_sibling() -> None:
@@ -199,8 +194,3 @@ def each_network(seeds: range) -> Iterator[tuple[int, TabularProgram, BackpropQN
 def test_baselines_add_no_bias(lam: float) -> None:
     for seed, program, network in each_network(range(25)):
         assert bias(program, network, seed, lam) < 1e-10, (seed, network)
-
-
-def test_baselines_that_keep_every_sibling_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_independent", lambda *_: True)
-    assert sum(bias(program, network, seed, 0.0) > 1e-3 for seed, program, network in each_network(range(25))) > 10

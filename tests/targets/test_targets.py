@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.targets.lambda_return import lambda_return, lambda_return_solve
+from pyro_bpq.targets.lambda_return import lambda_return, network_rules, solve_rules
 
 Graph = StochasticComputationGraph
 
@@ -66,15 +66,6 @@ def test_lambda_return_of_worked_case_4(gamma: float) -> None:
     assert short == pytest.approx(
         {"x1": gamma * 2.0, "x2": gamma * 3.5, "x3": gamma * 10.0 + gamma * 4.0, "x4": gamma * 20.0}
     )
-
-
-def test_lambda_return_sums_costs_and_averages_children() -> None:
-    # Worked case 2: the target of Q_X is Q_Y^f1 + (Q_Y^f2 + Q_Z^f2) / 2.
-    graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
-    network = BackpropQNetwork.build(graph, "merged", immediate="learned")
-    q = {"x": 0.0, "y^f1": 3.0, "y^f2": 5.0, "z": 8.0}
-    found = floats(lambda_return(network, numbers(q), numbers({"f1": 1.0, "f2": 2.0}), 0.0))
-    assert found == pytest.approx({"x": 3.0 + 6.5, "y^f1": 1.0, "y^f2": 2.0, "z": 2.0})
 
 
 def chain(length: int, immediate: Any) -> BackpropQNetwork:
@@ -245,29 +236,19 @@ def test_solve_equals_the_backward_pass(data: st.DataObject) -> None:
     gamma = 1.0 if network.skips_levels else gamma
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
-    def draw() -> Tensor:
-        return torch.randn(2, 3, generator=generator, dtype=torch.float64)
+    def draw(size: int) -> Tensor:
+        return torch.randn(size, 2, 3, generator=generator, dtype=torch.float64)
 
-    costs = {c.name: draw() for c in network.graph.costs}
-    q, expected = ({node.name: draw() for node in network.learned} for _ in range(2))
-    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
-    if not order:
-        return
-    size = len(order)
-    rule, roots = torch.zeros(size, size), torch.zeros(size, 2, 3)
-    ahead, learned, weight = torch.zeros(size, 2, 3), torch.zeros(size, 2, 3), torch.ones(size)
-    for node in network.nodes:
-        i = order[node.name]
-        for average in node.rule:
-            for child in average.children:
-                if child in order:
-                    rule[i, order[child]] += 1 / len(average.children)
-                else:
-                    roots[i] += gamma * costs[child] / len(average.children)
-        if node.name in q:
-            ahead[i], learned[i], weight[i] = expected[node.name], q[node.name], lam
-        else:
-            ahead[i] = gamma * sum((costs[name] for name in node.immediate), torch.zeros(2, 3))
-    found = lambda_return_solve(rule, roots, ahead, learned, weight, gamma)
+    rules, stacked = network_rules(network, torch.zeros((), dtype=torch.float64)), draw(len(network.graph.costs))
+    costs = dict(zip(network.graph.cost_index, stacked, strict=True))
+    size, is_learned = len(rules.order), torch.zeros(len(rules.order), 1, 1)
+    for node in network.learned:
+        is_learned[rules.order[node.name]] = 1.0
+    mean, learned, weight = is_learned * draw(size), is_learned * draw(size), torch.ones(size)
+    weight = torch.where(is_learned.flatten() > 0.0, lam, weight)
+    q = {node.name: learned[rules.order[node.name]] for node in network.learned}
+    known = {node.name: gamma * sum(costs[name] for name in node.immediate) for node in network.learned}
+    expected = {name: mean[rules.order[name]] + more for name, more in known.items()}
+    found = solve_rules(rules, stacked, mean, learned, weight, gamma)
     for name, value in lambda_return(network, q, costs, lam, gamma, expected).items():
-        torch.testing.assert_close(found[order[name]], value.expand(2, 3), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(found[rules.order[name]], value.expand(2, 3), rtol=1e-8, atol=1e-8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -93,9 +94,7 @@ def test_the_bound_of_exact_critics_is_the_variance_of_a_draw() -> None:
     exact = program.exact_q(network)
     found = deviations(program, network, exact)
     assert max(found.error) < 1e-20 and found.by_expectation(DEPTH) < 1e-20
-    variances = []
-    for distance in range(2, DEPTH + 1):
-        above, own = exact[f"x{distance - 1}"], exact[f"x{distance}"]
-        variances.append(float((program.joint * (above.square() - own.square())).sum()))
+    squares = [float((program.joint * exact[f"x{i}"].square()).sum()) for i in range(1, DEPTH + 1)]
+    variances = [above - own for above, own in pairwise(squares)]
     assert max(found.sampled) == pytest.approx(max(variances), abs=1e-12) and max(variances) > 1e-3
     assert found.theorem(DEPTH) == pytest.approx((3 * 2 ** (DEPTH - 1) - 2) * max(variances), abs=1e-12)
