@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from steps import OPTIONS
 
+from pyro_bpq import CriticLearner, SlowTracking, paper_settings
 from pyro_bpq.plan import particles
 
+ALL = {**OPTIONS, "slow": {"learner": CriticLearner(slow=SlowTracking(0.1))}, "sweep": paper_settings()}
 
-@pytest.fixture(params=list(OPTIONS))
+
+@pytest.fixture(params=list(ALL))
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return OPTIONS[request.param]
+    return ALL[request.param]
 
 
 @pytest.fixture

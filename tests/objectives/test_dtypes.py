@@ -27,34 +27,32 @@ from pyro_bpq.testing import assert_unbiased
 Program = Callable[[], None]
 
 
-def chain(dtype: torch.dtype, length: int = 4) -> tuple[Program, Program]:
-    """Binary sites that read the one before, with an observation each."""
-    table = torch.tensor([-0.5, 0.8], dtype=dtype)
+def mixed(parameters: torch.dtype, data: torch.dtype, length: int = 10) -> tuple[Program, Program]:
+    """Binary sites whose costs read all earlier ones; parameters have one type, priors and data have another."""
 
     def model() -> None:
-        z = torch.zeros((), dtype=dtype)
+        z = total = torch.zeros((), dtype=parameters)
         for t in range(length):
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=table[z.long()]))
-            pyro.sample(f"x{t}", dist.Normal(z, torch.ones((), dtype=dtype)), obs=torch.tensor(0.5, dtype=dtype))
+            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=0.5 * z + torch.zeros((), dtype=data)))
+            total = total + z
+            pyro.sample(f"x{t}", dist.Normal(total, torch.ones((), dtype=data)), obs=torch.ones((), dtype=data))
 
     def guide() -> None:
-        q = pyro.param("q", torch.zeros(length, dtype=dtype))
-        z = torch.zeros((), dtype=dtype)
+        q = pyro.param("q", torch.zeros(length, dtype=parameters))
         for t in range(length):
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t] + z))
+            pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t]))
 
     return model, guide
+
+
+def chain(dtype: torch.dtype) -> tuple[Program, Program]:
+    return mixed(dtype, dtype, 4)
 
 
 def escaping(dtype: torch.dtype) -> tuple[Program, Program]:
     """The same sites in every run, but values leave torch."""
     model, guide = chain(dtype)
-
-    def leaks() -> None:
-        with LeavesTorch():
-            guide()
-
-    return model, leaks
+    return model, LeavesTorch()(guide)
 
 
 class LeavesTorch(Messenger):
@@ -62,14 +60,10 @@ class LeavesTorch(Messenger):
         bool(msg["value"].sum())
 
 
-def elbo(**options: Any) -> Callable[[], Any]:
-    return lambda: TraceBackpropQ_ELBO(**options)
-
-
-CASES: dict[str, tuple[Callable[[torch.dtype], tuple[Any, Any]], Callable[[], Any]]] = {
-    "ancestor": (chain, elbo(num_particles=1)),
-    "single": (chain, elbo(reduction="single", num_particles=2)),
-    "history": (escaping, elbo(critic=MLPCritic(hidden=(5,)))),
+CASES: dict[str, tuple[Callable[[torch.dtype], tuple[Any, Any]], dict[str, Any]]] = {
+    "ancestor": (chain, {"num_particles": 1}),
+    "single": (chain, {"reduction": "single", "num_particles": 2}),
+    "history": (escaping, {"critic": MLPCritic(hidden=(5,))}),
 }
 
 
@@ -91,10 +85,10 @@ def test_conversions_reach_critics_and_their_optimiser() -> None:
             assert {s["v"].dtype for s in optimizer.state.values()} == {dtype}
 
 
-@pytest.mark.parametrize("name", ["ancestor", "single", "history"])
+@pytest.mark.parametrize("name", CASES)
 def test_unbiased_with_critics_of_another_type(name: str) -> None:
-    make_programs, make = CASES[name]
-    objective, programs = make(), make_programs(torch.float64)
+    make, options = CASES[name]
+    objective, programs = TraceBackpropQ_ELBO(**options), make(torch.float64)
     step(objective, programs, 6)
     objective.float()
     step(objective, programs, 6)
@@ -112,48 +106,26 @@ def test_the_count_of_steps_goes_on_in_half_precision() -> None:
     assert selection.read("count").item() == 300.0 and selection.read("count", torch.bfloat16).dtype == torch.bfloat16
 
 
-def mixed(parameters: torch.dtype, data: torch.dtype, length: int = 10) -> tuple[Program, Program]:
-    """More sites than share particles, with parameters of one type, and priors and data of another."""
-
-    def model() -> None:
-        z = total = torch.zeros((), dtype=parameters)
-        for t in range(length):
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=0.5 * z + torch.zeros((), dtype=data)))
-            total = total + z
-            pyro.sample(f"x{t}", dist.Normal(total, torch.ones((), dtype=data)), obs=torch.ones((), dtype=data))
-
-    def guide() -> None:
-        q = pyro.param("q", torch.zeros(length, dtype=parameters))
-        for t in range(length):
-            pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t]))
-
-    return model, guide
-
-
 SEVERAL: dict[str, Any] = {"num_particles": 4, "vectorize_particles": True}
 
 
 @pytest.mark.parametrize(
-    "make",
+    "options",
     [
-        elbo(),
-        elbo(num_particles=1),
-        elbo(estimator=Hindsight(crossed=True), **SEVERAL),
-        elbo(estimator=DebiasedStraightThrough(), **SEVERAL),
+        {},
+        {"num_particles": 1},
+        {"estimator": Hindsight(crossed=True), **SEVERAL},
+        {"estimator": DebiasedStraightThrough(), **SEVERAL},
     ],
     ids=["default", "one particle", "hindsight", "corrected slopes"],
 )
 @pytest.mark.parametrize(
     "types",
-    [
-        (torch.float32, torch.float64),
-        (torch.float64, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-    ],
-    ids=str,
+    [("float32", "float64"), ("float64", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")],
+    ids=" ".join,
 )
-def test_programs_of_mixed_types_and_of_half_precision_train(types: tuple[torch.dtype, ...], make: Any) -> None:
-    step(make(), mixed(*types), 6)
-    store = pyro.get_param_store()
-    assert store["q"].dtype == types[0] and bool(store["q"].isfinite().all()) and bool(store["q"].any())
+def test_programs_of_mixed_types_and_of_half_precision_train(types: tuple[str, str], options: dict[str, Any]) -> None:
+    parameters, data = (getattr(torch, name) for name in types)
+    step(TraceBackpropQ_ELBO(**options), mixed(parameters, data), 6)
+    q = pyro.get_param_store()["q"]
+    assert q.dtype == parameters and bool(q.isfinite().all()) and bool(q.any())

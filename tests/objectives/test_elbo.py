@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -10,7 +11,7 @@ import torch
 from models import BY_NAME
 from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.optim import SGD
-from steps import CHAIN, DATA, assert_equal, is_equal, module, run, state_of, step, stepped
+from steps import CHAIN, DATA, OPTIONS, assert_equal, is_equal, module, repeat, run, state_of, step, stepped
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -43,7 +44,7 @@ def test_differentiable_loss_returns_the_loss(options: dict[str, Any]) -> None:
         assert alike.num_particles > 1
     for seed in range(4):
         pyro.set_rng_seed(seed)
-        loss = elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
+        loss = (elbo.differentiable_loss, elbo.forward)[seed % 2](CHAIN.model, CHAIN.guide)
         assert loss.shape == () and loss.requires_grad
         pyro.set_rng_seed(seed)
         assert loss.item() == pytest.approx((alike or elbo).loss(CHAIN.model, CHAIN.guide), rel=1e-12)
@@ -84,18 +85,40 @@ def test_without_learner_gradient_of_model_and_guide_is_the_same() -> None:
 # What learns, and when
 
 
-def test_eval_freezes_everything(options: dict[str, Any]) -> None:
+def evaluated(elbo: TraceBackpropQ_ELBO) -> None:
+    elbo.eval()
+    run(elbo, steps=5, seed=9)
+    repeat(3, step, elbo, through_loss=True)
+    elbo.train()
+
+
+def without_grad(elbo: TraceBackpropQ_ELBO) -> None:
+    with torch.no_grad():
+        assert not elbo.differentiable_loss(CHAIN.model, CHAIN.guide).requires_grad
+        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
+
+
+def looked_at(elbo: TraceBackpropQ_ELBO) -> None:
+    svi = SVI(CHAIN.model, CHAIN.guide, SGD({"lr": 0.1}), elbo)
+    grads = {n: p.grad for n, p in pyro.get_param_store().named_parameters()}
+    assert isinstance(elbo.loss(CHAIN.model, CHAIN.guide), float)
+    assert isinstance(svi.evaluate_loss(), float)
+    assert all(p.grad is grads[n] for n, p in pyro.get_param_store().named_parameters())
+
+
+@pytest.mark.parametrize("look", [evaluated, without_grad, looked_at])
+def test_a_look_changes_nothing(look: Callable[[TraceBackpropQ_ELBO], None], options: dict[str, Any]) -> None:
+    """In evaluation mode, without gradients, or of the loss alone; also while an update waits."""
     elbo = TraceBackpropQ_ELBO(**options)
     run(elbo)
-    elbo.eval()
+    if look is looked_at:
+        elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
     before = state_of(elbo)
-    run(elbo, steps=5, seed=9)
-    for seed in range(3):
-        pyro.set_rng_seed(seed)
-        step(elbo, through_loss=True)
+    look(elbo)
     assert_equal(state_of(elbo), before)
 
 
+@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 def test_eval_before_the_first_step_builds_nothing(options: dict[str, Any]) -> None:
     elbo = TraceBackpropQ_ELBO(**options).eval()
     before = state_of(elbo)
@@ -120,39 +143,14 @@ def test_train_learns_again(options: dict[str, Any]) -> None:
 
 
 def test_nothing_changes_between_forward_and_backward() -> None:
-    elbo = TraceBackpropQ_ELBO(1)
+    elbo, found = TraceBackpropQ_ELBO(1), []
     run(elbo)
-    elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
-    tensors = {name: tensor.clone() for name, tensor in elbo.critics.blocks.state_dict().items()}
-    loss = elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
-    middle = {name: tensor.clone() for name, tensor in elbo.critics.blocks.state_dict().items()}
-    loss.backward()
-    assert_equal({n: t.clone() for n, t in elbo.critics.blocks.state_dict().items()}, middle)
-    assert not is_equal(tensors, middle)  # the update of the call before came first
-
-
-def test_no_grad_learns_nothing(options: dict[str, Any]) -> None:
-    elbo = TraceBackpropQ_ELBO(**options)
-    run(elbo)
-    before = state_of(elbo)
-    with torch.no_grad():
+    for _ in range(2):
         loss = elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
-        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
-    assert not loss.requires_grad
-    assert_equal(state_of(elbo), before)
-
-
-def test_loss_and_evaluate_loss_change_nothing(options: dict[str, Any]) -> None:
-    elbo = TraceBackpropQ_ELBO(**options)
-    run(elbo)
-    elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
-    before = state_of(elbo)
-    svi = SVI(CHAIN.model, CHAIN.guide, SGD({"lr": 0.1}), elbo)
-    grads = {n: p.grad for n, p in pyro.get_param_store().named_parameters()}
-    assert isinstance(elbo.loss(CHAIN.model, CHAIN.guide), float)
-    assert isinstance(svi.evaluate_loss(), float)
-    assert_equal(state_of(elbo), before)
-    assert all(p.grad is grads[n] for n, p in pyro.get_param_store().named_parameters())
+        found.append(state_of(elbo.critics.blocks))
+    loss.backward()
+    assert_equal(state_of(elbo.critics.blocks), found[1])
+    assert not is_equal(*found)  # the update of the call before came first
 
 
 def test_two_backward_passes_need_retain_graph() -> None:
