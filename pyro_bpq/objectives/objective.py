@@ -130,6 +130,11 @@ class Objective(CountedELBO, nn.Module):
         return self.vectorize_particles
 
     @property
+    def learner(self) -> CriticLearner | None:
+        """Options of the critics' optimiser; ``None`` where the user's optimiser trains them."""
+        return self.trainer.learner
+
+    @property
     def num_steps(self) -> int:
         """Number of steps that were learned from."""
         return self.trainer.num_steps

@@ -136,7 +136,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def summing(model: Any, guide: Any, steps: int = 3) -> TraceBackpropQ_ELBO:
     """An objective after some steps, which sums."""
     elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=steps)
-    assert elbo.particles.now.sums, elbo.settled
+    assert elbo.particles.now.sums, str(elbo)
     return elbo
 
 
