@@ -78,8 +78,8 @@ def check_context(name: str, context: Tensor, batch: torch.Size) -> None:
     rows = tuple(dropwhile(lambda size: size == 1, context.shape[:-1]))
     if len(rows) > len(batch) or any(own not in (1, size) for own, size in zip(rows[::-1], batch[::-1], strict=False)):
         raise PlateError(
-            f"Site {name!r}: the option context has the shape {tuple(context.shape)}; write (*rows, features), where rows "
-            f"are {tuple(batch)}, the batch shape of the site, or ones."
+            f"Site {name!r}: the option context has the shape {tuple(context.shape)}; write (*rows, features), where "
+            f"rows are {tuple(batch)}, the batch shape of the site, or ones."
         )
 
 
