@@ -46,19 +46,19 @@ def test_call_with_all_costs_exact_has_no_noise() -> None:
     torch.testing.assert_close(gradient(AllAction(), made, logits), expected)
 
 
-def test_call_is_linear_in_the_scales() -> None:
+@pytest.mark.parametrize("missing", [(), ("exact", "exact_cost"), ("learned",), ("correction",)], ids=str)
+def test_call_is_linear_in_the_scales(missing: tuple[str, ...]) -> None:
     # The gradient is u - Σ a_i v_i with the terms that the moments are about.
     made, logits = context()
-    made = with_statistics(AllAction(), made)
-    found = {}
-    units = [tuple(float(i == j) for j in range(SIZE)) for i in range(SIZE)]
-    zero, mixed = (0.0,) * SIZE, (0.7, 0.3, 0.8, 1.1, 0.4)
-    for scales in [zero, *units, mixed]:
-        statistics = {**made.statistics, "scales": torch.tensor([scales, scales])}
-        found[scales] = gradient(AllAction(), replace(made, statistics=statistics), logits)
-    u = found[zero]
-    parts = [u - found[unit] for unit in units]
-    torch.testing.assert_close(found[mixed], u - sum(a * part for a, part in zip(mixed, parts, strict=True)))
+    made = with_statistics(AllAction(), replace(made, **dict.fromkeys(missing)))
+
+    def at(*scales: float) -> Tensor:
+        moved = {**made.statistics, "scales": torch.tensor([scales] * 2)}
+        return gradient(AllAction(), replace(made, statistics=moved), logits)
+
+    u, mixed = at(*(0.0,) * SIZE), (0.7, 0.3, 0.8, 1.1, 0.4)
+    parts = [u - at(*(float(i == j) for j in range(SIZE))) for i in range(SIZE)]
+    torch.testing.assert_close(at(*mixed), u - sum(a * part for a, part in zip(mixed, parts, strict=True)))
     check_moments(made, u, parts)
 
 
@@ -84,23 +84,6 @@ def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
         # Exact costs are not learned: nothing holds them to what is measured.
         square = product.square().flatten(1).mean(1) * float(i not in (0, 4))
         torch.testing.assert_close(squares[:, i], square, msg=lambda m, i=i: f"{i}: {m}")
-
-
-@pytest.mark.parametrize("missing", ["exact", "learned", "correction"])
-def test_moments_where_a_part_is_missing(missing: str) -> None:
-    made, logits = context()
-    made = replace(made, **{missing: None})
-    if missing == "exact":
-        made = replace(made, exact_cost=None)
-    made = with_statistics(AllAction(), made)
-
-    def at(*scales: float) -> Tensor:
-        return gradient(
-            AllAction(), replace(made, statistics={**made.statistics, "scales": torch.tensor([scales] * 2)}), logits
-        )
-
-    u = at(*(0.0,) * SIZE)
-    check_moments(made, u, [u - at(*(float(i == j) for j in range(SIZE))) for i in range(SIZE)])
 
 
 def test_all_action_term_of_the_gradient_leaves_the_products_as_they_are() -> None:
@@ -146,22 +129,21 @@ def test_solve_is_least_squares_inside_the_bounds() -> None:
     torch.testing.assert_close(scales, torch.tensor([[0.4, 0.9, 0.1, 0.6, 1.0]]))
 
 
-def test_solve_clamps() -> None:
-    u = torch.tensor([5.0, -2.0, 0.7, 1.0, 0.0])
-    found = without_the_last(gram_of(torch.eye(SIZE), u), torch.ones(1, SIZE), torch.zeros(1), 1.2)
-    assert found.tolist() == [[1.2, 0.0, 0.7, 1.0]]
-
-
-def test_solve_leaves_the_scale_of_what_is_zero() -> None:
-    v = torch.diag(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]))
-    u = torch.tensor([0.5, 0.0, 0.5, 0.5, 0.5])
-    found = without_the_last(gram_of(v, u), torch.full((1, SIZE), 0.3), torch.zeros(1), 1.2)
-    assert found.tolist() == [[0.5, 1.0, 0.5, 0.5]]
-
-
-def test_solve_starts_near_one() -> None:
-    found = without_the_last(gram_of(torch.eye(SIZE), torch.zeros(SIZE)), torch.ones(1, SIZE), torch.tensor([9.0]), 1.2)
-    torch.testing.assert_close(found, torch.full((1, 4), 0.9))
+@pytest.mark.parametrize(
+    ("diagonal", "u", "count", "expected"),
+    [
+        ([1.0] * 5, [5.0, -2.0, 0.7, 1.0, 0.0], 0.0, [1.2, 0.0, 0.7, 1.0]),
+        # What is zero keeps its scale.
+        ([1.0, 0.0, 1.0, 1.0, 1.0], [0.5] * 5, 0.0, [0.5, 1.0, 0.5, 0.5]),
+        # The first steps are near one.
+        ([1.0] * 5, [0.0] * 5, 9.0, [0.9] * 4),
+    ],
+    ids=["bounds", "zero", "start"],
+)
+def test_solve_by_hand(diagonal: list[float], u: list[float], count: float, expected: list[float]) -> None:
+    gram = gram_of(torch.diag(torch.tensor(diagonal)), torch.tensor(u))
+    found = without_the_last(gram, torch.ones(1, SIZE), torch.tensor([count]), 1.2)
+    torch.testing.assert_close(found, torch.tensor([expected]))
 
 
 @pytest.mark.parametrize(("learned", "expected"), [(0.1, [0.9, 0.0]), (3.0, [0.0, 0.9])])

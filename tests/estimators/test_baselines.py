@@ -9,7 +9,7 @@ import torch
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TrimmedBaseline
-from pyro_bpq.estimators.base import site_mean, update_mean
+from pyro_bpq.estimators.base import update_mean
 from pyro_bpq.estimators.score_function import leave_one_out
 
 
@@ -81,15 +81,6 @@ def test_update_mean_is_the_plain_mean_at_first(decay: float) -> None:
         mean = update_mean(mean, torch.tensor([value]), torch.tensor([float(count)]), decay)
     expected = {0.0: 10.0, 0.5: (4.0 + 10.0) / 2, 0.99: 6.0}[decay]
     assert mean.tolist() == pytest.approx([expected])
-
-
-def test_update_mean_takes_vectors() -> None:
-    found = update_mean(torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([0.0, 1.0]), 0.9)
-    assert found.tolist() == [[1.0] * 3, [0.5] * 3]
-
-
-def test_site_mean_keeps_the_sites() -> None:
-    assert site_mean(torch.arange(12.0).reshape(2, 2, 3)).tolist() == [2.5, 8.5]
 
 
 @pytest.mark.parametrize("wrong", [AllAction(), LeaveOneOut, 1.0])

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from quadrature import NodeNormal, expected_gradient, grid
-from steps import repeat
+from steps import repeat, stepped
 from torch import Tensor
 
 from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
@@ -76,14 +76,12 @@ def largest_error(elbo: Any, policy: Any, numbers: Sequence[int] = (4, 4)) -> fl
 @pytest.mark.parametrize("scale", [1.0, 0.6, LAXQ().scale], ids=str)
 def test_laxq_is_unbiased_with_a_quadratic_critic(scale: Any) -> None:
     policy = program(LAXQ(scale), MomentCritic(()))
-    elbo = trained(policy)
-    assert largest_error(elbo, policy) < 1e-10
+    assert largest_error(trained(policy), policy) < 1e-10
 
 
 def test_laxq_is_unbiased_with_two_particles() -> None:
     policy = program(LAXQ(), MomentCritic(()))
-    elbo = trained(policy, num_particles=2)
-    assert largest_error(elbo, policy, (3, 3, 3, 3)) < 1e-10
+    assert largest_error(trained(policy, num_particles=2), policy, (3, 3, 3, 3)) < 1e-10
 
 
 def smooth_program(estimator: Any, critic: Any) -> Any:
@@ -121,8 +119,7 @@ class NoPath(LAXQ):
 
 def test_a_missing_path_is_seen() -> None:
     policy = program(NoPath(), MomentCritic(()))
-    elbo = trained(policy)
-    assert largest_error(elbo, policy) > 1e-3
+    assert largest_error(trained(policy), policy) > 1e-3
 
 
 @pytest.mark.parametrize("critic", [MomentCritic(()), ValueCritic((8,))], ids=repr)
@@ -225,11 +222,9 @@ def test_refusals_say_what_to_write() -> None:
         ExpectedCost(critic=None).loss_and_grads(None, steps_policy(QPathwise()))
     with pytest.raises(UnsupportedSiteError, match="LAXQ"):
         ExpectedCost().loss_and_grads(None, steps_policy(None))
-    elbo = ExpectedCost(critic=None)
-    policy = steps_policy(ScoreFunction(RunningBaseline()))
-    elbo.loss_and_grads(None, policy)
+    elbo, policy = ExpectedCost(critic=None), steps_policy(ScoreFunction(RunningBaseline()))
     with pytest.raises(UnsupportedSiteError, match="QPathwise"):
-        elbo.bootstrapped_loss(None, policy)
+        stepped(1, elbo, None, policy).bootstrapped_loss(None, policy)
 
 
 def test_the_advice_for_a_normal_site_serves_a_cost_without_a_gradient() -> None:
@@ -237,8 +232,6 @@ def test_the_advice_for_a_normal_site_serves_a_cost_without_a_gradient() -> None
         ExpectedCost().loss_and_grads(None, steps_policy(QAllAction()))
     for estimator in (LAXQ(), ScoreFunction(LeaveOneOut())):
         pyro.clear_param_store()
-        elbo = ExpectedCost(num_particles=2)
-        for _ in range(2):
-            elbo.loss_and_grads(None, steps_policy(estimator))
+        stepped(2, ExpectedCost(num_particles=2), None, steps_policy(estimator))
         gradient = pyro.get_param_store()._params["loc"].grad
         assert gradient is not None and bool(gradient.isfinite()) and bool(gradient != 0)

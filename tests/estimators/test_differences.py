@@ -12,6 +12,7 @@ import pytest
 import torch
 from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
+from problems import error_of_draws
 from pyro import poutine
 from steps import bias, fresh, repeat, stepped
 from torch import Tensor
@@ -20,8 +21,6 @@ from pyro_bpq import TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import Differences
 from pyro_bpq.estimators import differences as estimator_module
 from pyro_bpq.rollout.features import count_mean, neighbours
-from pyro_bpq.testing import ChoiceNoise
-from pyro_bpq.testing.enumerable import enumerable_noise
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 
@@ -161,18 +160,17 @@ def layers(kind: str, rows: int = 1) -> Program:
 )
 def test_drawn_components_are_exact(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListedPoisson, "most", 7)
-    program, noise = layers(kind, rows), ChoiceNoise()
+    program = layers(kind, rows)
     elbo = trained(program, estimator=DRAWN)
     assert elbo.plan.held.sites["low"].is_drawn
-    with enumerable_noise(noise):
-        assert bias(elbo, *program, noise=noise) < (1e-10 if kind == "binomial" else 1e-8)
+    assert error_of_draws(elbo, *program) < (1e-10 if kind == "binomial" else 1e-8)
 
 
 TOGETHER = {"vectorize_particles": True, "max_plate_nesting": 1}
 
 
 @pytest.mark.parametrize("options", [TOGETHER, {}], ids=["together", "one by one"])
-def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any]) -> None:
     def run(kind: str) -> None:
         with pyro.plate("rows", 1):
             mean = pyro.param(kind, real(0.4, -0.7)).expand(1, 2)
@@ -180,52 +178,48 @@ def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any], m
             if kind == "p":
                 pyro.sample("x", dist.Normal(z.prod(-1) + z.sum(-1).sin(), 0.8), obs=real(0.7))
 
-    program, noise = ((lambda: run("p")), (lambda: run("q"))), ChoiceNoise()
+    program = (lambda: run("p")), (lambda: run("q"))
     elbo = trained(program, 2, estimator=DRAWN, **options)
     assert elbo.plan.held.sites["z"].is_drawn
-    with enumerable_noise(noise):
-        assert bias(elbo, *program, noise=noise) < 1e-10
+    assert error_of_draws(elbo, *program) < 1e-10
 
 
-FAULTS: dict[str, Callable[[Any], Any]] = {
-    "weight": lambda near: near._replace(weight=torch.ones_like(near.weight)),
-    "way back": lambda near: near._replace(back=1.01 * near.back),
+def with_weights(own: Any, change: Callable[[Any], Any]) -> Any:
+    return lambda before, after, near, *rest: own(before, after, change(near), *rest)
+
+
+def peeking(own: Any) -> Any:
+    """A prediction that knows its error."""
+    return lambda held, level, kept, known: own(held, level, kept, {**known, **own(held, level, kept, known)[-1]})
+
+
+# What is replaced, by what, and after how many steps: before any the score serves later costs.
+FAULTS: dict[str, tuple[str, Callable[[Any], Any], int]] = {
+    "weight": (
+        "_differences",
+        lambda own: with_weights(own, lambda near: near._replace(weight=torch.ones_like(near.weight))),
+        0,
+    ),
+    "way back": (
+        "_differences",
+        lambda own: with_weights(own, lambda near: near._replace(back=1.01 * near.back)),
+        0,
+    ),
+    "mean of the linear variate": (
+        "_without_linear",
+        lambda own: lambda table, held, context: own(table, held._replace(log_q=0.9 * held.log_q), context),
+        3,
+    ),
+    "prediction": ("_table", peeking, 3),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_weight_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = chain("binomial")
-    right = estimator_module._differences
-    monkeypatch.setattr(
-        estimator_module, "_differences", lambda a, b, near, *rest: right(a, b, FAULTS[name](near), *rest)
-    )
-    # Before any step the score serves later costs.
-    assert bias(trained(program, steps=0), *program) > 1e-4
-
-
-def test_a_linear_variate_with_a_mean_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = chain("binomial")
-    right = estimator_module._without_linear
-    monkeypatch.setattr(
-        estimator_module,
-        "_without_linear",
-        lambda table, held, context: right(table, held._replace(log_q=0.9 * held.log_q), context),
-    )
-    assert bias(trained(program), *program) > 1e-4
-
-
-def test_a_prediction_that_knows_its_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    program, noise = layers("binomial"), ChoiceNoise()
-    right = estimator_module._table
-
-    def peeks(held: Any, level: Tensor, kept: Tensor, known: Any) -> Any:
-        return right(held, level, kept, {**known, **right(held, level, kept, known)[-1]})
-
-    monkeypatch.setattr(estimator_module, "_table", peeks)
-    elbo = trained(program, estimator=DRAWN)
-    with enumerable_noise(noise):
-        assert bias(elbo, *program, noise=noise) > 1e-4
+def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, wrong, steps = FAULTS[name]
+    program, estimator = (layers("binomial"), DRAWN) if name == "prediction" else (chain("binomial"), Differences())
+    monkeypatch.setattr(estimator_module, function, wrong(getattr(estimator_module, function)))
+    assert error_of_draws(trained(program, steps=steps, estimator=estimator), *program) > 1e-4
 
 
 @pytest.mark.parametrize("is_deep", [False, True])

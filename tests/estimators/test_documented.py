@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-import pyro_bpq.estimators as package
-from pyro_bpq.estimators import Estimator
+from problems import public
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
 
@@ -20,15 +18,6 @@ def rows() -> dict[str, list[str]]:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(cells) == len({row[0] for row in cells}), "an estimator is listed twice"
     return {row[0].strip("`"): row for row in cells}
-
-
-def public() -> dict[str, type]:
-    found = {name: getattr(package, name) for name in package.__all__}
-    return {
-        name: kind
-        for name, kind in found.items()
-        if isinstance(kind, type) and kind is not Estimator and hasattr(kind, "is_unbiased")
-    }
 
 
 def test_the_readme_counts_them() -> None:

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import steps
 import torch
-from models import BY_NAME, CASES, real
+from models import BY_NAME, CASES, Case, real
+from problems import error_of_draws
 from pyro import poutine
+from quadrature import NodeNormal, expected_gradient
 from steps import bias, stepped
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, score_function
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import flips as plans
 from pyro_bpq.reruns import hindsight as module
-from pyro_bpq.testing import ChoiceNoise, assert_unbiased, exact_gradient, expected_moments
+from pyro_bpq.testing import exact_gradient, expected_moments
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}
 # Those that Python control flow steers are refused; values of reparameterised sites are not enumerated.
 SERVED = [case for case in CASES if case.is_static and not case.has_reparameterised]
-QUICK = ("chain", "diamond", "plate", "onehot", "mask_scale", "component_chain")
+SERVED_PARTICLES = [(case, n) for n in (1, 2) for case in SERVED if n == 1 or case.num_states <= 8]
 
 
 def trained(program: Program, particles: int, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
@@ -54,20 +56,11 @@ SEEN: list[tuple[tuple[str, ...], Any]] = []
 # One component, all values.
 
 
-def cases() -> Iterator[Any]:
-    for case in SERVED:
-        for particles in (1, 2):
-            if particles == 1 or case.num_states <= 8:
-                is_quick = particles == 1 and case.name in QUICK
-                marks = () if is_quick else (pytest.mark.slow,)
-                yield pytest.param(case, particles, id=f"{case.name}-{particles}", marks=marks)
-
-
-@pytest.mark.parametrize(("case", "particles"), list(cases()))
-def test_expected_gradient_is_exact(case: Any, particles: int) -> None:
+@pytest.mark.parametrize(("case", "particles"), [pytest.param(*x, id=f"{x[0].name}-{x[1]}") for x in SERVED_PARTICLES])
+def test_expected_gradient_is_exact(case: Case, particles: int) -> None:
     case.params()
-    elbo = stepped(5, TraceBackpropQ_ELBO(particles, estimator=Hindsight()), case.model, case.guide, *case.args)
-    assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
+    elbo = trained(case.programs, particles)
+    assert bias(elbo, *case.programs, params=case.params, truth=case.exact()) < 1e-10
 
 
 def table(name: str, *shape: int) -> Tensor:
@@ -105,37 +98,11 @@ def test_chain_of_two_particles_is_exact() -> None:
 
 
 def test_crossed_baseline_is_exact_and_used() -> None:
-    def guide() -> None:
-        with pyro.plate("rows", 1):
-            low = pyro.sample("low", dist.Bernoulli(logits=pyro.param("q_low", real(0.4))))
-            pyro.sample("top", dist.Bernoulli(logits=pyro.param("q_top", real(-0.7, 1.6))[low.long()]))
-
-    def model() -> None:
-        with pyro.plate("rows", 1):
-            top = pyro.sample("top", dist.Bernoulli(logits=real(0.3)))
-            low = pyro.sample("low", dist.Bernoulli(logits=2.0 * top - 0.5))
-            pyro.sample("x", dist.Normal(low + 0.4 * top, 0.7), obs=real(0.2))
-
-    options = {"vectorize_particles": True, "max_plate_nesting": 1}
-    elbo = trained((model, guide), 2, steps=30, estimator=Hindsight(crossed=True), **options)
+    case = BY_NAME["reordered_guide"].params()
+    elbo = trained(case.programs, 2, steps=30, estimator=Hindsight(crossed=True), **VECTORISED)
     moments = [value for key, value in elbo.state_dict().items() if key.endswith("moments")]
-    assert any(bool(value.any()) for value in moments)
-    assert bias(elbo, model, guide) < 1e-10
-
-
-def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    means = estimator_module._means
-
-    def wrong(log_q: Tensor, changes: Any, *kind: bool) -> Any:
-        return means(log_q, changes._replace(law=1.01 * changes.law), *kind)
-
-    monkeypatch.setattr(estimator_module, "_means", wrong)
-    assert chain_error() > 1e-5
-
-
-def test_own_particle_in_the_baseline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_function, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
-    assert chain_error(2, values=2, **VECTORISED) > 1e-5
+    assert any(bool(value[:, 3].any()) for value in moments)
+    assert bias(elbo, *case.programs, params=case.params, truth=case.exact()) < 1e-10
 
 
 def test_weights_are_the_law_given_the_children() -> None:
@@ -189,18 +156,6 @@ def layers(kind: str, is_smooth: bool = True, is_masked: bool = False) -> Progra
     return model, guide
 
 
-def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
-    """Lets the drawn components be enumerated; random signs are all one."""
-    noise = ChoiceNoise()
-
-    def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
-        return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
-
-    monkeypatch.setattr(module, "_draw", draw)
-    monkeypatch.setattr(module, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
-    return noise
-
-
 LAYERS = {
     "bits": layers("bits"),
     "nonlinear": layers("bits", is_smooth=False),
@@ -211,11 +166,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_drawn_components_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = LAYERS[name]
-    elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
-    noise = with_choices(monkeypatch)
-    assert bias(elbo, *program, noise=noise) < 1e-10
+def test_drawn_components_are_exact(name: str) -> None:
+    elbo = trained(LAYERS[name], 1, steps=3, estimator=Hindsight(draws=1))
+    assert error_of_draws(elbo, *LAYERS[name]) < 1e-10
 
 
 def pair(is_small: bool = True) -> Program:
@@ -254,27 +207,13 @@ ONE_OF_TWO = [
 
 
 @pytest.mark.parametrize(("options", "is_small"), ONE_OF_TWO)
-def test_components_of_one_particle_are_exact(
-    options: dict[str, Any], is_small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = pair(is_small)
-    pyro.clear_param_store()
-    elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1, crossed=not is_small), **options)
-    noise = with_choices(monkeypatch)
-    drawn, seen = module._draw, set()
-
-    def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
-        seen.add(tuple(chance.shape))
-        return drawn(chance, number, generator)
-
-    monkeypatch.setattr(module, "_draw", draw)
-    assert bias(elbo, *program, noise=noise) < 1e-10
-    # A particle, and components of its rows alone.
-    assert seen == {(2,), (1 if is_small else 2, 1, 1, 2)}
+def test_components_of_one_particle_are_exact(options: dict[str, Any], is_small: bool) -> None:
+    elbo = trained(pair(is_small), 2, steps=3, estimator=Hindsight(draws=1, crossed=not is_small), **options)
+    assert error_of_draws(elbo, *pair(is_small)) < 1e-10
 
 
 @pytest.mark.parametrize("options", [TOGETHER, {}], ids=["together", "one by one"])
-def test_a_reparameterised_site_may_come_first(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reparameterised_site_may_come_first(options: dict[str, Any]) -> None:
     model, guide = pair()
 
     def with_point(program: Callable[[], None], law: Any) -> Callable[[], None]:
@@ -289,10 +228,9 @@ def test_a_reparameterised_site_may_come_first(options: dict[str, Any], monkeypa
         with_point(model, lambda: dist.Normal(real(0.2)[0], 1.0)),
         with_point(guide, lambda: dist.Delta(pyro.param("at", real(0.3))[0])),
     )
-    pyro.clear_param_store()
     elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **options)
     assert elbo.plan.layout.specs["point"].estimator.is_pathwise
-    assert bias(elbo, *program, noise=with_choices(monkeypatch)) < 1e-10
+    assert error_of_draws(elbo, *program) < 1e-10
 
 
 def test_small_layers_are_drawn_along_with_large_ones() -> None:
@@ -306,34 +244,40 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
     assert found == {"large": True, "small": True, "bit": False}
 
 
-def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = pair()
-    pyro.clear_param_store()
-    elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **TOGETHER)
-    noise = with_choices(monkeypatch)
-    corrected = estimator_module._corrected
-
-    def smaller(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: Any) -> Tensor:
-        return corrected(table, log_q, level, kept, held._replace(share=0.5 * held.share))
-
-    monkeypatch.setattr(estimator_module, "_corrected", smaller)
-    assert bias(elbo, *program, noise=noise) > 1e-6
+def weighted(own: Any, weight: float) -> Any:
+    return lambda log_q, changes, *kind: own(log_q, changes._replace(law=weight * changes.law), *kind)
 
 
-FAULTS = {
-    "correction": ("_drawn", lambda own: lambda *arguments: (own(*arguments)[0], 0.9 * own(*arguments)[1])),
-    "group": ("_of_group", lambda own: lambda *arguments: 0.9 * own(*arguments)),
+def shared(own: Any, share: float) -> Any:
+    return lambda *given: own(*given[:-1], given[-1]._replace(share=share * given[-1].share))
+
+
+def less_corrected(own: Any) -> Any:
+    return lambda *given: [share * part for share, part in zip((1.0, 0.9), own(*given), strict=True)]
+
+
+# Program, number of particles, what is replaced, and by what.
+FAULTS: dict[str, tuple[Program, int, Any, str, Callable[[Any], Any]]] = {
+    "weights": (chain(), 1, estimator_module, "_means", lambda own: weighted(own, 1.01)),
+    "correction": (
+        layers("bits"),
+        1,
+        module,
+        "_drawn",
+        lambda own: lambda *given: (own(*given)[0], 0.9 * own(*given)[1]),
+    ),
+    "group": (layers("bits"), 1, module, "_of_group", lambda own: lambda *given: 0.9 * own(*given)),
+    "costs of children": (chain(), 1, plans, "_is_immediate", lambda own: lambda *given: True),
+    "particle": (pair(), 2, estimator_module, "_corrected", lambda own: shared(own, 0.5)),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_correction_or_group_that_counts_too_little_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, (name, wrong) = LAYERS["bits"], FAULTS[fault]
-    elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
-    assert set(elbo.plan.held.group_of.values()) == {0, 1}
-    noise = with_choices(monkeypatch)
-    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    assert bias(elbo, *program, noise=noise) > 1e-6
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, particles, owner, function, wrong = FAULTS[name]
+    monkeypatch.setattr(owner, function, wrong(getattr(owner, function)))
+    elbo = trained(program, particles, steps=3, estimator=Hindsight(draws=1))
+    assert error_of_draws(elbo, *program) > 1e-6
 
 
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:
@@ -367,11 +311,6 @@ def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
     assert factor.costs == (cost_of_model("low only"),)
     assert [group.immediate for group in (guide, model, factor)] == [set(), {"top"}, {"low"}]
     assert [group.own for group in (guide, model, factor)] == [{"low", "top"}, {"top"}, set()]
-
-
-def test_a_cost_of_a_child_among_immediate_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_is_immediate", lambda graph, name, cost: True)
-    assert chain_error() > 1e-5
 
 
 def test_scales_leave_the_least_square() -> None:
@@ -469,47 +408,30 @@ def test_one_hot_costs_of_second_order_are_predicted_exactly() -> None:
 # Children with a density.
 
 
-def test_reparameterised_child_is_exact() -> None:
+def test_reparameterised_child_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """By quadrature over the child: its law given the parent is a density."""
 
     def guide() -> None:
         z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.4)[0])))
-        pyro.sample("y", dist.Normal(pyro.param("loc", real(-0.3, 0.8))[z.long()], 0.9))
+        pyro.sample("y", NodeNormal(pyro.param("loc", real(-0.3, 0.8))[z.long()], 0.9))
 
     def model() -> None:
         z = pyro.sample("z", dist.Bernoulli(logits=real(-0.2)[0]))
         y = pyro.sample("y", dist.Normal(0.3 * z, 1.1))
         pyro.sample("x", dist.Normal(y + z, 0.8), obs=real(0.5)[0])
 
-    elbo = trained((model, guide), 1)
-    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
-    gradients = {}
-    for kind in (elbo, TraceBackpropQ_ELBO(1, estimator=ScoreFunction())):
-        total = torch.zeros(())
+    def gradient(elbo: TraceBackpropQ_ELBO) -> float:
+        total = 0.0
         for z in (0.0, 1.0):
-            chance = torch.sigmoid((2 * z - 1) * pyro.param("q").detach())
-            for node, weight in zip(nodes, weights / weights.sum(), strict=True):
-                pyro.get_param_store()._params["q"].grad = None
-                with _Fixed(z, float(node)):
-                    kind.eval().loss_and_grads(model, guide)
-                total = total + float(weight) * chance * pyro.get_param_store()._params["q"].grad
-        gradients[kind is elbo] = float(total)
-    assert gradients[True] == pytest.approx(gradients[False], abs=1e-8)
-    assert abs(gradients[True]) > 1e-2
+            monkeypatch.setattr(dist.Bernoulli, "sample", lambda *_, z=z: torch.tensor(z))
+            chance = torch.sigmoid((2.0 * z - 1.0) * pyro.param("q").detach())
+            total += float(chance * expected_gradient(elbo, model, guide, (40,))["q"])
+        return total
 
-
-class _Fixed(poutine.messenger.Messenger):
-    """Sets the parent's value and the child's noise, as draws of the guide."""
-
-    def __init__(self, z: float, noise: float) -> None:
-        super().__init__()
-        self.z, self.noise = z, noise
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and not msg["done"]:
-            fn = msg["fn"]
-            msg["value"] = torch.tensor(self.z).double() if msg["name"] == "z" else fn.loc + fn.scale * self.noise
-            msg["done"] = True
+    NodeNormal.nodes = itertools.cycle([0.3, -0.8])
+    found = gradient(trained((model, guide), 1))
+    assert found == pytest.approx(gradient(TraceBackpropQ_ELBO(1, estimator=ScoreFunction()).eval()), abs=1e-8)
+    assert abs(found) > 1e-2
 
 
 # Other programs and objectives.
@@ -525,28 +447,6 @@ def test_expected_cost_is_exact() -> None:
     objective = steps.trained(ExpectedCost(estimator=Hindsight()), None, policy, steps=3).eval()
     truth = exact_gradient(None, policy, only_costs=True)
     assert steps.bias(objective, None, policy, truth=truth) < 1e-10
-
-
-def test_variance_is_below_that_of_leave_one_out() -> None:
-    """Over all draws. Weak couplings: the values of children say little about their parent's."""
-
-    def guide() -> None:
-        z = pyro.sample("z0", dist.Bernoulli(logits=pyro.param("q0", real(0.2)[0])))
-        for i in (1, 2):
-            z = pyro.sample(f"z{i}", dist.Bernoulli(logits=0.3 * z + pyro.param(f"q{i}", real(-0.4)[0])))
-
-    def model() -> None:
-        z = real(0.5)[0]
-        for i in range(3):
-            z = pyro.sample(f"z{i}", dist.Bernoulli(logits=0.4 * z - 0.3))
-        pyro.factor("end", -3.0 * z)
-
-    found = {}
-    for estimator in (Hindsight(), ScoreFunction(LeaveOneOut())):
-        pyro.clear_param_store()
-        elbo = trained((model, guide), 2, estimator=estimator, **VECTORISED)
-        found[type(estimator)] = expected_moments(elbo, model, guide).total_variance
-    assert found[Hindsight] < 0.3 * found[ScoreFunction]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import bias, repeat, trained
+from steps import bias, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -47,10 +47,7 @@ def chain(sites: int) -> tuple[Program, Program, Program]:
 def stepped(elbo: TraceBackpropQ_ELBO, sites: int, steps: int) -> TraceBackpropQ_ELBO:
     """After some steps in which the guide stands still."""
     model, guide, params = chain(sites)
-    params()
-    pyro.set_rng_seed(0)
-    repeat(steps, elbo.loss_and_grads, model, guide)
-    return elbo
+    return trained(elbo, model, guide, params=params, steps=steps)
 
 
 MANY: dict[str, Any] = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 0}

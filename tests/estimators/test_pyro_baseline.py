@@ -14,19 +14,17 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.errors import OptionError, PlateError
+from pyro_bpq.errors import OptionError
 
 DATA = torch.tensor([0.3, -0.8, 1.4], dtype=torch.float64)
 
 
-class Net(nn.Module):
+class Net(nn.Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
+        super().__init__(1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        value: Tensor = self.linear(x.unsqueeze(-1)).squeeze(-1)
-        return value
+        return super().forward(x.unsqueeze(-1)).squeeze(-1)
 
 
 def make(kind: str) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -100,7 +98,7 @@ def test_default_estimator_honours_the_options(kind: str) -> None:
     found = gradients(TraceBackpropQ_ELBO(critic=None), kind, steps=9)
     plain = gradients(TraceBackpropQ_ELBO(critic=None), "", steps=9)
     assert not torch.equal(found["shift"], plain["shift"])
-    assert ("net" in kind or kind == "value") == (found["net$$$linear.weight"] is not None)
+    assert ("net" in kind or kind == "value") == (found["net$$$weight"] is not None)
 
 
 @pytest.mark.parametrize("kind", ["net", "value"])
@@ -111,26 +109,18 @@ def test_users_optimiser_trains_the_baseline(kind: str) -> None:
     weight = None
     for _ in range(60):
         svi.step()
-        weight = weight if weight is not None else pyro.param("net$$$linear.bias").item()
-    assert pyro.param("net$$$linear.bias").item() < weight - 1.0  # the costs are some nats: the rewards are negative
+        weight = weight if weight is not None else pyro.param("net$$$bias").item()
+    assert pyro.param("net$$$bias").item() < weight - 1.0  # the costs are some nats: the rewards are negative
     assert pyro.param("shift").item() != before
 
 
-def test_evaluation_does_not_ask_the_network() -> None:
-    model, _ = make("net")
-
-    def raises() -> None:
-        def network(_: Tensor) -> Tensor:
-            raise AssertionError
-
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Poisson(1.0), infer={"baseline": {"nn_baseline": network, "nn_baseline_input": DATA}})
-        pyro.sample("g", dist.Normal(0.0, 1.0))
-
+def test_evaluation_does_not_ask_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Net, "forward")
+    monkeypatch.setattr(nn.Linear, "forward", lambda *_: pytest.fail("asked"))
     elbo = TraceBackpropQ_ELBO()
-    elbo.loss(model, raises)
-    with pytest.raises(AssertionError):
-        elbo.loss_and_grads(model, raises)
+    elbo.loss(*make("net"))
+    with pytest.raises(pytest.fail.Exception):
+        elbo.loss_and_grads(*make("net"))
 
 
 def guide_with(**options: Any) -> Callable[[], None]:
@@ -147,7 +137,6 @@ def model() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"decaying": True}, "'z'.*decaying.*use_decaying_avg_baseline"),
         ({"nn_baseline": Net()}, "'z'.*nn_baseline_input"),
         ({"nn_baseline": Net(), "nn_baseline_input": DATA, "baseline_value": DATA}, "'z'.*not both"),
         ({"use_decaying_avg_baseline": True, "baseline_beta": 1.0}, "'z'.*baseline_beta"),
@@ -157,12 +146,6 @@ def model() -> None:
 def test_wrong_options_raise(options: Any, text: str) -> None:
     with pytest.raises(OptionError, match=text):
         TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer={"baseline": options}))
-
-
-def test_wrong_shape_raises() -> None:
-    given = {"baseline": {"baseline_value": torch.zeros(3)}, "bpq": {"estimator": ScoreFunction()}}
-    with pytest.raises(PlateError, match=r"'z'.*\(3,\).*\(\)"):
-        TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer=given))
 
 
 def test_what_the_site_chooses_itself_comes_first() -> None:
@@ -190,4 +173,4 @@ def test_one_elbo_may_serve_a_site_with_and_without_a_baseline() -> None:
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
     for kind in ("net", "", "value", "average", "average net", ""):
         found = gradients(elbo, kind)
-        assert ("net" in kind or "value" in kind) == (found["net$$$linear.weight"] is not None)
+        assert ("net" in kind or "value" in kind) == (found["net$$$weight"] is not None)

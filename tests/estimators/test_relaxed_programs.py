@@ -4,54 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyro
 import pytest
-import torch
 from models import BY_NAME
-from steps import repeat, step
+from steps import assert_equal, repeat, run, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import REBAR, RELAX, NetworkVariate
+from pyro_bpq.estimators import REBAR, RELAX, RELAXQ, NetworkVariate, QControlVariate
 from pyro_bpq.record import laws
 from pyro_bpq.step.site_program import SiteProgramRuns
-from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
+from pyro_bpq.testing import sample_gradients, z_scores
 
 
-def worst_z(name: str, estimator: Any, samples: int = 180, particles: int = 800) -> float:
+def worst_z(name: str, estimator: Any, samples: int = 180) -> float:
     """Largest z-score of steps whose standard error is below 0.5 % of the gradient."""
-    case = BY_NAME[name].params()
-    exact = exact_gradient(case.model, case.guide, *case.args)
-    case.params()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(
-        num_particles=particles, vectorize_particles=True, max_plate_nesting=2, estimator=estimator
-    )
-    repeat(30, elbo.loss_and_grads, case.model, case.guide, *case.args)
-    elbo.eval()
-    found = sample_gradients(elbo, case.model, case.guide, *case.args, num_samples=samples)
-    scores = z_scores(found, exact, max_relative_error=0.005)
+    case = BY_NAME[name]
+    elbo = TraceBackpropQ_ELBO(800, vectorize_particles=True, max_plate_nesting=2, estimator=estimator)
+    trained(elbo, *case.programs, params=case.params, steps=30).eval()
+    found = sample_gradients(elbo, *case.programs, num_samples=samples)
+    scores = z_scores(found, case.exact(), max_relative_error=0.005)
     return max(float(z.abs().max()) for name, z in scores.items() if name.startswith(("q", "slope")))
 
 
-slow = pytest.mark.slow
+SERVED = [
+    # A one-hot site with a site downstream of it, in the same plateless program.
+    *(("onehot", REBAR(scale=1.0)), ("vector_layers", REBAR(scale=0.6)), ("global_local", RELAX())),
+    *(("onehot", RELAX()), ("plate", REBAR()), ("nested_plates", REBAR(scale=0.5)), ("mask_scale", REBAR())),
+    *(("chain", RELAX()), ("vector_layers", RELAXQ()), ("chain", QControlVariate())),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "estimator"),
-    [
-        # A one-hot site with a site downstream of it, in the same plateless program.
-        ("onehot", REBAR(scale=1.0)),
-        ("vector_layers", REBAR(scale=0.6)),
-        ("global_local", RELAX()),
-        pytest.param("onehot", RELAX(), marks=slow),
-        pytest.param("plate", REBAR(), marks=slow),
-        pytest.param("nested_plates", REBAR(scale=0.5), marks=slow),
-        pytest.param("mask_scale", REBAR(), marks=slow),
-        pytest.param("chain", RELAX(), marks=slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "estimator"), SERVED, ids=str)
 def test_step_is_unbiased(name: str, estimator: Any) -> None:
     assert worst_z(name, estimator) < 4
 
@@ -69,16 +52,11 @@ def test_rounding_in_the_log_probability_of_a_one_hot_site_is_seen(monkeypatch: 
 def test_network_learns_and_is_saved() -> None:
     case = BY_NAME["global_local"].params()
     elbos = [TraceBackpropQ_ELBO(estimator=RELAX(NetworkVariate((4,)))) for _ in range(2)]
-    repeat(5, elbos[0].loss_and_grads, case.model, case.guide, *case.args)
-    weights = {name: value for name, value in elbos[0].state_dict().items() if name.endswith("phi")}
-    assert len(weights) == 2 and all(bool(value[:, -4:].any()) for value in weights.values())
+    repeat(5, elbos[0].loss_and_grads, *case.programs)
+    weights = [value for name, value in elbos[0].state_dict().items() if name.endswith("phi")]
+    assert len(weights) == 2 and all(bool(value[:, -4:].any()) for value in weights)
     elbos[1].load_state_dict(elbos[0].state_dict())
-    found = []
-    for elbo in elbos:
-        pyro.set_rng_seed(3)
-        found.append(step(elbo, case))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name], rtol=0, atol=0)
+    assert_equal(*(run(elbo, case, 1) for elbo in elbos))
 
 
 def test_rebar_of_a_categorical_names_what_to_write() -> None:

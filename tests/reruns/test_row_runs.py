@@ -67,12 +67,6 @@ def written() -> None:
     observed(memory.sum())
 
 
-def noisy_or() -> None:
-    z = coins()
-    fails = (1.0 - 0.8 * z[0]) * (1.0 - 0.5 * z[1]) * (1.0 - 0.7 * z[2])
-    pyro.sample("x", dist.Bernoulli(1.0 - 0.9 * fails), obs=torch.tensor(1.0))
-
-
 class Keeping:
     """Keeps what it has drawn, to be looked at after the step."""
 
@@ -92,8 +86,6 @@ PROGRAMS: dict[str, tuple[Any, bool]] = {
     "LSTM": (Recurrent(nn.LSTM, False), True),
     "written": (written, True),
     "batch norm": (reads(lambda z: NORMALISE(z.reshape(3, 1)).reshape(3)[0]), True),
-    "stack": (reads(lambda z: torch.stack([z[..., 0], z[..., 1]])[0]), True),
-    "noisy or": (noisy_or, True),
     "keeps values": (Keeping(), True),
     "boolean mask": (reads(lambda z: z[z > 0].sum() * 0.5), False),
 }

@@ -28,59 +28,29 @@ MASK = torch.tensor([True, False, True])
 Program = Callable[[], Any]
 
 
-def bits_guide() -> None:
-    with pyro.plate("rows", ROWS):
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(ROWS, 4)).to_event(1))
+def programs(kind: str) -> tuple[Program, Program]:
+    """Model and guide: sites of bits or of faces, scaled or masked, or with a reparameterised site below."""
+
+    def run(side: str) -> None:
+        logits = pyro.param(side)
+        scale, mask = (2.5 if kind == "faces" else 1.0), (MASK if kind == "masked" else True)
+        with pyro.plate("rows", ROWS), poutine.scale(scale=scale), poutine.mask(mask=mask):
+            if kind == "faces":
+                z = pyro.sample("z", dist.OneHotCategorical(logits=logits.reshape(2, 2)).expand([ROWS, 2]).to_event(1))
+                z = z.flatten(-2)
+            else:
+                z = pyro.sample("z", dist.Bernoulli(logits=logits.expand(ROWS, 4)).to_event(1))
+            mean = (z @ pyro.param("w")).square()
+            if kind == "mixed":
+                u = pyro.sample("u", dist.Normal(*((z.sum(-1), 1.0) if side == "p" else (logits[:ROWS], 0.5))))
+                mean = (z @ pyro.param("w")) * u.unsqueeze(-1)
+            if side == "p":
+                pyro.sample("x", dist.Normal(mean, 0.8).to_event(1), obs=DATA)
+
+    return (lambda: run("p")), (lambda: run("q"))
 
 
-def bits_model() -> None:
-    with pyro.plate("rows", ROWS):
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
-        pyro.sample("x", dist.Normal((z @ pyro.param("w")).square(), 0.8).to_event(1), obs=DATA)
-
-
-def faces_guide() -> None:
-    logits = pyro.param("q").reshape(2, 2)
-    with pyro.plate("rows", ROWS), poutine.scale(scale=2.5):
-        pyro.sample("z", dist.OneHotCategorical(logits=logits).expand([ROWS, 2]).to_event(1))
-
-
-def faces_model() -> None:
-    logits = pyro.param("p").reshape(2, 2)
-    with pyro.plate("rows", ROWS), poutine.scale(scale=2.5):
-        z = pyro.sample("z", dist.OneHotCategorical(logits=logits).expand([ROWS, 2]).to_event(1))
-        pyro.sample("x", dist.Normal((z.flatten(-2) @ pyro.param("w")).square(), 0.8).to_event(1), obs=DATA)
-
-
-def masked_guide() -> None:
-    with poutine.mask(mask=MASK):
-        bits_guide()
-
-
-def masked_model() -> None:
-    with poutine.mask(mask=MASK):
-        bits_model()
-
-
-def mixed_guide() -> None:
-    with pyro.plate("rows", ROWS):
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(ROWS, 4)).to_event(1))
-        pyro.sample("u", dist.Normal(pyro.param("q")[:ROWS], 0.5))
-
-
-def mixed_model() -> None:
-    with pyro.plate("rows", ROWS):
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
-        u = pyro.sample("u", dist.Normal(z.sum(-1), 1.0))
-        pyro.sample("x", dist.Normal((z @ pyro.param("w")) * u.unsqueeze(-1), 0.8).to_event(1), obs=DATA)
-
-
-PROGRAMS: dict[str, tuple[Program, Program]] = {
-    "bits": (bits_model, bits_guide),
-    "faces": (faces_model, faces_guide),
-    "masked": (masked_model, masked_guide),
-    "mixed": (mixed_model, mixed_guide),
-}
+bits_model, bits_guide = programs("bits")
 
 
 def set_params() -> None:
@@ -109,34 +79,29 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("particles", [1, 3])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_slopes_are_those_of_a_run_of_their_own(name: str, particles: int, vectorized: bool, compared: Any) -> None:
+@pytest.mark.parametrize("kind", ["bits", "faces", "masked", "mixed"])
+def test_slopes_are_those_of_a_run_of_their_own(kind: str, particles: int, vectorized: bool, compared: Any) -> None:
     options = {"vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
-    stepped(8, TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options), *PROGRAMS[name])
+    stepped(8, TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options), *programs(kind))
     assert len(compared) == 8
     for own, other in compared:
         assert own.shape == other.shape and own.abs().max() > 0.1
         torch.testing.assert_close(own, other)
 
 
-def runs_of_a_step(estimator: Any, particles: int, model: Program = bits_model, guide: Program = bits_guide) -> int:
-    """Calls of the model in a step, when the structure is known."""
+def test_slopes_take_no_run() -> None:
     # Of a list the length would be seen, and looked at.
     calls = Counter[str]()
 
     def counted() -> None:
         calls["model"] += 1
-        model()
+        bits_model()
 
-    elbo = TraceBackpropQ_ELBO(particles, estimator=estimator, vectorize_particles=True, max_plate_nesting=1)
-    repeat(3, elbo.loss_and_grads, counted, guide)
+    elbo = TraceBackpropQ_ELBO(2, estimator=DebiasedStraightThrough(), vectorize_particles=True, max_plate_nesting=1)
+    stepped(3, elbo, counted, bits_guide)
     before = calls["model"]
-    elbo.loss_and_grads(counted, guide)
-    return calls["model"] - before
-
-
-def test_slopes_take_no_run() -> None:
-    assert runs_of_a_step(DebiasedStraightThrough(), 2) == 1
+    stepped(1, elbo, counted, bits_guide)
+    assert calls["model"] == before + 1
 
 
 # Programs that torch refuses when values carry gradients.
@@ -154,12 +119,14 @@ def default_elbo() -> TraceBackpropQ_ELBO:
     return elbo
 
 
-def decoded(z: Tensor) -> None:
-    pyro.sample("x", dist.Normal(z @ pyro.param("w"), 0.8).to_event(1), obs=torch.zeros(12, 2, dtype=F64))
+def decoded(read: Callable[[Tensor], Tensor] = lambda z: z) -> Program:
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(12, 4, dtype=F64)).to_event(1))
+            obs = torch.zeros(12, 2, dtype=F64)
+            pyro.sample("x", dist.Normal(read(z) @ pyro.param("w"), 0.8).to_event(1), obs=obs)
 
-
-def prior() -> dist.Distribution:
-    return dist.Bernoulli(logits=torch.zeros(12, 4, dtype=F64)).to_event(1)
+    return model
 
 
 def estimator_after(model: Program, steps: int) -> str:
@@ -167,40 +134,28 @@ def estimator_after(model: Program, steps: int) -> str:
     return type(elbo.info["z"]["estimator"]).__name__
 
 
-def rows_model() -> None:
-    with pyro.plate("rows", 12):
-        decoded(pyro.sample("z", prior()))
+def overwritten(z: Tensor) -> Tensor:
+    """The square's backward pass needs what this overwrites."""
+    squares = z.square()
+    z.zero_()
+    return squares
 
 
 def test_the_default_asks_for_slopes_where_it_can() -> None:
-    assert estimator_after(rows_model, 5) == "DebiasedStraightThrough"
-
-
-def overwritten() -> None:
-    with pyro.plate("rows", 12):
-        z = pyro.sample("z", prior())
-        squares = z.square()
-        decoded(squares)
-        # The square's backward pass needs what this overwrites.
-        z.zero_()
-
-
-def test_the_default_does_without_slopes_where_the_program_cannot_run_with_them() -> None:
-    assert estimator_after(overwritten, 5) == "DisARM"
+    assert estimator_after(decoded(), 5) == "DebiasedStraightThrough"
+    assert estimator_after(decoded(overwritten), 5) == "DisARM"
 
 
 def test_values_carry_no_gradients() -> None:
     # Nobody sees it count, so that the step is not recorded.
     calls = itertools.count()
 
-    def model() -> None:
-        with pyro.plate("rows", 12):
-            z = pyro.sample("z", prior())
-            if next(calls) > 20:
-                z.numpy()
-            decoded(z)
+    def read(z: Tensor) -> Tensor:
+        if next(calls) > 20:
+            z.numpy()
+        return z
 
-    assert estimator_after(model, 22) == "DebiasedStraightThrough"
+    assert estimator_after(decoded(read), 22) == "DebiasedStraightThrough"
 
 
 class Usage(nn.Module):
@@ -218,13 +173,8 @@ class Usage(nn.Module):
 
 
 def test_buffers_keep_no_graph() -> None:
-    net = Usage()
-
-    def model() -> None:
-        with pyro.plate("rows", 12):
-            decoded(net(pyro.sample("z", prior())))
-
-    elbo = default_elbo()
+    net, elbo = Usage(), default_elbo()
+    model = decoded(net)
     for _ in range(8):
         elbo.loss_and_grads(model, rows_guide)
         assert not net.usage.requires_grad and net.usage.grad_fn is None
@@ -235,22 +185,19 @@ def test_buffers_keep_no_graph() -> None:
 def test_slopes_that_cannot_be_had_are_zero_with_a_warning() -> None:
     elbo = TraceBackpropQ_ELBO(2, estimator=DebiasedStraightThrough(), vectorize_particles=True, max_plate_nesting=1)
     with pytest.warns(BPQWarning, match="taken for zero"):
-        elbo.loss_and_grads(overwritten, rows_guide)
+        elbo.loss_and_grads(decoded(overwritten), rows_guide)
 
 
 def test_slopes_are_had_of_a_program_that_refuses_gradients() -> None:
-    def model() -> None:
-        with pyro.plate("rows", 12):
-            z = pyro.sample("z", prior())
-            if z.requires_grad:
-                raise RuntimeError("no gradients here")
-            decoded(z)
+    def read(z: Tensor) -> Tensor:
+        if z.requires_grad:
+            raise RuntimeError("no gradients here")
+        return z
 
     found = []
-    for program in (model, rows_model):
+    for program in (decoded(read), decoded()):
         set_params()
-        elbo = TraceBackpropQ_ELBO(estimator=DebiasedStraightThrough())
-        elbo.loss_and_grads(program, rows_guide)
+        stepped(1, TraceBackpropQ_ELBO(estimator=DebiasedStraightThrough()), program, rows_guide)
         found.append(pyro.param("q").grad.clone())
     torch.testing.assert_close(*found)
 
