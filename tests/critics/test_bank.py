@@ -141,6 +141,14 @@ def test_generator_depends_on_seed_and_content() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_runs_of_earlier_versions_can_be_repeated() -> None:
+    assert CriticBank(3).generator("k", ("a", "b")).initial_seed() == 141303908929305
+
+
+def test_slow_copies_are_made_only_where_they_are_asked_for() -> None:
+    assert not select(CriticBank(), "a").block.slow_weights()
+
+
 def test_on_build_sees_the_loaded_rows() -> None:
     bank, seen = CriticBank(), []
     fresh = CriticBank(on_build=lambda key: seen.append(fresh.blocks[key].mean.tolist()))
