@@ -85,7 +85,7 @@ class CompiledSteps:
             self._tell(refusal)
         if refusal or not subject.is_settled():
             return None
-        if any(isinstance(leaf, Tensor) and leaf.grad_fn for leaf in tree_leaves((program.args, program.kwargs))):
+        if any(issubclass(type(leaf), Tensor) and leaf.grad_fn for leaf in tree_leaves((program.args, program.kwargs))):
             self._tell("an argument carries a gradient: compute it within the programs, or detach it")
             return None
         program = self._arguments.with_tensors(program)
@@ -93,7 +93,7 @@ class CompiledSteps:
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
         if new_arrays := self._arguments.new_arrays(call) if call.arrays else []:
-            if self._arguments.has_many_new_arrays:
+            if self._arguments.num_new_arrays >= _MANY_ARRAYS:
                 path, _ = call.arrays[new_arrays[0]]
                 text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
                 self._tell(text, "arrays")
@@ -201,7 +201,7 @@ class Arguments:
     def __init__(self) -> None:
         # The arrays of numpy of the last call, and the number of calls in a row that had new ones.
         self._arrays: list[weakref.ref[Any]] = []
-        self._new_arrays = 0
+        self.num_new_arrays = 0
         # The float arguments of the last call, by position, and those that have changed.
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
@@ -211,13 +211,8 @@ class Arguments:
         last, self._arrays = self._arrays, [weakref.ref(array) for _, array in call.arrays]
         known = {id(array) for array in (reference() for reference in last) if array is not None}
         new = [i for i, (_, array) in enumerate(call.arrays) if id(array) not in known]
-        self._new_arrays = self._new_arrays + 1 if new else 0
+        self.num_new_arrays = self.num_new_arrays + 1 if new else 0
         return new
-
-    @property
-    def has_many_new_arrays(self) -> bool:
-        """Whether several calls in a row had new arrays."""
-        return self._new_arrays >= _MANY_ARRAYS
 
     def with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""

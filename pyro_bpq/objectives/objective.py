@@ -225,6 +225,10 @@ class Objective(CountedELBO, nn.Module):
                 loss, surrogate = self._eager_step(program)
             return loss + (surrogate - surrogate.detach())
 
+    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The same as :meth:`differentiable_loss`."""
+        return self.differentiable_loss(model, guide, *args, **kwargs)
+
     def warm_up(self, model: Any, guide: Any, *args: Any, steps: int, **kwargs: Any) -> float:
         """Trains critics and running statistics on new rollouts; model and guide stay as they are.
 

@@ -75,6 +75,7 @@ class Drawn:
     number: int  # number of independent components; 0 if they are not known, or if it is reparameterised
     elements: Value
     plates: Mapping[str, int]  # dimension of each vectorised plate, from the right
+    hidden: int = 0  # sources that its draw reads, and its log-probability does not, as bits
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ def rows_that_meet(
     for plate in dict.fromkeys(plate for site in drawn.values() for plate in site.plates):
         starts = {}
         for name, site in drawn.items():
-            if plate in site.plates and site.elements in recording.opaque:
-                found.setdefault(cost_of_guide(name), (plate, recording.opaque[site.elements]))
+            if plate in site.plates and site.hidden:
+                found.setdefault(cost_of_guide(name), (plate, "a law that its log-probability does not show"))
             dim, rank = site.plates.get(plate), len(recording.shapes[site.value])
             if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
                 starts[site.value] = _rows(rank, dim - rank + len(site.batch), site.batch[dim])
@@ -144,12 +145,11 @@ def patterns_of(
         # them is taken to do.
         below, mixed, starts = masks[site.value], 0, {site.value: own}
         for other in drawn.values():
-            if other.value <= site.value or not masks[other.elements] & below:
+            if other.value <= site.value or not (masks[other.elements] | other.hidden) & below:
                 continue
             below |= masks[other.value]
             read: Labels | Unknown = Unknown()
-            is_shown = other.elements not in recording.opaque
-            if is_shown and not masks[other.elements] & mixed and _keeps_rows(site, other):
+            if not (other.hidden & below or masks[other.elements] & mixed) and _keeps_rows(site, other):
                 (read,), number = recording.labels([other.elements], starts)
                 left -= number
             if isinstance(read, Unknown) or (read == MANY).any():

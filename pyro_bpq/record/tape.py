@@ -320,13 +320,6 @@ class Tape(Ledger, TorchDispatchMode):
 
     # For the function mode.
 
-    def unshown(self, mask: int, why: str) -> Value:
-        """A value that depends on some sources in a way that no operator shows."""
-        with self.paused:
-            value = self.bind(torch.empty(()), mask)
-        self.opaque[value] = why
-        return value
-
     def hide(self, result: Any, why: str) -> None:
         """Makes results values that no operator can make again."""
         self.opaque.update({self.value(tensor): why for tensor in tensors_in(result)})

@@ -257,12 +257,11 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         if follows and number > 1:
             law, _ = element_log_prob(unchecked(fn), site["value"])
         read, batch, elements = tape.value_of(site["value"]), batch_of(fn, site["value"]), tape.value_of(law)
-        if hidden := tape.origins.get(name, 0) & ~tape.masks[elements]:
-            elements = tape.unshown(hidden, "a law that its log-probability does not show")
+        hidden = tape.origins.get(name, 0) & ~tape.masks[elements]
         # Nothing is charged with costs where no site is noisy.
         is_followed = {p: not is_pathwise or (is_noisy and (hidden or p == PARTICLES)) for p in _plates(site)}
         plates = {p: dim for p, dim in _plates(site).items() if is_followed[p]}
-        drawn[name] = Drawn(value, read, batch, number, elements, plates)
+        drawn[name] = Drawn(value, read, batch, number, elements, plates, hidden)
         law = site.get("unscaled_log_prob", site["score_parts"].score_function)
         while isinstance(fn, MaskedDistribution):
             fn, law = fn.base_dist, None
@@ -274,7 +273,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     parameters = {name: tape.value_of(value) for name, value in own.items() if isinstance(value, Tensor)}
     # From such runs those of further particles are computed.
     is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
-    marked = [own.elements for part in (scored, drawn) for own in part.values() if own.elements not in tape.opaque]
+    marked = [own.elements for part in (scored, drawn) for own in part.values()]
     return Recorded(
         recording=Recording.of(tape, values | made, marked),
         reads=Reads.over(tape.bits, traced.reads or {}),

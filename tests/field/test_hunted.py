@@ -174,7 +174,7 @@ def test_a_number_of_values_that_was_drawn_steers() -> None:
         y = pyro.sample("y", dist.Binomial(1 + z, prior()[1]))
         pyro.sample("x", dist.Normal(y * z + y, 1.0), obs=DATA[0])
 
-    assert stepped(2, TraceBackpropQ_ELBO(), model, guide).runner.recordings.escaping == ("z",)
+    assert stepped(2, TraceBackpropQ_ELBO(2), model, guide).runner.recordings.escaping == ("z",)
 
 
 def test_a_site_of_one_value_is_served() -> None:

@@ -45,6 +45,6 @@ def test_a_state_goes_on_as_before():
         recent.add({"a": float(step % 7)})
     other.load_state_dict(recent.state_dict())
     assert other.baselines(["a"]) == recent.baselines(["a"])
-    other.add(("a",), 1.0)
+    other.add({"a": 1.0})
     assert len(recent.state_dict()["a"]) == len(other.state_dict()["a"]) == 32
     assert recent.state_dict()["a"] != other.state_dict()["a"]
