@@ -188,14 +188,10 @@ def _solve(read: Reader, matrix: Any, right: Any, left: bool = True) -> Labels:
 
 def _by_matrix(read: Reader, matrix: Any, *rest: Any) -> list[Labels]:
     """Rule for functions of matrices: what is found of one of them reads all of it, and of its right side."""
-    whole = read.shape(matrix)
-
-    def batch(part: Any) -> Labels:
-        shape = read.shape(part)
-        fits = len(shape) == len(whole) or shape == whole[:-1]
-        return over(read(part), tuple(range(len(whole) - 2 if fits else 0, len(shape))), False)
-
-    found = combined(*map(batch, values_in((matrix, *rest))))
+    whole, parts = read.shape(matrix), [*values_in((matrix, *rest))]
+    fits = [len(shape) == len(whole) or shape == whole[:-1] for shape in map(read.shape, parts)]
+    pairs = zip(map(read, parts), fits, strict=True)
+    found = combined(*(over(own, tuple(range((len(whole) - 2) * fit, own.ndim)), False) for own, fit in pairs))
     return [found.reshape(*found.shape, *(1,) * (len(read.shape(own)) - found.ndim)) for own in read.results]
 
 

@@ -124,11 +124,8 @@ class Watch(Messenger):
                 return
         if self.tape is not None and isinstance(msg["value"], Tensor):
             law = tensors_of(msg["fn"])
-            # How many values there are may have been sampled: then structures of particles differ with what they drew.
-            with self.tape.paused:
-                split = finite_components(msg["fn"]) if self.options.num_particles > 1 else None
-            if split is not None and split.kind == "support":
-                self.tape.steer(self.tape.mask_of(getattr(base_distribution(msg["fn"]), "total_count", None)))
+            if self.options.num_particles > 1:  # reads how many values there are, which may tell particles apart
+                finite_components(msg["fn"])
             if self.enumerated and self._is_pathwise(msg) and self.enumerated & self.tape.sources_of(law):
                 return  # It is drawn once for each value of an enumerated site, as other noise of the program.
             msg["value"] = self.tape.source(name, msg["value"])
