@@ -29,4 +29,4 @@ def test_only_floats_that_change_become_tensors_from_then_on() -> None:
 def test_arrays_are_new_once() -> None:
     arguments, array = Arguments(), np.zeros(2)
     assert arguments.new_arrays(call(array)) == [0] and arguments.new_arrays(call(array)) == []
-    assert arguments.new_arrays(call(array, np.zeros(2))) == [1] and not arguments.has_many_new_arrays
+    assert arguments.new_arrays(call(array, np.zeros(2))) == [1] and arguments.num_new_arrays == 1
