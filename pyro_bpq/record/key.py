@@ -14,9 +14,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from enum import Enum
-from numbers import Number
+from fractions import Fraction
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -43,7 +44,7 @@ _LIBRARIES = frozenset(
 )
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
 # Most of what is reached is of these very types, which is sooner told.
-_PLAINEST = frozenset(_PLAIN)
+_PLAINEST = frozenset((*_PLAIN, Fraction, Decimal, timedelta, date, datetime))
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # Where methods of a class, its properties and the like hold their function.
@@ -157,7 +158,7 @@ class Call:
         """Notes an item and what it reaches; an object that cannot be looked into stands for itself."""
         kind = type(item)
         try:
-            if kind in _PLAINEST or isinstance(item, (Enum, Number, timedelta, date)):
+            if kind in _PLAINEST or isinstance(item, Enum):
                 # True == 1 == 1.0, but not for a program.
                 self.note(path, (kind, item))
             elif id(item) in self._seen:
