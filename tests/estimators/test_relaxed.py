@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from models import real
-from problems import total_variance, worst_z, wrong_sign
+from relaxed_problems import (
+    Problem,
+    learned_statistics,
+    next_step,
+    total_variance,
+    width_of,
+    with_initial,
+    worst_z,
+    wrong_sign,
+)
 from torch import Tensor
 
 from pyro_bpq.estimators import (
@@ -27,7 +36,6 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.relaxation import score
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.testing.contract import FakeProgram, Problem, gradient_of, with_statistics
 
 
 def test_score_is_the_derivative_of_the_log_probability() -> None:
@@ -38,54 +46,77 @@ def test_score_is_the_derivative_of_the_log_probability() -> None:
     assert score(real([0.1, 0.5, -0.3]).log_softmax(-1), torch.tensor([2])).tolist() == [[0.0, 0.0, 1.0]]
 
 
-def problem(kind: str, particles: int = 1, **shape: Any) -> Problem:
-    return Problem(kind, sites=1, particles=particles, **shape)
+def quadratic(value: Tensor) -> Tensor:
+    """A cost without symmetry, of Bernoulli or one-hot values; its level is far from zero."""
+    flat = value.flatten(-2) if value.dim() > 4 or (value.dim() == 3 and value.shape[-2:] == (2, 3)) else value
+    weight = 0.9 * torch.cos(1.3 * torch.arange(flat.shape[-1]) + 0.2)
+    return ((flat * weight).sum(-1) - 0.45) ** 2 + 0.3 * flat[..., 0] * flat[..., -1] + 2.0
 
 
-BITS = problem("bernoulli")
-PROBLEMS = [BITS, problem("one_hot", size=1, cardinality=4, is_scalar=True), problem("one_hot", size=2, cardinality=3)]
-ROWS, STEPS = 20_000, 150
+PROBLEMS = {
+    "bernoulli": Problem(Components("bernoulli", (3,), 2), real(0.4, -0.8, 1.1), quadratic),
+    "one_hot": Problem(Components("one_hot", (), 4), real([0.4, -0.8, 1.1, 0.1]), quadratic),
+    "one_hot_vector": Problem(Components("one_hot", (2,), 3), real([0.4, -0.8, 1.1], [0.9, 0.2, -0.3]), quadratic),
+}
+TABLE = {
+    "bernoulli": real([0.1, 0.9], [0.3, -0.2], [0.0, 0.6]),
+    "one_hot": real([0.6, -0.1, 0.4, 0.2]),
+    "one_hot_vector": real([0.6, -0.1, 0.4], [0.2, 0.5, -0.3]),
+}
+# What the critic's level is wrong by.
+NOISE = {"level": 0.1}
+ROWS, CALLS = 20_000, 12
 
 
-def learned(given: Problem, estimator: Any) -> dict[str, Tensor]:
+def contexts(name: str, estimator: Any, rows: int, seed: int, particles: int) -> tuple[SiteContext, Tensor]:
+    problem = PROBLEMS[name]
+    made, logits = problem.context(rows, seed, particles)
+    if estimator.uses_critic:
+        table = TABLE[name].expand(*made.cost.shape, *TABLE[name].shape)
+        noise = torch.randn(made.cost.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        made = replace(made, learned=table, level=1.8 + NOISE["level"] * noise)
+    return made, logits
+
+
+def learned(name: str, estimator: Any, particles: int = 1, steps: int = 150) -> dict[str, Tensor]:
     """Statistics after some steps at fixed logits."""
-    state: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        made = with_statistics(estimator, given.context((64,), 8 + 2 * step)[0], step, state)
-        state |= estimator.at(step)(made).statistics
-    return state
+    width = width_of(PROBLEMS[name].components)
+    return learned_statistics(estimator, lambda n: contexts(name, estimator, 64, 8 + 2 * n, particles)[0], width, steps)
 
 
-def gradients(given: Problem, estimator: Any, state: dict[str, Tensor], calls: int = 12) -> Tensor:
+def gradients(name: str, estimator: Any, state: dict[str, Tensor], particles: int = 1, calls: int = CALLS) -> Tensor:
     """Independent gradients of a row, mean over particles, ``(calls * ROWS, ...)``."""
     found = []
     for call in range(calls):
-        made, logits = given.context((ROWS,), 100_000 + 2 * call)
-        made = with_statistics(estimator, made, STEPS, state)
-        found.append(gradient_of(estimator.at(STEPS), made, logits)[1][0].mean(0))
+        made, logits = contexts(name, estimator, ROWS, 100_000 + 2 * call, particles)
+        term = estimator(next_step(made, state, 150))
+        found.append(torch.autograd.grad(term.surrogate.sum(), logits)[0][0].mean(0))
     return torch.cat(found)
 
 
-def error_of(given: Problem, estimator: Any, state: dict[str, Tensor], calls: int = 12) -> float:
-    return worst_z(given.exact_gradient()[0], gradients(given, estimator, state, calls))
-
-
 ESTIMATORS = [
-    *(REBAR(), REBAR(temperature=Annealed(), scale=0.7), RELAX(), RELAXQ(), CriticBaseline()),
-    *(RELAXQ(Annealed(1.0, 0.2, 0.99), 0.8), QControlVariate(num_samples=2), QControlVariate(1, 0.6)),
+    REBAR(),
+    REBAR(temperature=Annealed(), scale=0.7),
+    RELAX(),
+    RELAXQ(),
+    RELAXQ(temperature=Annealed(1.0, 0.2, 0.99), scale=0.8),
+    CriticBaseline(),
+    QControlVariate(num_samples=2),
+    QControlVariate(num_samples=1, scale=0.6),
 ]
 
 
-@pytest.mark.parametrize("given", PROBLEMS, ids=["bernoulli", "one_hot", "one_hot_vector"])
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
-def test_gradient_is_unbiased_with_a_trained_variate(estimator: Any, given: Problem) -> None:
-    assert error_of(given, estimator, learned(given, estimator)) < 4
+def test_gradient_is_unbiased_with_a_trained_variate(estimator: Any, name: str) -> None:
+    state = learned(name, estimator)
+    assert worst_z(PROBLEMS[name].exact(), gradients(name, estimator, state)) < 4
 
 
 @pytest.mark.parametrize("estimator", [REBAR(), RELAX(), RELAXQ(), CriticBaseline(), QControlVariate()], ids=repr)
 def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
-    given = problem("bernoulli", particles=3)
-    assert error_of(given, estimator, learned(given, estimator), calls=6) < 4
+    state = learned("bernoulli", estimator, particles=3)
+    assert worst_z(PROBLEMS["bernoulli"].exact(), gradients("bernoulli", estimator, state, particles=3, calls=6)) < 4
 
 
 # Planted errors.
@@ -103,15 +134,15 @@ class OwnValueInLevel(RELAXQ):
 
 @pytest.mark.parametrize(("fault", "honest"), [(wrong_sign(REBAR()), REBAR()), (OwnValueInLevel(), RELAXQ())])
 def test_worst_z_sees_a_planted_bias(fault: Any, honest: Any) -> None:
-    assert error_of(BITS, fault, learned(BITS, honest)) > 6
+    assert worst_z(PROBLEMS["bernoulli"].exact(), gradients("bernoulli", fault, learned("bernoulli", honest))) > 6
 
 
 # Less noise.
 
 
-def variance(given: Problem, estimator: Any) -> tuple[float, float]:
+def variance(name: str, estimator: Any, particles: int = 1, steps: int = 300) -> tuple[float, float]:
     """Total variance of a row's gradient with respect to free logits, and its standard error."""
-    return total_variance(gradients(given, estimator, learned(given, estimator), calls=2))
+    return total_variance(gradients(name, estimator, learned(name, estimator, particles, steps), particles, calls=2))
 
 
 def assert_below(left: tuple[float, float], right: tuple[float, float], factor: float = 1.0) -> None:
@@ -119,41 +150,41 @@ def assert_below(left: tuple[float, float], right: tuple[float, float], factor: 
     assert left[0] + 4 * math.hypot(left[1], factor * right[1]) < factor * right[0]
 
 
-@pytest.mark.parametrize("given", PROBLEMS[:2], ids=["bernoulli", "one_hot"])
-def test_rebar_is_below_the_score_function_with_its_best_baseline(given: Problem) -> None:
-    assert_below(variance(given, REBAR()), variance(given, ScoreFunction(RunningBaseline())))
+@pytest.mark.parametrize("name", ["bernoulli", "one_hot"])
+def test_rebar_is_below_the_score_function_with_its_best_baseline(name: str) -> None:
+    assert_below(variance(name, REBAR(), 1, 200), variance(name, ScoreFunction(RunningBaseline()), 1, 200))
 
 
 @pytest.mark.parametrize("kind", [RELAXQ, QControlVariate, CriticBaseline])
-def test_optimal_scale_is_below_scale_one_with_a_poor_critic(kind: Any) -> None:
-    # The critics of a problem say anything.
-    optimal = variance(BITS, kind(scale=OptimalScale()))
-    assert_below(optimal, variance(BITS, kind(scale=1.0)), 0.7)
+def test_optimal_scale_is_below_scale_one_with_a_poor_critic(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE, "bernoulli", -3.0 * TABLE["bernoulli"])
+    monkeypatch.setitem(NOISE, "level", 1.0)
+    optimal = variance("bernoulli", kind(scale=OptimalScale()), 1, 200)
+    assert_below(optimal, variance("bernoulli", kind(scale=1.0), 1, 200), 0.7)
     # And no worse than without a critic.
-    without = variance(BITS, ScoreFunction(RunningBaseline()))
+    without = variance("bernoulli", ScoreFunction(RunningBaseline()), 1, 200)
     assert optimal[0] < without[0] + 4 * math.hypot(optimal[1], without[1])
 
 
 # By hand.
 
 
-@pytest.mark.parametrize(("estimator", "runs"), [(RELAX(), 0), (REBAR(), 2)])
-def test_relax_runs_nothing_and_rebar_twice(estimator: Any, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, cost = [], FakeProgram.cost
-    made, _ = BITS.context((5,))
-    monkeypatch.setattr(FakeProgram, "cost", lambda self, value: calls.append(value) or cost(self, value))
-    estimator(with_statistics(estimator, made))
-    assert len(calls) == runs
+def test_relax_runs_nothing_and_rebar_twice() -> None:
+    for estimator, calls in ((RELAX(), 0), (REBAR(), 2)):
+        made, _ = PROBLEMS["bernoulli"].context(5, 0)
+        estimator(with_initial(estimator, made, 3))
+        assert len(made.program.calls) == calls
 
 
 def test_network_does_not_see_the_step_that_it_corrects() -> None:
-    state, found = learned(BITS, RELAX()), []
-    for estimator in (RELAX(), RELAX(NetworkVariate(lr=0.5))):
-        made, logits = BITS.context((5,))
-        term, gradient = gradient_of(estimator, with_statistics(estimator, made, STEPS, state), logits)
-        assert not torch.equal(term.statistics["phi"], state["phi"])
-        found.append(gradient)
-    assert torch.equal(*found)
+    made, logits = PROBLEMS["bernoulli"].context(5, 0)
+    state = learned("bernoulli", RELAX(), steps=20)
+    term = RELAX()(next_step(made, state, 20))
+    assert not torch.equal(term.statistics["phi"], state["phi"])
+    again = replace(made, signals={"program": replace(made.program)})
+    other = RELAX(NetworkVariate(lr=0.5))(next_step(again, state, 20))
+    found = [torch.autograd.grad(t.surrogate.sum(), logits, retain_graph=True)[0] for t in (term, other)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_unsupported_sites_name_another_estimator() -> None:
