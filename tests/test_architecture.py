@@ -250,7 +250,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15544,
+    "pyro_bpq": 15541,
     "modules": 153,
     "top": 226,
     "batching/": 487,
@@ -261,14 +261,14 @@ BUDGETS = {
     "graph/": 711,
     "objectives/": 1775,
     "plan/": 969,
-    "record/": 3684,
+    "record/": 3681,
     "reruns/": 1059,
     "rollout/": 490,
     "step/": 893,
     "svi/": 277,
     "targets/": 158,
     "testing/": 838,
-    "tests": 20577,
+    "tests": 20576,
     "benchmarks": 3000,
     "words of docs": 15974,
 }

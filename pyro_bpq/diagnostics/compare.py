@@ -256,7 +256,7 @@ def _truth(program: Program, num_particles: int, num_warmup: int, limits: dict[s
 def _warm_up(elbo: Any, program: Program, steps: int) -> int:
     """Lets an ELBO's critics learn with fixed parameters; returns the number of steps."""
     is_own = isinstance(elbo, TraceBackpropQ_ELBO)
-    if not (elbo.trainer.learner is not None if is_own else isinstance(elbo, AveragedGraphELBO)):
+    if not (elbo.learner is not None if is_own else isinstance(elbo, AveragedGraphELBO)):
         return 0
     elbo.train()
     taken, is_open = 0, is_own and elbo.particles.is_open

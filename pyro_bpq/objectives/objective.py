@@ -245,7 +245,7 @@ class Objective(CountedELBO, nn.Module):
         Raises:
             OptionError: If the critics have no optimiser of their own, or nothing learns now.
         """
-        if self.trainer.learner is None:
+        if self.learner is None:
             raise OptionError("warm_up(...) needs critics with an optimiser of their own: learner=CriticLearner().")
         if not self._is_learning:
             raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
@@ -361,7 +361,7 @@ class Objective(CountedELBO, nn.Module):
         learned, tensors = self.trainer.parts(deep)
         parts = (self.particles, *self.runner.parts, *learned)
         kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        return [(part, snapshot(part)) for part in parts], kept, self.info
+        return [(part, snapshot(part)) for part in parts], kept, self.info, self.ms
 
     @contextlib.contextmanager
     def undoing(self, deep: bool = False) -> Iterator[None]:
@@ -376,7 +376,7 @@ class Objective(CountedELBO, nn.Module):
     @torch.no_grad()
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and found out after a mark."""
-        parts, tensors, self.info = mark
+        parts, tensors, self.info, self.ms = mark
         for part, own in parts:
             restore(part, own)
         for tensor, value in tensors:

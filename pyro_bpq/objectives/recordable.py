@@ -74,7 +74,7 @@ class Recordable:
             "particles": astuple(objective.particles.now),
             "lam": objective.lam,
             "gamma": objective.gamma,
-            "learner": objective.trainer.learner,
+            "learner": objective.learner,
             "critics": sorted(objective.critics.blocks),
             **objective.recorded_options(),
         }

@@ -76,10 +76,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        function: Function,
-        starts: Mapping[Value, Labels | Unknown],
-        known: Callable[[Value], Tensor | None],
+        self, function: Function, starts: Mapping[Value, Labels | Unknown], known: Callable[[Value], Tensor | None]
     ) -> None:
         self.shapes, self.dtypes, self.known = function.shapes, function.dtypes, known
         self.found: dict[Value, Labels | Unknown] = dict(starts)

@@ -259,8 +259,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         read, batch, elements = tape.value_of(site["value"]), batch_of(fn, site["value"]), tape.value_of(law)
         hidden = tape.origins.get(name, 0) & ~tape.masks[elements]
         # Nothing is charged with costs where no site is noisy.
-        is_followed = {p: not is_pathwise or (is_noisy and (hidden or p == PARTICLES)) for p in _plates(site)}
-        plates = {p: dim for p, dim in _plates(site).items() if is_followed[p]}
+        keeps = not is_pathwise or (is_noisy and hidden)
+        plates = {p: dim for p, dim in _plates(site).items() if keeps or (is_noisy and p == PARTICLES)}
         drawn[name] = Drawn(value, read, batch, number, elements, plates, hidden)
         law = site.get("unscaled_log_prob", site["score_parts"].score_function)
         while isinstance(fn, MaskedDistribution):

@@ -80,7 +80,7 @@ class RecentCosts:
         for name, cost in new.items():
             costs = [*self._costs.pop(name, ())[1 - TrimmedBaseline.recent :], cost]
             self._costs[name], self._baselines[name] = costs, _centre(costs)
-        surplus = len(self._costs) - self.max_idle - len(new)
+        surplus = len(self._costs) - self.max_idle - len(new) if new else 0
         for name in list(islice(self._costs, max(surplus, 0))):
             del self._costs[name], self._baselines[name]
 

@@ -28,7 +28,7 @@ from pyro_bpq.step.sweep import sweep
 from pyro_bpq.step.values import Learning, Notes, Step, total
 
 # Signals that belong to the runs of like structure: estimators that need them serve each of these alone.
-_OF_RUNS = frozenset({"program", "hindsight", "crossed"})
+_OF_RUNS = frozenset({"program", "hindsight"})
 
 
 def step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics
+from pyro_bpq.estimators.base import SiteContext, initial_statistics
 from pyro_bpq.rollout.features import Components
 
 
@@ -124,25 +123,3 @@ def learned_statistics(
     for n in range(steps):
         state |= estimator(next_step(contexts(n + 1), state, n)).statistics
     return state
-
-
-def worst_z(exact: Tensor, samples: Tensor) -> float:
-    """Largest error in standard errors; refuses a test in which 2 % of the gradient would not be seen."""
-    error = samples.std(0) / math.sqrt(len(samples))
-    assert float(error.max()) < 0.02 / 5 * float(exact.abs().max()), "too weak a test"
-    return float(((samples.mean(0) - exact).abs() / error).max())
-
-
-def total_variance(samples: Tensor) -> tuple[float, float]:
-    """Total variance of independent gradients ``(samples, ...)``, and its standard error."""
-    square = (samples - samples.mean(0)).square().flatten(1).sum(1)
-    return float(square.mean()), float(square.std() / math.sqrt(len(square)))
-
-
-def wrong_sign(estimator: Any) -> Any:
-    """An estimator whose gradient has the wrong sign."""
-
-    def __call__(self: Any, context: SiteContext) -> SiteTerm:
-        return SiteTerm(-type(estimator).__call__(self, context).surrogate)
-
-    return dataclass(frozen=True)(type("WrongSign", (type(estimator),), {"__call__": __call__}))()

@@ -9,16 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import real
-from relaxed_problems import (
-    Problem,
-    learned_statistics,
-    next_step,
-    total_variance,
-    width_of,
-    with_initial,
-    worst_z,
-    wrong_sign,
-)
+from problems import total_variance, worst_z, wrong_sign
+from relaxed_problems import Problem, learned_statistics, next_step, width_of, with_initial
 from torch import Tensor
 
 from pyro_bpq.estimators import (

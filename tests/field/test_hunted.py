@@ -24,9 +24,9 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError
-from pyro_bpq.estimators import Differences, Hindsight, SecondRun
+from pyro_bpq.estimators import CrossedLeaveOneOut, Differences, Hindsight, SecondRun
 from pyro_bpq.plan import particles
-from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.testing import assert_unbiased, expected_moments
 
 DATA, WEIGHTS = torch.tensor([0.5, 1.7, -0.4], dtype=torch.float64), torch.tensor([0.9, -0.6, 1.4], dtype=torch.float64)
 PAIRED: dict[str, Any] = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
@@ -162,6 +162,19 @@ def test_particles_of_other_structure_have_signals_of_their_own(estimator: Any) 
 
     elbo = trained(TraceBackpropQ_ELBO(num_particles=2, estimator=estimator), model, guide, steps=8)
     assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_crossed_baselines_are_leave_one_out_across_structures() -> None:
+    def program(*odds: Tensor) -> None:
+        if pyro.sample("z", dist.Bernoulli(logits=odds[0])).item():
+            pyro.sample("y", dist.Bernoulli(logits=odds[1]))
+
+    programs = lambda: program(*prior()), lambda: program(*logits())
+    found, wanted = (
+        expected_moments(TraceBackpropQ_ELBO(2, estimator=estimator).eval(), *programs).variance["q"]
+        for estimator in (CrossedLeaveOneOut(), ScoreFunction(LeaveOneOut()))
+    )
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-12)
 
 
 def test_a_number_of_values_that_was_drawn_steers() -> None:
