@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQError, BPQWarning
-from pyro_bpq.step.returns import values_and_targets
+from pyro_bpq.step.learning import Learning, values_and_targets
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import exact_gradient, expected_gradient
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 

@@ -27,10 +27,9 @@ ORDER = (
     "targets",
     "critics",
     "estimators",
-    "batching",
     "record",
-    "plan",
     "step",
+    "plan",
     "reruns",
     "compiled",
     "objectives",
@@ -250,11 +249,10 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15541,
-    "modules": 153,
+    "pyro_bpq": 15534,
+    "modules": 147,
     "top": 226,
-    "batching/": 487,
-    "compiled/": 1197,
+    "compiled/": 1192,
     "critics/": 613,
     "diagnostics/": 697,
     "estimators/": 1470,
@@ -262,15 +260,15 @@ BUDGETS = {
     "objectives/": 1775,
     "plan/": 969,
     "record/": 3681,
-    "reruns/": 1059,
-    "rollout/": 490,
-    "step/": 893,
+    "reruns/": 1138,
+    "rollout/": 492,
+    "step/": 1297,
     "svi/": 277,
     "targets/": 158,
     "testing/": 838,
-    "tests": 20576,
+    "tests": 20574,
     "benchmarks": 3000,
-    "words of docs": 15974,
+    "words of docs": 15972,
 }
 
 

@@ -20,7 +20,6 @@ from pyro_bpq.compiled.subject import (
     Updates,
     apply_all,
     distinct,
-    gradients_of,
     numbers_of,
     tensors_of,
     untraced,
@@ -31,7 +30,7 @@ from pyro_bpq.record.function import results_of
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.values import Node, RecordingError, Value
 from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.reruns.gradients import inputs_of
+from pyro_bpq.reruns.gradients import gradients_of, inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep
 
 Info = dict[str, dict[str, Any]]

@@ -25,7 +25,7 @@ from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.sandbox import Draws
 from pyro_bpq.rollout.schedule import NoiseSource, RecordedStep
-from pyro_bpq.step.values import Step
+from pyro_bpq.step.surrogate import Step
 
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -58,14 +58,6 @@ def tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:
 def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
     """The tensors of some groups in their order, each once."""
     return list({id(tensor): tensor for group in groups for tensor in group}.values())
-
-
-def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dict[Tensor, Tensor]:
-    """The gradient of a scalar to each of the leaves that it reads; ``options`` are those of ``torch.autograd``."""
-    if not (leaves and value.requires_grad):
-        return {}
-    found = torch.autograd.grad(value, leaves, allow_unused=True, **options)
-    return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
 class Subject(Protocol):

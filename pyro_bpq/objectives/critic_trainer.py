@@ -18,9 +18,9 @@ from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.observation import Transient
 from pyro_bpq.objectives.replayer import Replayer
 from pyro_bpq.rollout.distributed import Ranks
-from pyro_bpq.step.critic_loss import critic_loss
+from pyro_bpq.step.learning import critic_loss
 from pyro_bpq.step.program_order import RecentCosts
-from pyro_bpq.step.values import Seen, Step
+from pyro_bpq.step.surrogate import Seen, Step
 
 
 class CriticTrainer:

@@ -26,8 +26,7 @@ from pyro_bpq.record.tracer import trace_run
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import changed_options, short
-from pyro_bpq.step.surrogate import may_learn
-from pyro_bpq.step.values import Step
+from pyro_bpq.step.surrogate import Step, may_learn
 
 MEANS = ("geometric", "arithmetic", None)
 _NO_CRITICS = "TraceBackpropQ_IWAE has no critics. Leave them out, or train with TraceBackpropQ_ELBO."

@@ -24,15 +24,15 @@ from pyro.distributions.util import is_identically_zero, scale_and_mask
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.compiled.subject import gradients_of
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.record.cost_statement import SkipCosts
 from pyro_bpq.record.laws import mapped
+from pyro_bpq.reruns.gradients import gradients_of
 from pyro_bpq.reruns.redraw import Hold, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
+from pyro_bpq.step.site_batch import SiteBatch
 
 
 @dataclass(frozen=True)

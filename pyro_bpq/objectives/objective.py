@@ -26,7 +26,8 @@ from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.short import Pending
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.step.values import Learning, Step
+from pyro_bpq.step.learning import Learning
+from pyro_bpq.step.surrogate import Step
 
 if TYPE_CHECKING:
     from pyro_bpq.compiled.entry import Outcome

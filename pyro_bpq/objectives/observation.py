@@ -26,7 +26,7 @@ from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Step
+from pyro_bpq.step.surrogate import Step
 
 # Why a single particle runs.
 STEERED = "sampled values steer the program"

@@ -32,8 +32,7 @@ from pyro_bpq.step.critic_step import NEEDS_LEAF, described
 from pyro_bpq.step.program_order import lone_step, order_step
 from pyro_bpq.step.signal_table import moved_value, q_slope, q_value
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import step
-from pyro_bpq.step.values import Step
+from pyro_bpq.step.surrogate import Step, step
 
 
 class PlannedObjective(Objective):

@@ -14,7 +14,7 @@ from pyro_bpq.record.sandbox import LentBuffers
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.step.values import Step
+from pyro_bpq.step.surrogate import Step
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.objective import Objective

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.errors import UnsupportedProgramError
@@ -29,7 +28,8 @@ from pyro_bpq.reruns.redraw import (
     swapped,
     trainable,
 )
-from pyro_bpq.step.critic_loss import critic_loss
+from pyro_bpq.step.layout import Layout
+from pyro_bpq.step.learning import critic_loss
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.planned import PlannedObjective

@@ -14,7 +14,6 @@ import torch
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_bpq.compiled.subject import gradients_of
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
@@ -36,10 +35,9 @@ from pyro_bpq.record.tracer import run_in_order, run_unscored, trace_run
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
-from pyro_bpq.reruns.flips import flipped_costs
-from pyro_bpq.reruns.gradients import inputs_of
+from pyro_bpq.reruns.gradients import gradients_of, inputs_of
 from pyro_bpq.reruns.tables import exact_sum
-from pyro_bpq.reruns.values import Values, is_alike
+from pyro_bpq.reruns.values import Values, flipped_costs, is_alike
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.rollout.sums import in_single
 from pyro_bpq.step.program_order import in_order

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.network import QNode
@@ -17,6 +16,7 @@ from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.record.components import Pattern
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.short import listed, short
+from pyro_bpq.step.layout import Layout
 
 
 @dataclass(frozen=True)

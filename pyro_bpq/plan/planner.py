@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-from pyro_bpq.batching.classes import Known, SiteSpec
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
@@ -39,6 +37,8 @@ from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
 from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.step.classes import Known, SiteSpec
+from pyro_bpq.step.layout import Layout
 
 # Largest number of plans that are kept.
 _PLANS = 64

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pyro_bpq.batching.classes import Known
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.record.components import Pattern, Patterns
@@ -16,6 +15,7 @@ from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import samples
 from pyro_bpq.rollout.features import have_same_values
+from pyro_bpq.step.classes import Known
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
-r"""Costs with one site at another value, from the recording, for estimators that compare values."""
+r"""Costs with sites at other values, from the recording, for estimators that compare values."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import BPQError, UnsupportedProgramError
+from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import Plan
@@ -21,7 +22,7 @@ from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun, named
 from pyro_bpq.record.watch import samples
-from pyro_bpq.reruns.gradients import inputs_of
+from pyro_bpq.reruns.gradients import gradients_of, inputs_of
 from pyro_bpq.reruns.hindsight import HeldRuns
 from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.reruns.values import Values
@@ -104,6 +105,10 @@ class Reruns:
         sites = charge_sites(run.sites, patterns, {cost: (signs[cost], found[name]) for cost, name in names.items()})
         return replace(run, sites=sites, costs={cost: found[cost] for cost in run.costs})
 
+    def of_class(self, signals: Signals, c: int) -> SiteProgramRuns:
+        """The costs of a class of sites at other values."""
+        return SiteProgramRuns(signals, c)
+
     def hindsight(self, signals: Signals, c: int) -> HeldCosts:
         """What other values of the sites of a class change while all other sites keep theirs."""
         return signals.once("hindsight", lambda: HeldRuns(self, signals)).of_class(c)
@@ -115,6 +120,118 @@ class Reruns:
     def _seeds(self) -> torch.Generator:
         """Seeds of further draws: some are for checks, after which estimators are to draw what they would draw else."""
         return torch.Generator().manual_seed(0xBF58476D1CE4E5B9 * (self.generator.initial_seed() + 1) % (1 << 63))
+
+
+@dataclass(eq=False)
+class SiteProgramRuns:
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` for a class of sites, which takes a run for each site.
+
+    Args:
+        signals: The tensors of the rollout, and what runs the program at other values.
+        c: Position of the class.
+        downstream: For each site, the runs in which sites downstream of it keep their values. ``None`` draws these
+            sites afresh.
+        means: Whether sites downstream that are not held take their means.
+    """
+
+    signals: Signals
+    c: int
+    downstream: Sequence[tuple[Run, ...] | None] | None = None
+    means: bool = False
+
+    def __post_init__(self) -> None:
+        self.layout, self.batch, self.rerun = self.signals.layout, self.signals.batches[self.c], self.signals.rerun
+        self.names, self.generator = self.batch.cls.names, self.rerun.generator
+
+    @property
+    def value(self) -> Tensor:
+        """The sampled values, detached."""
+        return self.batch.value
+
+    @property
+    def rows_meet(self) -> bool:
+        """Whether a cost of one plate row reads another row."""
+        return any(self.layout.rows_meet(name) for name in self.names)
+
+    def cost(self, value: Tensor) -> Tensor:
+        """Costs-to-go at other values, detached."""
+        return torch.stack([self._cost_to_go(self._run(i, own))[i] for i, own in enumerate(value.detach())])
+
+    @torch.no_grad()
+    def sampled_cost(self) -> Tensor:
+        """Costs-to-go at the sampled values of all sites, by the same way as at other values."""
+        return replace(self, downstream=[self.batch.rollout.runs] * len(self.names)).cost(self.value)
+
+    def independent(self) -> Tensor:
+        """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""
+        runs = self.rerun.fresh
+        total = self._cost_to_go(runs)
+        if not self.batch.cls.spec.by_component:
+            return total
+        return self.layout.component_cost_to_go(replace(self.batch.rollout, runs=runs), self.c, total)
+
+    def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Costs-to-go at other values, and the gradient of all costs downstream."""
+        costs, gradients = [], []
+        for i, name in enumerate(self.names):
+            leaf, wanted = value[i].detach().requires_grad_(), self.layout.graph.downstream_costs(name)
+            runs = self._run(i, leaf)
+            with torch.enable_grad():
+                total = sum((run.costs[cost].sum() for run in runs for cost in wanted), leaf.new_zeros(()))
+            gradients.append(gradients_of(total, [leaf]).get(leaf, torch.zeros_like(leaf)))
+            costs.append(self._cost_to_go(runs)[i])
+        return torch.stack(costs), torch.stack(gradients)
+
+    def slope(self) -> Tensor:
+        """The gradient of all costs downstream at the sampled values."""
+        rollout, cls = self.batch.rollout, self.batch.cls
+        try:
+            if any(self.layout.graph.descendants(name) for name in self.names):
+                return self.gradient(self.value)[1]
+            slopes = {id(run): own for run, own in zip(rollout.runs, self.rerun.slopes, strict=True)}
+            return rollout.stack(lambda run, name: slopes[id(run)][name], self.names, cls.spec.plates, cls.value_ndim)
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            # Estimates stay unbiased with any slopes.
+            warnings.warn(
+                f"Sites {', '.join(map(repr, self.names))}: the program failed while their values carried gradients; "
+                f"slopes of its costs are taken for zero: {error} Write z.detach() where a value leaves torch, or use "
+                "an estimator without slopes there, e.g. ScoreFunction().",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return torch.zeros_like(self.value)
+
+    def held(self, value: Tensor) -> SiteProgramRuns:
+        """The program in which sites downstream keep the values that they take in a run at ``value``."""
+        descendants, pairs = self.layout.graph.descendants, zip(self.names, value.detach(), strict=True)
+        held = [self.rerun(name, own) if descendants(name) else None for name, own in pairs]
+        return replace(self, downstream=held, means=False)
+
+    def mean_field(self) -> SiteProgramRuns:
+        """The program in which sites downstream take their means."""
+        return replace(self, downstream=None, means=True)
+
+    def from_index(self, index: Tensor) -> Tensor:
+        """Values from indices of finite components."""
+        split, fn = self.batch.components, self.batch.rollout.runs[0].sites[self.names[0]].fn
+        value = split.value(index, fn).to(self.value.dtype)
+        return value.squeeze(-1) if split.kind == "support" else value
+
+    def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
+        """Stacks a tensor of the sites' distributions."""
+        return self.batch.stack(lambda site: pick(site.fn), event_ndim)
+
+    def _run(self, i: int, value: Tensor) -> tuple[Run, ...]:
+        """The runs with the ``i``-th site at a value."""
+        held = None if self.downstream is None else self.downstream[i]
+        return self.rerun(self.names[i], value, held, self.means)
+
+    def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
+        """Costs-to-go ``(G, M, plates)`` of other runs."""
+        costs = self.layout.stack_costs(replace(self.batch.rollout, runs=runs))
+        return self.layout.cost_to_go(costs, self.c, costs[0].new_zeros(self.signals.shape(self.c)))
 
 
 @contextlib.contextmanager

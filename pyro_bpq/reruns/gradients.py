@@ -1,4 +1,4 @@
-r"""Gradients that are known already, and the leaves that collect them."""
+r"""Gradients that torch finds or that are known already, and the leaves that collect them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dict[Tensor, Tensor]:
+    """The gradient of a scalar to each of the leaves that it reads; ``options`` are those of ``torch.autograd``."""
+    if not (leaves and value.requires_grad):
+        return {}
+    found = torch.autograd.grad(value, leaves, allow_unused=True, **options)
+    return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
 def with_gradients(value: Tensor, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

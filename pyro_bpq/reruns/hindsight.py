@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
@@ -27,11 +26,12 @@ from pyro_bpq.record.components import weighted_elements
 from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.reruns.flips import Rows, excess, summed, table
 from pyro_bpq.reruns.slopes import Wanted, expansions
+from pyro_bpq.reruns.values import Rows, excess, summed, table
 from pyro_bpq.rollout.features import Components, element_log_prob
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.site_batch import SiteBatch
 
 if TYPE_CHECKING:
     from pyro_bpq.reruns.at_values import Reruns

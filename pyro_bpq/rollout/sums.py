@@ -155,6 +155,11 @@ def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
     return bits[:, list(columns)].astype(np.float32)
 
 
+def total(values: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors; zero for none."""
+    return sum(values[1:], values[0]) if values else torch.zeros(())
+
+
 def in_single(value: Tensor) -> Tensor:
     """A value in single precision at least: in half precision squares overflow, and torch solves no systems."""
     return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -1,5 +1,5 @@
-"""One step as mathematics: what each site is told, the surrogate, and the loss of the critics.
+"""The tensors of a step: sites and costs in classes, what estimators and critics make of them.
 
-Imports ``batching``, ``critics``, ``estimators`` and what is below them; it does not import Pyro. Read
-``signals.py`` first, then ``surrogate.py``.
+Imports ``critics``, ``estimators``, ``record`` and what is below them; it does not import Pyro. Read ``layout.py``
+first, then ``signals.py`` and ``surrogate.py``.
 """

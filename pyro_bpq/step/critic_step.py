@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import QGroup
-from pyro_bpq.batching.layout import Layout
-from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block, Rows, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
@@ -25,6 +22,9 @@ from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import update_mean
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.step.classes import QGroup
+from pyro_bpq.step.layout import Layout
+from pyro_bpq.step.site_batch import SiteBatch
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals

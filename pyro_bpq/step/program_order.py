@@ -23,8 +23,9 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
-from pyro_bpq.step.surrogate import estimate, may_learn
-from pyro_bpq.step.values import Learning, Notes, Step, total
+from pyro_bpq.rollout.sums import total
+from pyro_bpq.step.learning import Learning, Notes
+from pyro_bpq.step.surrogate import Step, estimate, may_learn
 
 
 @dataclass(frozen=True, eq=False)

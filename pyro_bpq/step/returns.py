@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.runs import sum_to_plates
-from pyro_bpq.rollout.sums import common_type
+from pyro_bpq.rollout.sums import common_type, total
 from pyro_bpq.step.critic_step import CriticBatch
-from pyro_bpq.step.values import Learning, total
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return, network_rules, solve_rules
 
 if TYPE_CHECKING:
@@ -25,13 +24,6 @@ MOST_SOLVED = 2048
 # What critics say of each group of Q-nodes, `(Q, M, plates)` in nats, detached: `q_X(x)`, and `E_X[q_X]` plus what
 # takes the (discounted) exact immediate costs to their expectation.
 Told = Mapping[int, tuple[Tensor, Tensor]]
-
-
-def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
-    """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
-    found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
-    targets = lambda_returns(signals, found, learning.lam, learning.gamma)
-    return {g: (c.says.value, targets[g].expand_as(c.says.value)) for g, c in signals.critics.items()}
 
 
 def bootstrap(signals: Signals, c: int, gamma: float) -> Tensor | None:

@@ -6,7 +6,7 @@ A function gets the tensors of a rollout and the position of a class of sites. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.q_estimators import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import reparameterise
 from pyro_bpq.rollout.features import base_distribution
-from pyro_bpq.rollout.runs import SiteRecord
-from pyro_bpq.step import site_program
+from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
+from pyro_bpq.step.classes import CrossedCosts
 from pyro_bpq.step.critic_step import CriticBatch
 from pyro_bpq.step.returns import by_name, predictions
 from pyro_bpq.targets.advantages import advantages
@@ -28,6 +28,21 @@ if TYPE_CHECKING:
 
 # Needs that are met by something else than a signal.
 OTHER_NEEDS = frozenset({"table", "slope"})
+# Least log-probability of a component's value in crossed costs, in nats.
+_LEAST = -100.0
+# Sites whose values have so many elements get a call each, because copies would take longer than calls.
+_LARGE = 1 << 14
+
+
+def program(signals: Signals, c: int) -> Any:
+    """The costs of a class of sites at other values, a :class:`~pyro_bpq.estimators.base.SiteProgram`."""
+    cls = signals.layout.classes[c]
+    if signals.rerun is None:
+        raise UnsupportedProgramError(
+            f"Sites {', '.join(map(repr, cls.names))}: sampled values steer this program, so {cls.spec.estimator} "
+            "cannot compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
+        )
+    return signals.rerun.of_class(signals, c)
 
 
 def moved_value(signals: Signals, c: int) -> Tensor:
@@ -78,14 +93,66 @@ def _per_site(signals: Signals, c: int, pick: Callable[[CriticBatch], Tensor | N
 def crossed(signals: Signals, c: int) -> Tensor | None:
     """How the other particles' costs-to-go change with this particle's past, ``(G, M, plates)`` in nats, detached.
 
-    The change is averaged over the other particles. ``None`` if no change is known.
+    Leave-one-out subtracts the cost-to-go of particle ``j``, which has another past than particle ``i``. A closer
+    baseline is the cost of the values of ``j``, from the site on, given the past of ``i``. A log-probability is known
+    for such a pair without another run if its law reads only the past, ``log p(y_j | parents_i)``, or if its value lies
+    in the past and its law reads nothing of the past, ``log p(y_i | parents_j)``. The values of ``i`` that enter do not
+    depend on the site. The change is averaged over the other particles. ``None`` if no change is known.
     """
-    layout, rollout = signals.layout, signals.rollout
+    layout, rollout, costs = signals.layout, signals.rollout, signals.costs
     if rollout.num_particles == 1:
         return None
-    groups = layout.crossed_costs
-    changes = signals.once("crossed", lambda: [group.changes(rollout, signals.costs) for group in groups])
+    changes = signals.once("crossed", lambda: [_changes(own, rollout, costs) for own in layout.crossed_costs])
     return layout.crossed.sums(c, changes, signals.shape(c))
+
+
+@torch.no_grad()
+def _changes(group: CrossedCosts, rollout: Rollout, costs: Sequence[Tensor]) -> Tensor:
+    """Change of each cost given another particle's past, averaged over the other particles.
+
+    A change is the cost given particle ``i``'s past minus the cost of particle ``j``, averaged over ``j``. The
+    result holds the changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats.
+    """
+    own, names = costs[group.k], list(group.costs)
+    own = own[group.indices("at", own, lambda: group.at)]
+    size = rollout.runs[0].sites[group.costs[names[0]].site or ""].value.numel()
+    parts = [names] if size < _LARGE else [[name] for name in names]
+    pairs = torch.cat([_pairs(group, rollout, part, own) for part in parts])
+    change = torch.cat((pairs, pairs.transpose(1, 2))) - torch.cat((own, own)).unsqueeze(1)
+    itself = torch.eye(rollout.num_particles, dtype=torch.bool, device=own.device)
+    itself = itself.reshape(*itself.shape, *(1,) * (own.dim() - 2))
+    return change.masked_fill(itself, 0.0).sum(2) / (rollout.num_particles - 1)
+
+
+def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Tensor) -> Tensor:
+    """Costs under the law of particle ``i`` at the value of particle ``j``, ``(costs, i, j, plates)``.
+
+    They are linear in an encoded value, so one matrix product gives all pairs. Particle ``i``'s own value must not
+    enter the result, not even through rounding.
+    """
+    components = group.components
+
+    def stack(pick: Callable[[SiteRecord, bool], Tensor], event_ndim: int) -> Tensor:
+        def from_run(run: Run, name: str) -> Tensor:
+            cost = group.costs[name]
+            return pick(run.sites[cost.site or ""], cost.is_of_guide)
+
+        return rollout.stack(from_run, names, group.plates, event_ndim)
+
+    def law(site: SiteRecord, of_guide: bool) -> Tensor:
+        return components.parameters(site.fn if of_guide else site.prior)
+
+    def weight(site: SiteRecord, of_guide: bool) -> Tensor:
+        one, scale, mask = (1.0, site.scale, site.mask) if of_guide else (-1.0, site.prior_scale, site.prior_mask)
+        weight = like.new_full((), one) * scale
+        return weight if mask is None else weight * torch.as_tensor(mask, device=like.device)
+
+    slopes, base = components.linear(stack(law, components.event_ndim), _LEAST)
+    values = stack(lambda site, _: components.encoded(site.value.detach(), site.fn), 1).to(slopes.dtype)
+    log_prob = torch.einsum("ci...f,cj...f->cij...", slopes, values) + base.unsqueeze(2)
+    weights = stack(weight, 0).unsqueeze(2)
+    # Masked log-probabilities may be infinite or NaN.
+    return torch.where(weights == 0.0, 0.0, weights * log_prob)
 
 
 def parent_advantage(signals: Signals, c: int) -> Tensor | None:
@@ -114,9 +181,9 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
 
 SIGNALS: Mapping[str, Callable[[Signals, int], Any]] = MappingProxyType(
     {
-        "program": site_program.of_class,
+        "program": program,
         "crossed": crossed,
-        "hindsight": lambda signals, c: site_program.of_class(signals, c).rerun.hindsight(signals, c),
+        "hindsight": lambda signals, c: program(signals, c).rerun.hindsight(signals, c),
         # The user's own predictions of the cost-to-go, with their gradient.
         "baseline": lambda signals, c: signals.batches[c].baseline,
         "q_value": q_value,

@@ -3,7 +3,7 @@ r"""What estimators get from one rollout: of each site's cost-to-go what is coun
     R_X = C_X - I_X(x) - Q_X(x) - Σ_Y A_Y
         = Σ_f counted[X, f] f - Σ_f known[X, f] f - Q_X(x) - Σ_A predicted[X, A] A
 
-The matrices are those of the :class:`~pyro_bpq.batching.layout.Layout`. ``A_Y`` are the control variates of later
+The matrices are those of the :class:`~pyro_bpq.step.layout.Layout`. ``A_Y`` are the control variates of later
 sites, ``I_Y(y) - E_Y[I_Y]`` of known costs and ``Q_Y(y) - E_Y[Q_Y]`` of critics. Estimators scale the terms.
 """
 
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Known, QGroup
-from pyro_bpq.batching.layout import TABLES, Layout
-from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.classes import Known, QGroup
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
+from pyro_bpq.step.layout import TABLES, Layout
 from pyro_bpq.step.returns import bootstrap
+from pyro_bpq.step.site_batch import SiteBatch
 
 T = TypeVar("T")
 

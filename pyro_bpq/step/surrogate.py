@@ -8,27 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block, Selection, average_writes
+from pyro_bpq.critics.blocks import Block, Selection, Write, average_writes
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
 from pyro_bpq.rollout.distributed import Ranks, writes_of_ranks
 from pyro_bpq.rollout.features import Standardised
-from pyro_bpq.step.critic_loss import critic_loss
+from pyro_bpq.rollout.sums import total
+from pyro_bpq.step.classes import SiteClass
+from pyro_bpq.step.learning import Info, Learning, Notes, critic_loss, sweep
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Learning, Notes, Step, total
 
 # Signals that belong to the runs of like structure: estimators that need them serve each of these alone.
 _OF_RUNS = frozenset({"program", "hindsight"})
+# The cost in nats that a step in program order adds to the recent costs of each site.
+Seen = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one step."""
+
+    loss: Tensor  # The loss of the runs in nats; its gradient has no meaning
+    surrogate: Tensor  # Sum of the sites' surrogate terms over particles; only its gradient has meaning
+    critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
+    writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
+    info: Info = field(default_factory=dict)
+    learns: bool = False  # Whether the step counts as a training step
+    # The costs through which pathwise gradients flow, summed over particles
+    paths: Tensor = field(default_factory=lambda: torch.zeros(()))
+    # What is added to the recent costs of sites
+    seen: Seen = field(default_factory=dict)
 
 
 def step(

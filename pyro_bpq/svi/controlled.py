@@ -14,12 +14,13 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
-from pyro_bpq.compiled.subject import distinct, gradients_of
+from pyro_bpq.compiled.subject import distinct
 from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import warn_of_overrides
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 from pyro_bpq.record.watch import leaf_of
+from pyro_bpq.reruns.gradients import gradients_of
 from pyro_bpq.rollout.runs import Program
 
 _T = TypeVar("_T")

@@ -9,8 +9,8 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_bpq.compiled.subject import gradients_of
 from pyro_bpq.record.watch import leaf_of
+from pyro_bpq.reruns.gradients import gradients_of
 
 
 class GradientReader(Messenger):

@@ -21,7 +21,7 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.reruns.redraw import held_sites, trainable
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.learning import Learning
 
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.
 F1, F2 = real(1.0, -2.0), real(0.5, 3.0)

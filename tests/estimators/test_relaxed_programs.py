@@ -12,7 +12,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import REBAR, RELAX, RELAXQ, NetworkVariate, QControlVariate
 from pyro_bpq.record import tracer
-from pyro_bpq.step.site_program import SiteProgramRuns
+from pyro_bpq.reruns.at_values import SiteProgramRuns
 from pyro_bpq.testing import sample_gradients, z_scores
 
 

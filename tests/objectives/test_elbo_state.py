@@ -77,7 +77,7 @@ def test_exception_leaves_everything_as_before(
     if where == "backward":
         monkeypatch.setattr(Tensor, "backward", fail)
     if where == "critic":
-        monkeypatch.setattr("pyro_bpq.step.critic_loss.regression", fail)
+        monkeypatch.setattr("pyro_bpq.step.learning.regression", fail)
     before, rest = state_of(elbo), elbo.num_steps
     with pytest.raises(Stop):
         elbo.loss_and_grads(fail if where == "model" else CHAIN.model, CHAIN.guide)

@@ -29,7 +29,7 @@ from pyro_bpq import (
 )
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
-from pyro_bpq.step.values import Learning
+from pyro_bpq.step.learning import Learning
 from pyro_bpq.testing import exact_gradient, exact_loss
 
 OLD = {"q1": real(0.4), "q2": real(-0.5, 0.8), "q3": real(0.3, -0.7, 1.0, -0.2).reshape(2, 2)}

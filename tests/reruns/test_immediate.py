@@ -16,7 +16,7 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.plan.flips import FlippedSite, Flips
 from pyro_bpq.plan.structure import Structure, StructureFacts
-from pyro_bpq.reruns import flips as module
+from pyro_bpq.reruns import values as module
 from pyro_bpq.rollout.features import finite_components
 
 Graph = StochasticComputationGraph

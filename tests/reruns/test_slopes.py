@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import DebiasedStraightThrough
-from pyro_bpq.step.site_program import SiteProgramRuns
+from pyro_bpq.reruns.at_values import SiteProgramRuns
 
 F64 = torch.float64
 ROWS = 3

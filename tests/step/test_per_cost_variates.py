@@ -42,7 +42,7 @@ def count_only_whole_sites(elbo: TraceBackpropQ_ELBO, monkeypatch: pytest.Monkey
     """Whether that makes a difference."""
     layout = next(iter(elbo.runner.plans.plans.values())).layout
     before = layout.__dict__.pop("predicted").sets
-    monkeypatch.setattr("pyro_bpq.batching.layout.later_within", of_whole_sites)
+    monkeypatch.setattr("pyro_bpq.step.layout.later_within", of_whole_sites)
     return bool(before != layout.predicted.sets)
 
 

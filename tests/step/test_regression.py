@@ -7,7 +7,7 @@ import torch
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.blocks import Block
-from pyro_bpq.step.critic_loss import CriticRows, regression
+from pyro_bpq.step.learning import CriticRows, regression
 
 NAMES = {"mean": 0.0, "spread_level": 1.0, "spread_advantage": 1.0, "rows": 1.0}
 
@@ -40,7 +40,7 @@ def test_first_step_sets_the_statistics_and_teaches_nothing() -> None:
 
 
 def test_differences_between_particles_count_beside_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.step.critic_loss.DECAY", 0.0)
+    monkeypatch.setattr("pyro_bpq.step.learning.DECAY", 0.0)
     # Targets 1 and 3 of one row; the critic says 0 and 1. Errors: -1 and -2, their mean -1.5, around it ±0.5.
     target, value = torch.tensor([[[1.0], [3.0]]]), torch.tensor([[[0.0], [1.0]]])
     for weight in (0.0, 0.3):

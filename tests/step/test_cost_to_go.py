@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pyro_bpq.batching.classes import SiteSpec
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.estimators import ScoreFunction
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.step.classes import SiteSpec
+from pyro_bpq.step.layout import Layout
 
 CHAIN = StochasticComputationGraph.from_parents({"x": [], "y": ["x"]}, {"f": ["x"], "g": ["x", "y"], "h": []})
 SPEC = SiteSpec((), None, (), ScoreFunction())

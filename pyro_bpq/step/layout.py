@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Constants, ContextPlan, Known, QGroup, SiteClass, SiteSpec
-from pyro_bpq.batching.crossed import CrossedCosts
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.graph.bitsets import highest
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
@@ -25,6 +23,7 @@ from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 from pyro_bpq.rollout.sums import Sums, in_single, subset_sums
+from pyro_bpq.step.classes import Constants, ContextPlan, CrossedCosts, Known, QGroup, SiteClass, SiteSpec
 
 T = TypeVar("T")
 # Number of critic inputs that encode the index of a site in a family with a shared critic.

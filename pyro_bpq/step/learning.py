@@ -1,9 +1,13 @@
-r"""The regression of critics on their targets, in units of the targets' running spread."""
+r"""How critics learn in a step: by a regression on their targets, or in a backward sweep.
+
+The regression is in units of the targets' running spread. In the sweep of the paper's Algorithm 1 each critic learns
+from children that have just learned; Q-nodes of the same height do not read each other, so they learn together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,15 +15,57 @@ from torch import Tensor
 
 from pyro_bpq.critics.blocks import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
+from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
-from pyro_bpq.step.returns import values_and_targets
+from pyro_bpq.rollout.sums import total
+from pyro_bpq.step.classes import QGroup
+from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
+from pyro_bpq.step.layout import Layout
+from pyro_bpq.step.returns import lambda_returns, predictions
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning, Notes, total
+from pyro_bpq.targets.lambda_return import Backups
 
 # Decay of the running moments of targets.
 DECAY = 0.98
-# Value and target of the Q-nodes of each group.
-Pairs = Mapping[int, tuple[Tensor, Tensor]]
+# Estimator and detached diagnostics, by name of the site.
+Info = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Notes:
+    """What a step notes of what it learns: nothing of it takes effect before the step is over."""
+
+    writes: list[Write] = field(default_factory=list)  # New running statistics
+    info: Info = field(default_factory=dict)
+
+    def show(self, site: str, **found: Any) -> None:
+        """Adds diagnostics of a site."""
+        self.info.setdefault(site, {}).update(found)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How the critics' targets and loss are formed."""
+
+    lam: float | Tensor = 0.97  # Weight of the return against the critic
+    gamma: float = 1.0  # Discount per level
+    level_weight: float = 0.1  # Weight of the level against differences within a data point
+    slow: bool = False  # Whether slow copies of the critics form the targets
+    num_steps: int = 0  # Number of steps taken, for estimators with a schedule
+    ranks: Ranks | None = None  # The processes that learn together, or `None`
+    is_recorded: bool = False  # Whether the step's operators are recorded; the loss is then not checked for finiteness
+    # Step size of a backward sweep before the gradient; `None` for a regression on all targets at once
+    sweep: float | None = None
+
+
+def values_and_targets(signals: Signals, learning: Learning) -> dict[int, tuple[Tensor, Tensor]]:
+    """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
+    found = predictions(signals, signals.slow_critics if learning.slow else signals.critics, learning.gamma)
+    targets = lambda_returns(signals, found, learning.lam, learning.gamma)
+    return {g: (c.says.value, targets[g].expand_as(c.says.value)) for g, c in signals.critics.items()}
+
+
+# The regression.
 
 
 def critic_loss(
@@ -140,3 +186,70 @@ def _centre(value: Tensor) -> Tensor:
     if value.shape[1] > 1:
         return value - value.mean(1, keepdim=True)
     return value - site_mean(value).reshape(-1, *(1,) * (value.dim() - 1))
+
+
+# The backward sweep.
+
+
+def sweep(signals: Signals, learning: Learning, notes: Notes) -> None:
+    """Takes one step of each critic, in place, from the Q-nodes next to the costs backwards.
+
+    It notes new moments of the context features, and for each site ``"td_loss"``, the squared error before the step, in
+    squared nats.
+    """
+    layout, ranks = signals.layout, learning.ranks
+    if layout.network is None:
+        return
+    backups = Backups(layout.network, signals.costs_by_name, learning.lam, learning.gamma)
+    for groups, others in _waves(layout):
+        for node in others:
+            backups.put(node, backups.target(node), None)
+        for group in groups:
+            critic = evaluate_critics(signals, group)
+            if critic is None:  # not built yet, in a steered program
+                continue
+            value, nodes = critic.says.value, critic.group.nodes
+            targets = torch.stack([backups.target(node).expand(value.shape[1:]) for node in nodes])
+            loss = site_mean((value.detach() - targets).square())
+            _descend(value / critic.unit, targets / critic.unit, critic, learning)
+            again = evaluate_critics(signals, critic.group)
+            assert again is not None
+            for node, target, own, error in zip(nodes, targets, again.says.value.detach(), loss, strict=True):
+                backups.put(node, target, own)
+                notes.show(node.site, td_loss=error)
+            notes.writes += writes_of_ranks(ranks, critic.writes, value[0].numel())
+            notes.writes += critic.selection.write("count", critic.selection.read("count") + 1)
+
+
+def _descend(value: Tensor, target: Tensor, critic: CriticBatch, learning: Learning) -> None:
+    """One step on half the squared error, averaged over all samples; for tables over the samples of each entry."""
+    blocks = {key: block for key, block, *_ in critic.selection.parts}
+    weights = {f"{key}.{name}": w for key, block in blocks.items() for name, w in block.weights().items()}
+    is_table, ranks, error = critic.group.critic.uses_cells, learning.ranks, (value - target).square()
+    loss = 0.5 * (error.sum() if is_table else site_mean(error).sum())
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, retain_graph=is_table)
+    gradients = {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+    # Of a table, the number of samples that read an entry is the derivative of the sum of what was read.
+    seen = torch.autograd.grad(value.sum(), [weights[name] for name in gradients]) if is_table else ()
+    numbers = dict(zip(gradients, seen, strict=is_table))
+    if ranks is not None:
+        gradients = ranks.average(gradients, 1 if is_table else value[0].numel())
+        numbers = ranks.average(numbers)
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            if is_table:
+                gradient = gradient / torch.where(numbers[name] > 0.0, numbers[name], 1.0)
+            weights[name].sub_(gradient, alpha=learning.sweep)
+
+
+def _waves(layout: Layout) -> Iterator[tuple[list[QGroup], list[QNode]]]:
+    """The Q-nodes of a layout by their height above the costs: groups that critics predict, and other Q-nodes."""
+    network, height = layout.network, dict[str, int]()
+    assert network is not None
+    for node in network.nodes:
+        height[node.name] = 1 + max((height.get(child, 0) for child in network.children(node.name)), default=0)
+    predicted = {node.name for group in layout.groups for node in group.nodes}
+    for level in sorted(set(height.values())):
+        chosen = [(g, [k for k, n in enumerate(g.nodes) if height[n.name] == level]) for g in layout.groups]
+        others = [n for n in network.nodes if height[n.name] == level and n.name not in predicted]
+        yield [group.take(places) for group, places in chosen if places], others

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.network import QNode
-from pyro_bpq.graph.scg import Plate
+from pyro_bpq.graph.scg import CostNode, Plate
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 
@@ -104,6 +104,17 @@ class Constants:
     def indices(self, name: Any, like: Tensor, given: Callable[[], Any]) -> Tensor:
         """The positions that a function gives, on the device of a tensor."""
         return self.made(name, like, lambda: torch.as_tensor(given(), dtype=torch.long).to(like.device))
+
+
+@dataclass(frozen=True, eq=False)
+class CrossedCosts(Constants):
+    """Log-probabilities of like-shaped sites that are known given another particle's past."""
+
+    k: int  # Position of the class of costs
+    plates: tuple[Plate, ...]  # Its plates
+    components: Components  # Finite components of the sites
+    costs: Mapping[str, CostNode]  # The costs by name
+    at: tuple[int, ...]  # Their positions in the class
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardtanh
 
-from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.rollout.features import (
     Components,
@@ -24,6 +23,7 @@ from pyro_bpq.rollout.features import (
     standardise,
 )
 from pyro_bpq.rollout.runs import Rollout, SiteRecord
+from pyro_bpq.step.classes import SiteClass
 
 
 class SiteBatch:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import Known, QGroup, SiteSpec
-from pyro_bpq.batching.layout import Layout, Matrix
 from pyro_bpq.critics.nets import MLPCritic, TabularCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
+from pyro_bpq.step.classes import Known, QGroup, SiteSpec
+from pyro_bpq.step.layout import Layout, Matrix
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
