@@ -1,25 +1,37 @@
-r"""Turns a recorded graph into a function of its inputs, with draws that Inductor can compile."""
+r"""How a recording is compiled: its graph becomes a function of its inputs, with draws that Inductor can compile."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
+import logging
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import clone_preserve_strides
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from tqdm import tqdm
 
 from pyro_bpq.compiled.graphs import Editor, value_of
 from pyro_bpq.compiled.joining import joined
-from pyro_bpq.compiled.options import Backend
+from pyro_bpq.compiled.options import Backend, Compile
+from pyro_bpq.compiled.recorder import Recording
+from pyro_bpq.compiled.watch import first_line
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.record.sandbox import Draws
 
+LOG = logging.getLogger("pyro_bpq")
 Compiled = Callable[..., Sequence[Tensor]]
 
 _ATEN = torch.ops.aten
+# Number of operators above which a step is compiled in the background, where that is left open.
+_LONG = 10_000
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.
@@ -28,19 +40,6 @@ _FEW_ELEMENTS = 128
 _SHORTEST = 2.0**-25
 # Uniform numbers from which on torch's generator, four times as fast, is worth a call that nothing joins.
 _MANY = 2048
-
-
-def missing(backend: Backend, device: torch.device) -> str:
-    """What a backend lacks on this machine, in words; empty if nothing."""
-    if backend == "cudagraphs" and device.type != "cuda":
-        return "cudagraphs serves GPUs only"
-    if backend == "inductor" and device.type == "cpu":
-        from torch._inductor import config
-
-        names = [config.cpp.cxx] if isinstance(config.cpp.cxx, str) else list(config.cpp.cxx)
-        if not any(name and shutil.which(name) for name in (*names, "g++", "clang++")):
-            return "this machine has no C++ compiler"
-    return ""
 
 
 def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Tensor]) -> Compiled:
@@ -105,6 +104,56 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def make(recording: Recording, options: Compile) -> None:
+    """Compiles a recording, in the background if that is asked for; notes why it could not."""
+    backend, background, examples = options.backend, options.background, recording.inputs
+    if backend == "eager":
+        return
+    if background is None:
+        background = recording.num_operators > _LONG
+    LOG.info("Compiling a step of %d operators.", recording.num_operators)
+    line = _line(recording.num_operators, background)
+    copies = [clone_preserve_strides(tensor.detach()) for tensor in examples]  # compiled code counts on strides
+
+    def work() -> None:
+        start = time.perf_counter()
+        # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
+        draws = None if background else Draws()
+        try:
+            with torch.no_grad(), line:
+                compiled = compile_graph(recording.graph, backend, copies)
+                compiled(*copies)
+        except Exception as error:  # A compiler may raise anything.
+            recording.note = f"the compiler failed ({first_line(error)})"
+            warnings.warn(
+                f"compile: {recording.note}; the recorded operators run as they are.", BPQWarning, stacklevel=2
+            )
+        else:
+            recording.run = compiled
+        finally:
+            if draws is not None:
+                draws.again()
+        recording.seconds[1] = time.perf_counter() - start
+
+    if background:
+        recording.thread = threading.Thread(target=work, daemon=True)
+        recording.thread.start()
+    else:
+        work()
+
+
+def _line(operators: int, background: bool) -> contextlib.AbstractContextManager[Any]:
+    """A line that says what is compiled; on a terminal it goes when the wait is over."""
+    text = f"Compiling a step of {operators} operators, once for all calls like this one"
+    if background:
+        tqdm.write(f"{text}; steps go on meanwhile.", file=sys.stderr)
+        return contextlib.nullcontext()
+    return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=not sys.stderr.isatty())
+
+
+# Draws that Inductor can compile.
 
 
 def eager_draws(editor: Editor) -> None:

@@ -6,34 +6,70 @@ leaves them as they were. A step is recorded twice, and counts if both runs are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property, reduce
+import threading
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, fx
 
 from pyro_bpq.compiled.subject import (
     Subject,
     Updates,
+    all_hold,
     apply_all,
     distinct,
     numbers_of,
     tensors_of,
     untraced,
 )
-from pyro_bpq.compiled.watch import NotYet, StepTape
+from pyro_bpq.compiled.watch import NotYet, StepTape, first_line
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.function import results_of
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.values import Node, RecordingError, Value
 from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.reruns.gradients import gradients_of, inputs_of
-from pyro_bpq.rollout.schedule import RecordedStep
+from pyro_bpq.rollout.schedule import RecordedStep, scheduled
+
+# Number of shapes that are shown.
+_SHOWN = 6
+# Longest time between two comparisons, in steps.
+_LONGEST = 1000
 
 Info = dict[str, dict[str, Any]]
+
+
+class LastInfo(UserDict[str, dict[str, Any]]):
+    """What a compiled step found out about each site; it is computed when it is first read."""
+
+    def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
+        self._build = build
+
+    @cached_property
+    def data(self) -> dict[str, dict[str, Any]]:  # type: ignore[override]
+        """By site."""
+        return dict(self._build())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.data,)
+
+    def __copy__(self) -> LastInfo:
+        return LastInfo(lambda: self.data)
+
+
+class Outcome(NamedTuple):
+    """The results of a compiled step."""
+
+    loss: Tensor  # the loss in nats
+    leaves: Sequence[Tensor]  # the tensors that collect gradients
+    gradients: Sequence[Tensor]  # their gradients
+    info: LastInfo  # what is known of each site
 
 
 class Cut(NamedTuple):
@@ -44,11 +80,27 @@ class Cut(NamedTuple):
 
 
 class Recording:
-    """A recorded step."""
+    """A recorded step, and its use.
+
+    Attributes:
+        updater: The optimiser that is part of the step; ``None`` if there is none.
+        first: Number of steps before the programs are first compared with what is recorded.
+        steps: Number of steps it has taken.
+        checked: This number when the programs were last seen to do what is recorded.
+        seconds: Seconds to record, and to compile.
+        note: What went wrong when it was compiled.
+        thread: Compiles it, if that goes on in the background.
+    """
+
+    first: int = 1
+    steps: int = 0
+    checked: int = 0
+    note: str = ""
+    thread: threading.Thread | None = None
 
     def __init__(self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> None:
         """Takes a step that leaves no trace, and writes it down."""
-        noise = subject.noise
+        noise, self.updater, self.seconds = subject.noise, updates, [0.0, 0.0]
         # What its call looked like, and what it has done.
         self.call, self.tape = call, (tape := StepTape(noise.seed_of(noise.number + 1), call))
         # Critics, statistics and the state of their optimiser, and the tensors among these.
@@ -87,8 +139,8 @@ class Recording:
         for update in self.updates:
             graded.pop(update.parameter, None)
         store = dict(pyro.get_param_store().named_parameters())
-        self.params = [name for name in self.messages if name in store]
         # The tensors that are found in each call, and their shapes and types.
+        self.params = [name for name in self.messages if name in store]
         found = distinct(call.tensors, [store[name] for name in self.params], self.state)
         self.kinds = [*map(kind_of, found)]
         # The loss, and the gradients of leaves that no optimiser in the graph uses.
@@ -120,6 +172,75 @@ class Recording:
         fixed = [tape.inputs[value] for value in tape.constants]
         self.digest = hash((*operators, *(str((own.dtype, own.shape, own.tolist())) for own in fixed)))
 
+    def __str__(self) -> str:
+        (record, compile_), updated, handed = self.seconds, len(self.updates), len(self.graded)
+        does = [f"it updates {updated} parameters"] if updated else []
+        if handed or not updated:
+            does.append(f"it gives {handed} gradients to the optimiser")
+        parts = [
+            f"Recorded: {self.num_operators} operators, {len(self.reads)} input tensors, in {record:.1f} s",
+            " and ".join(does),
+        ]
+        if self.note:
+            parts.append(self.note)
+        elif not self.is_ready:
+            parts.append("being compiled, the recorded operators run as they are meanwhile")
+        elif compile_:
+            parts.append(f"compiled in {compile_:.1f} s")
+        text = "; ".join([*parts, f"{self.steps} steps taken."])
+        shapes = [str(tuple(tensor.shape)) for tensor in self.call.tensors]
+        shapes[_SHOWN:] = ["..."] * (len(shapes) > _SHOWN)
+        return f"{text} It serves tensors of the shapes {', '.join(shapes)}." if shapes else text
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is compiled, or will not be."""
+        return self.thread is None or not self.thread.is_alive()
+
+    @property
+    def holds(self) -> bool:
+        """Whether critics, statistics and the optimiser's state are where they were."""
+        return all_hold(self.places) and all(update.holds for update in self.updates)
+
+    def tensors(self, call: Call) -> list[Tensor] | None:
+        """The inputs of a call, without noise and schedules; ``None`` if the recording does not serve it."""
+        if call.spec != self.call.spec or not self.holds:
+            return None
+        store = dict(pyro.get_param_store().named_parameters())
+        params = [store[name] for name in self.params if name in store]
+        # If the store was cleared: an optimiser keeps its state by parameter, not by name.
+        updated = {id(update.parameter) for update in self.updates}
+        if len(params) < len(self.params) or not updated <= set(map(id, params)):
+            return None
+        tensors = distinct(call.tensors, params, self.state)
+        return tensors if [*map(kind_of, tensors)] == self.kinds else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the programs run once more before the next step, to compare what they do with the recording."""
+        return self.is_ready and self.steps >= self.checked + min(max(self.checked, self.first), _LONGEST)
+
+    def take(self, subject: Subject, tensors: list[Tensor], number: int) -> Outcome:
+        """A step on the tensors of a call."""
+        if self.num_generators:
+            generators = [subject.noise() for _ in range(self.num_generators)]
+            tensors += [noise.draw(generators[noise.source]) for noise, _ in self.tape.own_noise]
+        tensors += [scheduled(schedule, number) for schedule, _ in self.tape.scheduled]
+        tensors.append(numbers_of(self.updates))
+        if am_i_wrapped():
+            # SVI learns from these messages which parameters there are.
+            store = pyro.get_param_store()
+            for name, value in self.messages.items():
+                _announce(store[name] if name in self.params else value, name=name)
+        with torch.no_grad():
+            tensors += self.constants
+            results = self.run(*[tensors[i] for i in self.reads])
+        self.steps += 1
+        for update in self.updates:
+            update.count()
+        leaves, ahead = [tensors[i] for i in self.graded], 1 + len(self.graded)
+        return Outcome(results[0], leaves, results[1:ahead], LastInfo(partial(self.build, results[ahead:])))
+
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""
         is_same = self.digest == other.digest and self.reads == other.reads
@@ -129,6 +250,11 @@ class Recording:
     def shown(self) -> tuple[Value, ...]:
         """The results that are known of sites, or that this is cut out of."""
         return tuple(dict.fromkeys(value.base for *_, value in self.info if isinstance(value, Cut)))
+
+    @cached_property
+    def run(self) -> Callable[..., Sequence[Tensor]]:
+        """The compiled function; the recorded operators as they are while there is none."""
+        return self.graph
 
     @cached_property
     def graph(self) -> fx.GraphModule:
@@ -174,6 +300,11 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     return found
 
 
+@effectful(type="param")
+def _announce(value: Tensor) -> Tensor:
+    return value
+
+
 def _cut(value: Value, made: Mapping[Value, Node]) -> Cut:
     """How a tensor is cut out of a result, from what has made each value."""
     path: tuple[tuple[int, int], ...] = ()
@@ -181,8 +312,3 @@ def _cut(value: Value, made: Mapping[Value, Node]) -> Cut:
         value, *at = node.args
         path = ((at[0], at[1]), *path)
     return Cut(value, path)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without what Pyro adds."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from pyro_bpq.compiled.entry import Entry, Outcome, make
+from pyro_bpq.compiled.backends import make
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import Recording, first_line, record
+from pyro_bpq.compiled.recorder import Outcome, Recording, record
 from pyro_bpq.compiled.subject import Subject, Updates
-from pyro_bpq.compiled.watch import NotYet
+from pyro_bpq.compiled.watch import NotYet, first_line
 from pyro_bpq.errors import BPQWarning, Unrecordable
 from pyro_bpq.record.key import Call, in_words, kind_of, reach
 
@@ -49,7 +49,7 @@ class CompiledSteps:
     def __init__(self, options: Compile) -> None:
         self.options = options
         self.outside = ""
-        self.entries: list[Entry] = []
+        self.entries: list[Recording] = []
         self.reasons: dict[str, str] = {}
         # Number of eager steps of each kind of call, and number of attempts to record.
         self._seen: dict[int, int] = {}
@@ -100,11 +100,11 @@ class CompiledSteps:
             return None
         read: list[Any] = []  # the numbers that Python reads in this call, but not in those that were recorded
         for entry in self.entries:
-            tensors = entry.tensors(call) if entry.updates is updates else None
+            tensors = entry.tensors(call) if entry.updater is updates else None
             if tensors is None:
                 continue
-            numbers = entry.recording.check.numbers(call)
-            if numbers != entry.recording.numbers:
+            numbers = entry.check.numbers(call)
+            if numbers != entry.numbers:
                 read.append(numbers)
                 continue
             if entry.is_due and not self._is_still(subject, program, entry, call, number):
@@ -116,12 +116,12 @@ class CompiledSteps:
 
     def _why(self, call: Call) -> str:
         """Where a call differs from that of the last recording, in words; empty where there is none."""
-        changed = self.entries[-1].recording.difference(call) if self.entries else ""
+        changed = self.entries[-1].difference(call) if self.entries else ""
         return f", the last time because {changed}" if changed else ""
 
     def _recorded(
         self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[Any]
-    ) -> Entry | None:
+    ) -> Recording | None:
         """A new recording, if it is time for one. Python may ``read`` other numbers than in earlier ones."""
         kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates), *read))
         if len(self._seen) >= _MOST_KINDS:
@@ -157,21 +157,20 @@ class CompiledSteps:
         self._made += 1
         self.entries = [entry for entry in self.entries if entry.holds]
         # A comparison of a long step takes as long as many such steps.
-        first = 1 + recording.num_operators // _OPERATORS_PER_STEP
-        entry = Entry(recording, recording.graph, updates, first)
-        entry.seconds[0] = time.perf_counter() - start
-        make(entry, self.options)
-        self.entries.append(entry)
-        return entry
+        recording.first = 1 + recording.num_operators // _OPERATORS_PER_STEP
+        recording.seconds[0] = time.perf_counter() - start
+        make(recording, self.options)
+        self.entries.append(recording)
+        return recording
 
-    def _is_still(self, subject: Subject, program: Any, entry: Entry, call: Call, number: int) -> bool:
+    def _is_still(self, subject: Subject, program: Any, entry: Recording, call: Call, number: int) -> bool:
         """Whether the programs still do what was recorded; if not, the recording is dropped."""
-        recording, text = entry.recording, ""
+        text = ""
         try:
             subject.meet(program)
             # The first run may make functions of a new recording of the programs.
-            runs = (Recording(subject, program, call, number, entry.updates) for _ in range(2))
-            if not any(now.is_like(recording) for now in runs):
+            runs = (Recording(subject, program, call, number, entry.updater) for _ in range(2))
+            if not any(now.is_like(entry) for now in runs):
                 text = "the programs do other things now"
         except Unrecordable as error:
             text = str(error)

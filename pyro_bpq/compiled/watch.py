@@ -253,3 +253,8 @@ def _module(frame: FrameType) -> str:
 def _is_called_by(name: str) -> bool:
     """Whether a function of ours of this name runs."""
     return any(each.f_code.co_name == name and _module(each).startswith("pyro_bpq.") for each in _frames())
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what Pyro adds."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

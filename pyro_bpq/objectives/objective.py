@@ -30,7 +30,7 @@ from pyro_bpq.step.learning import Learning
 from pyro_bpq.step.surrogate import Step
 
 if TYPE_CHECKING:
-    from pyro_bpq.compiled.entry import Outcome
+    from pyro_bpq.compiled.recorder import Outcome
     from pyro_bpq.compiled.steps import CompiledSteps
     from pyro_bpq.compiled.subject import Updates
 

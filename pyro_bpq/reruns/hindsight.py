@@ -21,13 +21,13 @@ from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import signs, uniform
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan.flips import Moves, Terms
+from pyro_bpq.plan.flips import Moves
 from pyro_bpq.record.components import weighted_elements
 from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.slopes import Wanted, expansions
-from pyro_bpq.reruns.values import Rows, excess, summed, table
+from pyro_bpq.reruns.values import Rows, summed
 from pyro_bpq.rollout.features import Components, element_log_prob
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
@@ -114,14 +114,13 @@ class HeldRuns:
             for name, site in plan.sites.items():
                 plates, found = self.graph.node(name).plates, parts[name]
                 shape = self.rollout.run_shape(plates)
-                shape = shape if self.particle is None else (1, *shape[1:])
+                own = plates, shape if self.particle is None else (1, *shape[1:])
                 for side, terms in site.changes.items():
-                    found[side].append(self._table(name, terms, rows, drawn.get(name), shape))
+                    found[side].append(rows.change(name, terms, *own))
                 if name in back:
-                    found["back"].append(self._table(name, site.laws, before, drawn.get(name), shape))
+                    found["back"].append(before.change(name, site.laws, *own))
                 for side in ("later", "immediate") if values.is_outdated else ():
-                    more = excess(costs, rows.costs, site.changes[side], plates, shape)
-                    found[f"excess of {side}"].append(more)
+                    found[f"excess of {side}"].append(rows.excess(costs, site.changes[side], *own))
         for name, found in parts.items():
             self.exact[name] = {what: torch.cat(own) for what, own in found.items()}
 
@@ -134,18 +133,6 @@ class HeldRuns:
                 ahead[name] = (near.step * (near.weight != 0.0)).reshape(shape)
                 back[name] = (-near.step * (near.back != 0.0)).reshape(shape)
         return ahead, back
-
-    def _table(self, name: str, terms: Terms, rows: Rows, drawn: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """The change of some costs at other values of a site, relative to the sampled one."""
-        site, like, costs = self.plan.sites[name], rows.traced.run.loss.detach(), rows.costs
-        start, split = 1 if self.group is not None else self.plan.start[name], site.components
-        kept = ((costs[term][start : start + site.rows] - costs[term][:1], own) for term, own in terms.items())
-        found = summed(kept, self.graph.node(name).plates, shape, like).to(like).expand(site.rows, *shape)
-        if split.kind == "count" or (drawn is not None and split.kind == "bernoulli"):
-            return found.movedim(0, -1)
-        index = rows.sampled(name, split, shape)
-        index = index if drawn is None else index.gather(-1, drawn)
-        return table(torch.zeros_like(found[:1]), found, index, split.cardinality)
 
     @torch.no_grad()
     def _predict(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.plan.flips import ALL, Flips, Moves, Terms
@@ -16,8 +17,8 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.rollout.sums import total
 
 Plates = Sequence[Plate]
 
@@ -113,6 +114,8 @@ def _is_close(first: Tensor, second: Tensor, tolerance: float = 5e-5) -> bool:
 class Rows(NamedTuple):
     """Costs and laws of a run ``(rows, batch)``, the first row at the values of the run, by name."""
 
+    flips: Flips
+    moves: Moves
     traced: TracedRun
     bound: Bound
     costs: Mapping[str, Tensor]
@@ -123,12 +126,35 @@ class Rows(NamedTuple):
         recorded, sites = bound.recorded, traced.run.sites
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
         moved = {name: flips.moved(name, value, sites[name].fn, moves) for name, value in values.items()}
-        return Rows(traced, bound, bound.at_rows(wanted, moved))
+        return Rows(flips, moves, traced, bound, bound.at_rows(wanted, moved))
 
-    def sampled(self, name: str, split: Components, shape: tuple[int, ...]) -> Tensor:
-        """Index ``(M, plates, D)`` of the sampled value of each component of a site."""
+    def change(self, name: str, terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
+        """The change of some costs at all values of a site, ``(M, plates, D, K)``, zero at the sampled one.
+
+        If components are drawn, those of the drawn ones. Of counts, and of bits that are drawn, it is the change at
+        the other value, ``(M, plates, D)``.
+        """
+        site, drawn, like = self.flips.sites[name], self.moves.drawn.get(name), self.traced.run.loss.detach()
+        start, split = self.flips.start[name] if self.moves.group is None else 1, site.components
+        kept = ((self.costs[c][start : start + site.rows] - self.costs[c][:1], own) for c, own in terms.items())
+        found = summed(kept, plates, shape, like).to(like).expand(site.rows, *shape)
+        if split.kind == "count" or (drawn is not None and split.kind == "bernoulli"):
+            return found.movedim(0, -1)
         value = self.bound.tensors[self.bound.recorded.drawn[name].value]
-        return split.index(value, self.traced.run.sites[name].fn).expand(*shape, -1)
+        index = split.index(value, self.traced.run.sites[name].fn).expand(*shape, -1)
+        return by_value(found, index if drawn is None else index.gather(-1, drawn), split.cardinality)
+
+    def sample(self, terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
+        """Some costs at the sample, ``(M, plates)``."""
+        return summed(((self.costs[c][:1], own) for c, own in terms.items()), plates, shape, self.traced.run.loss)[0]
+
+    def excess(self, costs: Mapping[str, Tensor], terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
+        """How much more costs ``(batch)`` were in the run than at the sample here, ``(M, plates)``.
+
+        Costs that are infinite in both are equal.
+        """
+        more = (((costs[c].detach() - self.costs[c][0]).nan_to_num(0.0)[None], own) for c, own in terms.items())
+        return summed(more, plates, shape, self.traced.run.loss.detach())[0].expand(shape)
 
 
 @torch.no_grad()
@@ -144,36 +170,21 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[st
         The costs at all values in nats, ``(M, plate dims, D, K)``; and how much the recording gives for the sample
         itself beyond what the run has cost, ``(M, plate dims)``: zero while the recording is not outdated.
     """
-    flips = plan.flips
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in flips.sites}
-    for traced, bound in zip(values.traced, values.bound, strict=True):
-        rows = Rows.of(flips, traced, bound, ALL, flips.wanted)
-        for name, site in flips.sites.items():
-            plates, split, start = plan.graph.node(name).plates, site.components, flips.start[name]
-            shape, own = rollout.run_shape(plates), slice(start, start + site.rows)
-            kept = ((torch.cat((rows.costs[c][:1], rows.costs[c][own])), each) for c, each in site.costs.items())
-            total = summed(kept, plates, shape, traced.run.loss)
-            costs = table(total[:1], total[1:], rows.sampled(name, split, shape), split.cardinality)
-            found[name].append((costs, -excess(traced.run.costs, rows.costs, site.costs, plates, shape)))
-    tables, shifts = ({name: torch.cat([part[i] for part in own]) for name, own in found.items()} for i in (0, 1))
+    flips, pairs = plan.flips, list(zip(values.traced, values.bound, strict=True))
+    rows, tables, shifts = [Rows.of(flips, *pair, ALL, flips.wanted) for pair in pairs], {}, {}
+    for name, site in flips.sites.items():
+        plates = plan.graph.node(name).plates
+        own = plates, rollout.run_shape(plates)
+        found = [one.sample(site.costs, *own)[..., None, None] + one.change(name, site.costs, *own) for one in rows]
+        tables[name] = torch.cat(found)
+        shifts[name] = torch.cat([-one.excess(one.traced.run.costs, site.costs, *own) for one in rows])
     return tables, shifts
 
 
 def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The sum ``(rows, M, plates)`` of costs ``(rows, batch)`` over all dimensions but the plates of a site."""
     parts = [_reduced(cost, own, plates, shape) for cost, own in terms]
-    return sum(parts[1:], parts[0]) if parts else like.new_zeros(1, *shape)
-
-
-def excess(
-    costs: Mapping[str, Tensor], rows: Mapping[str, Tensor], wanted: Terms, plates: Plates, shape: tuple[int, ...]
-) -> Tensor:
-    """How much more costs ``(batch)`` were in the run than the first of the rows gives, ``(M, plates)``.
-
-    ``wanted`` are their plates by name. Costs that are infinite in both are equal.
-    """
-    more = (((costs[c].detach() - rows[c][0]).nan_to_num(0.0).unsqueeze(0), own) for c, own in wanted.items())
-    return summed(more, plates, shape, next(iter(costs.values())).detach())[0].expand(shape)
+    return total(parts) if parts else like.new_zeros(1, *shape)
 
 
 def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...]) -> Tensor:
@@ -185,22 +196,14 @@ def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...
     return cost.sum(extra, keepdim=True) if extra else cost
 
 
-def table(sample: Tensor, others: Tensor, index: Tensor, cardinality: int) -> Tensor:
-    """Turns costs by row into costs by component and value.
+def by_value(changes: Tensor, index: Tensor, cardinality: int) -> Tensor:
+    """Turns changes by row into changes by component and value, ``(M, plates, D, K)``; zero at the sampled values.
 
     Args:
-        sample: Costs ``(1, M, plates)`` of the sample.
-        others: Costs ``(D (K - 1), M, plates)`` of each step from the sample of each component.
+        changes: Changes ``(D (K - 1), M, plates)`` at each step from the sample of each component.
         index: Sampled values ``(M, plates, D)``.
         cardinality: Number of values ``K``.
-
-    Returns:
-        Costs ``(M, plates, D, K)``.
     """
-    size = index.shape[-1]
-    others = others.reshape(size, cardinality - 1, *others.shape[1:])
-    sample = sample.unsqueeze(0).expand(size, 1, *sample.shape[1:])
-    relative = torch.cat((sample, others), 1).movedim((0, 1), (-2, -1))
-    relative = relative.expand(*index.shape, cardinality)
+    steps = changes.unflatten(0, (index.shape[-1], cardinality - 1)).movedim((0, 1), (-2, -1))
     values = torch.arange(cardinality, device=index.device)
-    return relative.gather(-1, (values - index.unsqueeze(-1)) % cardinality)
+    return pad(steps, (1, 0)).gather(-1, (values - index.unsqueeze(-1)) % cardinality)

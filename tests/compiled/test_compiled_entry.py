@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 
-from pyro_bpq.compiled.entry import Entry, LastInfo
+from pyro_bpq.compiled.recorder import LastInfo, Recording
 
 
 def test_recordings_are_compared_after_powers_of_two_and_then_each_thousand_steps() -> None:
-    entry, due = Entry(None, lambda: ()), []  # type: ignore[arg-type]
+    entry, due = object.__new__(Recording), list[int]()
     for entry.steps in range(3100):
         if entry.is_due:
             due.append(entry.steps)

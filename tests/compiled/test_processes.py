@@ -116,7 +116,7 @@ def test_recorded_steps_go_on_while_a_thread_compiles(
     fails: bool, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_long:
-        monkeypatch.setattr("pyro_bpq.compiled.entry._LONG", 0)
+        monkeypatch.setattr("pyro_bpq.compiled.backends._LONG", 0)
     released, runs = threading.Event(), []
 
     def backend(graph: Any, examples: Any) -> Any:

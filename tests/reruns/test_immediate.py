@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -82,4 +83,6 @@ def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
 
 
 def test_nothing_known_at_other_values_is_no_excess() -> None:
-    assert torch.equal(module.excess({"x": torch.ones(2)}, {}, {}, (), ()), torch.zeros(()))
+    traced: Any = SimpleNamespace(run=SimpleNamespace(loss=torch.ones(())))
+    rows = module.Rows(Flips.of(Graph.from_parents({}, {}), {}), module.ALL, traced, None, {})  # type: ignore[arg-type]
+    assert torch.equal(rows.excess({"x": torch.ones(2)}, {}, (), ()), torch.zeros(()))
