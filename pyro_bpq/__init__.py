@@ -2,14 +2,14 @@
 
 from pyro_bpq.compiled.options import Compile as Compile
 from pyro_bpq.compiled.options import compile_report as compile_report
-from pyro_bpq.critics.joint import MomentCritic as MomentCritic
-from pyro_bpq.critics.joint import ValueCritic as ValueCritic
 from pyro_bpq.critics.learner import BackwardSweep as BackwardSweep
 from pyro_bpq.critics.learner import CriticLearner as CriticLearner
 from pyro_bpq.critics.learner import SlowTracking as SlowTracking
 from pyro_bpq.critics.nets import LinearCritic as LinearCritic
 from pyro_bpq.critics.nets import MLPCritic as MLPCritic
+from pyro_bpq.critics.nets import MomentCritic as MomentCritic
 from pyro_bpq.critics.nets import TabularCritic as TabularCritic
+from pyro_bpq.critics.nets import ValueCritic as ValueCritic
 from pyro_bpq.critics.replay_buffer import Replay as Replay
 from pyro_bpq.distributions import KSubset as KSubset
 from pyro_bpq.distributions import PlackettLuce as PlackettLuce

@@ -7,8 +7,10 @@ against Pyro's ELBOs keeps catching it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
 from numbers import Integral, Real
+from typing import Any
 
 __all__ = [
     "BPQError",
@@ -105,6 +107,42 @@ def check_option(owner: object, name: str, is_valid: bool, advice: str) -> None:
     """Raises an OptionError that says what to write for the field ``name`` of ``owner``, unless it is valid."""
     if not is_valid:
         raise OptionError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): write {advice}.")
+
+
+def option(default: Any, is_valid: Callable[[Any], bool], advice: str) -> Any:
+    """A field of a :class:`Checked` dataclass with a condition on its value; ``advice`` says what to write."""
+    return field(default=default, metadata={"check": (is_valid, advice)})
+
+
+def positive(default: float) -> Any:
+    """An option: a number above 0."""
+    return option(default, lambda number: number > 0, "a positive number")
+
+
+def whole(default: int, least: int = 1) -> Any:
+    """An option: a whole number of at least ``least``."""
+    return option(default, lambda n: isinstance(n, int) and n >= least, f"a whole number of at least {least}")
+
+
+def optional(kind: type, example: str, default: Any = None) -> Any:
+    """An option: an object of a kind or ``None``."""
+    return option(default, lambda value: value is None or isinstance(value, kind), f"{example} or None")
+
+
+def one_of(default: str, *others: str) -> Any:
+    """An option: one of some words."""
+    words = (default, *others)
+    return option(default, lambda word: word in words, f"one of {', '.join(map(repr, words))}")
+
+
+class Checked:
+    """Base of dataclasses that raise an OptionError if an :func:`option` of theirs is out of range."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            if "check" in item.metadata:
+                is_valid, advice = item.metadata["check"]
+                check_option(self, item.name, is_valid(getattr(self, item.name)), advice)
 
 
 def check_whole(owner: object, name: str, least: int) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from pyro_bpq.critics.targets import Backups
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.targets.lambda_return import Backups
 
 Values = Mapping[str, Tensor]
 

@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file of results")
     parser.add_argument("--same", type=Path, help="earlier results, whose mutants run on this tree")
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout, which is copied")
-    parser.add_argument("--folders", nargs="+", default="graph targets estimators critics step plan".split())
+    parser.add_argument("--folders", nargs="+", default="graph estimators critics step plan".split())
     parser.add_argument("--leave-out", default="^$", help="no mutants where this expression is in file:function:line")
     for name, value in {"number": 200, "seed": 0, "workers": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -1,4 +1,4 @@
-"""Critic modules, the bank that holds their rows of weights, and their training.
+"""Critic modules, the bank that holds their rows of weights, their targets and their training.
 
 An option of a critic that is out of range raises ``OptionError``.
 

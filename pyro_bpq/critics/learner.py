@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
 from pyro_bpq.critics.replay_buffer import Replay
-from pyro_bpq.errors import OptionError, check_option, check_whole
+from pyro_bpq.errors import Checked, OptionError, option, optional, whole
 from pyro_bpq.rollout.distributed import Ranks
 
 # Number of samples in a step from which the learning rate is no longer lowered for noise.
@@ -23,7 +22,7 @@ _FULL_STEPS, _LEAST_SPEED = 30.0, 0.2
 
 
 @dataclass(frozen=True)
-class SlowTracking:
+class SlowTracking(Checked):
     """Option to compute targets from copies of the critics that track them slowly, ``θ ← (1 - α) θ + α w``.
 
     Args:
@@ -40,11 +39,8 @@ class SlowTracking:
         | Continuous control with deep reinforcement learning (Lillicrap et al., 2016)
     """
 
-    rate: float = 0.05
+    rate: float = option(0.05, lambda rate: 0.0 < rate <= 1.0, "a number in (0, 1]")
     guide: bool = False
-
-    def __post_init__(self) -> None:
-        check_option(self, "rate", 0.0 < self.rate <= 1.0, "a number in (0, 1]")
 
 
 @torch.no_grad()
@@ -55,14 +51,14 @@ def track(slow: list[Tensor], current: list[Tensor], rate: float) -> None:
 
 
 @dataclass(frozen=True)
-class BackwardSweep:
+class BackwardSweep(Checked):
     r"""Option to let critics learn in a backward sweep, before the gradient of the step is formed.
 
         w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   G_X from the children *after* their step
 
     This is plain gradient descent on half the squared error, in the units of the costs. It averages over particles and
     plate rows; a table averages over those that read the same entry. Targets are sample backups,
-    :func:`~pyro_bpq.targets.lambda_return.lambda_return` without expectations.
+    :func:`~pyro_bpq.critics.targets.lambda_return` without expectations.
 
     The critics then depend on the rollout whose gradient they enter. So the gradient is **biased**, also with
     estimators that are otherwise unbiased. Critics learn in ``differentiable_loss`` itself; a step that fails takes
@@ -78,11 +74,9 @@ class BackwardSweep:
         | Backprop-Q (Xu et al., 2018), Algorithm 1, lines 10 to 13
     """
 
-    rate: float | Callable[[int], float] = 0.1
-
-    def __post_init__(self) -> None:
-        is_valid = callable(self.rate) or self.rate > 0.0
-        check_option(self, "rate", is_valid, "a positive number or a function of the step")
+    rate: float | Callable[[int], float] = option(
+        0.1, lambda rate: callable(rate) or rate > 0.0, "a positive number or a function of the step"
+    )
 
     def at(self, step: int) -> float:
         """The step size after so many steps."""
@@ -90,7 +84,7 @@ class BackwardSweep:
 
 
 @dataclass(frozen=True)
-class CriticLearner:
+class CriticLearner(Checked):
     """Options of training critics by an optimiser of their own, after the gradients of model and guide.
 
     Args:
@@ -116,33 +110,25 @@ class CriticLearner:
         OptionError: If an option is out of range.
     """
 
-    lr: float | None = None
+    lr: float | None = option(None, lambda lr: lr is None or lr > 0, "a positive number or None")
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     level_weight: float = 0.1
-    steps: int = 1
-    replay: Replay | None = None
-    slow: SlowTracking | None = None
-    ranks: Ranks | None = Ranks()
-    max_idle: int = MAX_IDLE
-    sweep: BackwardSweep | None = None
+    steps: int = whole(1)
+    replay: Replay | None = optional(Replay, "Replay(capacity=...)")
+    slow: SlowTracking | None = optional(SlowTracking, "SlowTracking(rate=...)")
+    ranks: Ranks | None = optional(Ranks, "Ranks(group)", default=Ranks())
+    max_idle: int = whole(MAX_IDLE, least=0)
+    sweep: BackwardSweep | None = optional(BackwardSweep, "BackwardSweep(rate=...)")
 
     def __post_init__(self) -> None:
-        check_option(self, "sweep", isinstance(self.sweep, BackwardSweep | None), "BackwardSweep(rate=...) or None")
-        check_option(self, "replay", isinstance(self.replay, Replay | None), "Replay(capacity=...) or None")
-        check_option(self, "slow", isinstance(self.slow, SlowTracking | None), "SlowTracking(rate=...) or None")
-        check_option(self, "ranks", isinstance(self.ranks, Ranks | None), "Ranks(group) or None")
-        if self.sweep is not None:
-            plain = CriticLearner(ranks=self.ranks, max_idle=self.max_idle)
-            unused = [item.name for item in fields(self) if getattr(self, item.name) != getattr(plain, item.name)]
-            unused.remove("sweep")
-            if unused:
-                raise OptionError(
-                    f"CriticLearner(sweep=...) learns by plain gradient descent and does not use {', '.join(unused)}. "
-                    "Leave them out, or write the step size as BackwardSweep(rate=...)."
-                )
-        check_option(self, "lr", self.lr is None or self.lr > 0, "a positive number or None")
-        check_whole(self, "steps", 1)
-        check_whole(self, "max_idle", 0)
+        super().__post_init__()
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        unused = [name for name in changed if name not in ("sweep", "ranks", "max_idle")]
+        if self.sweep is not None and unused:
+            raise OptionError(
+                f"CriticLearner(sweep=...) learns by plain gradient descent and does not use {', '.join(unused)}. "
+                "Leave them out, or write the step size as BackwardSweep(rate=...)."
+            )
 
     def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Builds an optimiser of the given parameters of critics."""

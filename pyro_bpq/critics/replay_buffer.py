@@ -10,21 +10,20 @@ References:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, check_option, check_whole
+from pyro_bpq.errors import Checked, OptionError, one_of, whole
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.replay_plan import OffPolicyPlan
 from pyro_bpq.rollout.runs import Particles
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Checked):
     r"""Options of experience replay: how critics learn from stored rollouts.
 
     An update of the critic of a site ``X`` keeps the stored values of the sites that ``Q_X`` conditions on, draws the
@@ -49,7 +48,7 @@ class Replay:
             critic is biased when the guide has moved.
         costs: ``"called"``: the functions of :func:`~pyro_bpq.cost` statements are called again, at the redrawn values.
             ``"stored"``: they are never called again, and all sites and costs keep their values
-            (:mod:`pyro_bpq.graph.replay_plan`). This is exact if the functions read only sampled values and arguments
+            (:class:`OffPolicyPlan`). This is exact if the functions read only sampled values and arguments
             of the program. Critics whose children have parents that are not known at ``X`` bootstrap from redrawn
             values. If such a child is a cost, they learn from new rollouts only.
 
@@ -60,23 +59,73 @@ class Replay:
         | Backprop-Q (Xu et al., 2018), Sec. 4.1; several draws: Appendix, Cases for Experience Replay, Eq. 15
     """
 
-    capacity: int = 256
-    batch_size: int = 4
-    updates_per_step: int = 1
-    coparents: str = "redrawn"
-    costs: str = "called"
-    draws: int = 1
+    capacity: int = whole(256)
+    batch_size: int = whole(4)
+    updates_per_step: int = whole(1, least=0)
+    coparents: str = one_of("redrawn", "stored")
+    costs: str = one_of("called", "stored")
+    draws: int = whole(1)
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "batch_size", "draws"):
-            check_whole(self, name, 1)
-        check_whole(self, "updates_per_step", 0)
-        check_option(self, "coparents", self.coparents in ("redrawn", "stored"), "one of 'redrawn', 'stored'")
-        check_option(self, "costs", self.costs in ("called", "stored"), "one of 'called', 'stored'")
+        super().__post_init__()
         if self.costs == "stored" and self.coparents != "redrawn":
             raise OptionError(
                 f'Replay(costs="stored", coparents={self.coparents!r}): stored costs go with coparents="redrawn".'
             )
+
+
+@dataclass(frozen=True)
+class OffPolicyPlan:
+    """The Q-nodes, by name, that learn correctly from a stored rollout whose costs are not evaluated again.
+
+    A cost is a function of its parents: if these are held, its stored value is as good as a new one, whichever guide
+    drew them. If the children in a rule depend only on sites known at ``X``, a lambda-return of expected backups has
+    the Q-functions of the *current* guide as its fixed point at any ``λ``, without probability ratios. The other
+    critics bootstrap: sites that are not known at ``X`` are redrawn, and critics replace the costs.
+    """
+
+    held: frozenset[str]  # Q-nodes whose lambda-return is correct if all sites have their stored values
+    # Other Q-nodes whose one-step target is correct if all sites that are not known at their site are redrawn. Q-nodes
+    # in neither set learn from new rollouts only.
+    redrawn: frozenset[str]
+
+
+def off_policy_plan(
+    network: BackpropQNetwork, expected: Collection[str], tabled: Mapping[str, Collection[str]], stored: Collection[str]
+) -> OffPolicyPlan:
+    """Plans the use of rollouts with stored costs.
+
+    Args:
+        network: The network.
+        expected: Sites whose critics give their expectation over the site under the current guide.
+        tabled: For each site, the immediate costs that are known at all values of the site.
+        stored: Costs that are not evaluated again. A run of the program gives all other costs.
+
+    References:
+        | Q(λ) with off-policy corrections (Harutyunyan et al., 2016), Sec. 4
+    """
+    graph, held, redrawn = network.graph, set[str](), set[str]()
+    kept = set(stored)
+    # Children come before the Q-nodes whose rules read them.
+    for node in network.learned:
+        known = set(graph.node_names(graph.known_bits(graph.index[node.site], network.form)))
+        all_held = all_redrawn = True
+        for child in network.children(node.name):
+            if child in graph.cost_index:
+                is_known = set(graph.parents(child)) <= known
+                all_held &= is_known
+                all_redrawn &= is_known or child not in kept
+                continue
+            below = network.q_node(child)
+            missing = set(below.immediate) - set(tabled.get(below.site, ()))
+            is_expected = below.is_learned and below.site in expected and not missing
+            all_held &= is_expected and child in held and set(graph.parents(below.site)) <= known
+            all_redrawn &= not missing & kept
+        if all_held:
+            held.add(node.name)
+        elif all_redrawn:
+            redrawn.add(node.name)
+    return OffPolicyPlan(frozenset(held), frozenset(redrawn))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from torch import Tensor
 from tqdm import tqdm
 
 from pyro_bpq.diagnostics.comparison import DEFAULT, LIMIT, Comparison, Row, recommend
-from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, take_own_step, untouched
 from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
@@ -30,7 +28,7 @@ from pyro_bpq.record.plate_errors import own_text
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import short
 from pyro_bpq.testing import exact_gradient
-from pyro_bpq.testing.parameters import GradientReader
+from pyro_bpq.testing.moments import GradientMoments, GradientReader, gradient_moments, take_own_step, untouched
 
 # Largest number of steps in which an ELBO settles a number of particles that is left open.
 _SETTLING = 20
@@ -68,10 +66,9 @@ def compare_estimators(
         guide: Guide.
         *args: Arguments of both.
         estimators: ELBOs (of this package or of Pyro) or estimators, by name. An estimator becomes
-            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same with
-            ``num_particles``, with one particle and without critics, leave-one-out, sums over the values of each site,
-            and Pyro's ``Trace_ELBO``, also with ``num_particles``, and ``TraceGraph_ELBO``, with and without
-            baselines. Of those that are the same on this program one is left out; the result says so.
+            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same with one
+            particle and without critics, leave-one-out, sums over the values of each site, and Pyro's ``Trace_ELBO``,
+            also with ``num_particles``, and ``TraceGraph_ELBO``.
         num_particles: Number of particles of estimators that are not ELBOs, and of those of the default
             ``estimators`` that have several. The others have the number that they choose themselves.
         num_samples: Number of steps if outcomes are not enumerated.
@@ -97,7 +94,7 @@ def compare_estimators(
     makers = None if estimators is None else _given(estimators, num_particles)
     program = Program(model, guide, args, kwargs)
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
-    rows, ready, same, known = dict[str, Row](), dict[str, Any](), dict[str, str](), dict[Any, str]()
+    rows, ready = dict[str, Row](), dict[str, Any]()
     store = pyro.get_param_store()
     with untouched(None, seed):
         has_plate, escapes = _probe(program)
@@ -110,11 +107,6 @@ def compare_estimators(
             try:
                 elbo = make()
                 num_steps = _warm_up(elbo, program, num_warmup)
-                key = elbo.num_particles, *took(elbo).items()
-                twin = known.setdefault(key, name) if makers is None and len(key) > 1 else name
-                if twin != name:
-                    same[name] = twin
-                    continue
                 moments = gradient_moments(elbo, model, guide, *args, **limits, **kwargs)
             except _DOES_NOT_RUN as error:
                 if makers is not None and not isinstance(error, UnsupportedSiteError):
@@ -128,7 +120,7 @@ def compare_estimators(
             is_blind = escapes and isinstance(ready[name], TraceGraph_ELBO)
             rows[name] = replace(rows[name], ms=ms, ms_spread=spread, is_blind=is_blind)
     done = tuple(sorted(rows.values(), key=lambda row: row.variance_time if row.ran else math.inf))
-    return Comparison(done, *recommend(done), truth.text, same)
+    return Comparison(done, *recommend(done), truth.text)
 
 
 # What is measured.
@@ -141,7 +133,6 @@ def candidates(num_particles: int, has_plate: bool) -> dict[str, partial[Any]]:
     number = f"{several['num_particles']} particles"
     return {
         DEFAULT: partial(TraceBackpropQ_ELBO),
-        f"{DEFAULT}, {number}": partial(TraceBackpropQ_ELBO, **several),
         f"{DEFAULT}, one particle": partial(TraceBackpropQ_ELBO, num_particles=1),
         f"{DEFAULT}, no critic": partial(TraceBackpropQ_ELBO, critic=None),
         "leave-one-out": partial(TraceBackpropQ_ELBO, **several, estimator=ScoreFunction(LeaveOneOut())),
@@ -149,14 +140,11 @@ def candidates(num_particles: int, has_plate: bool) -> dict[str, partial[Any]]:
         "Trace_ELBO": partial(Trace_ELBO),
         f"Trace_ELBO, {number}": partial(Trace_ELBO, **several),
         "TraceGraph_ELBO": partial(TraceGraph_ELBO),
-        "TraceGraph_ELBO, baselines": partial(AveragedGraphELBO),
     }
 
 
 def written(maker: partial[Any]) -> str:
-    """What to write for an ELBO; empty for a class of this module, which is not to be imported."""
-    if maker.func is AveragedGraphELBO:
-        return ""
+    """What to write for an ELBO."""
     return f"{maker.func.__name__}({', '.join(f'{name}={short(value)}' for name, value in maker.keywords.items())})"
 
 
@@ -187,29 +175,6 @@ def took(elbo: Any) -> dict[str, str]:
 def _specs(elbo: Any) -> Mapping[str, Any] | None:
     """What the plan says of each site; ``None`` for ELBOs of other libraries, and before the first step."""
     return elbo.plan.layout.specs if isinstance(elbo, TraceBackpropQ_ELBO) and elbo.plan else None
-
-
-class AveragedGraphELBO(TraceGraph_ELBO):
-    """Pyro's ``TraceGraph_ELBO`` with its decaying averages as baselines; they move in ``train`` mode only."""
-
-    training = True
-
-    def train(self, mode: bool = True) -> None:
-        """Lets averages move, or keeps them."""
-        self.training = mode
-
-    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """A step of Pyro's."""
-        before = pyro.get_param_store().get_state()
-        guide = poutine.infer_config(guide, _with_average)  # type: ignore[arg-type]
-        loss = super().loss_and_grads(model, guide, *args, **kwargs)  # type: ignore[no-untyped-call]
-        if not self.training:
-            pyro.get_param_store().set_state(before)
-        return float(loss)
-
-
-def _with_average(site: Any) -> dict[str, Any]:
-    return {"baseline": site["infer"].get("baseline") or {"use_decaying_avg_baseline": True}}
 
 
 # How it is measured.
@@ -255,11 +220,10 @@ def _truth(program: Program, num_particles: int, num_warmup: int, limits: dict[s
 
 def _warm_up(elbo: Any, program: Program, steps: int) -> int:
     """Lets an ELBO's critics learn with fixed parameters; returns the number of steps."""
-    is_own = isinstance(elbo, TraceBackpropQ_ELBO)
-    if not (elbo.learner is not None if is_own else isinstance(elbo, AveragedGraphELBO)):
+    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo.learner is None:
         return 0
     elbo.train()
-    taken, is_open = 0, is_own and elbo.particles.is_open
+    taken, is_open = 0, elbo.particles.is_open
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The number of particles has to stay: moments and times would be those of different numbers.
         while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(elbo.runner)):
@@ -296,7 +260,7 @@ def _times(elbos: Mapping[str, Any], program: Program, rounds: int, seed: int) -
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The first turn is not counted: it may build objects that later turns use.
         for turn, (name, elbo) in itertools.product(range(rounds + 1), elbos.items()):
-            if isinstance(elbo, (torch.nn.Module, AveragedGraphELBO)):
+            if isinstance(elbo, torch.nn.Module):
                 elbo.train()
             pyro.set_rng_seed(seed + turn)
             start = time.perf_counter()

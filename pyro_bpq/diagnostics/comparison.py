@@ -86,24 +86,22 @@ class Comparison:
         recommended: Name of the recommended estimator, or ``None``.
         reason: Reason for the recommendation, in words.
         reference: Reference that biases are measured against, in words.
-        same: Estimators that are left out, each with the one that is the same on this program.
     """
 
     rows: tuple[Row, ...]
     recommended: str | None
     reason: str
     reference: str
-    same: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return str(self)
 
     def __getitem__(self, name: str) -> Row:
-        """The row of that name; for an estimator that is left out, the row of the one that is the same."""
+        """The row of that name."""
         found = {row.name: row for row in self.rows}
-        if self.same.get(name, name) not in found:
-            raise OptionError(f"There is no estimator {name!r} in this comparison; it has {[*found, *self.same]}.")
-        return found[self.same.get(name, name)]
+        if name not in found:
+            raise OptionError(f"There is no estimator {name!r} in this comparison; it has {[*found]}.")
+        return found[name]
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -112,9 +110,6 @@ class Comparison:
         head = ["estimator", "particles", "variance*ms", "variance", "ms/step", "bias", "warm-up"]
         lines = [*table(head, [_cells(row) for row in self.rows]), ""]
         lines.append(f"Bias, in standard errors (se), is measured against {self.reference}.")
-        lines += [
-            f"{one!r} is the same as {other!r} on this program, and left out." for one, other in self.same.items()
-        ]
         for row in self.rows:
             alike = dict[str, list[str]]()
             for site, text in row.took.items() if row.name == DEFAULT else ():

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments, untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.plan.plan import Plan
@@ -23,6 +22,7 @@ from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number
+from pyro_bpq.testing.moments import GradientMoments, gradient_moments, untouched
 
 # A site draws one value only if it does so with at least this probability.
 _CERTAIN = 0.999
@@ -204,32 +204,6 @@ def _draws_one(fn: Any) -> bool:
     return bool((laws.mean(0).amax(-1) > _CERTAIN).all())
 
 
-def _hidden_rsample(look: Look) -> Iterator[_Found]:
-    """Sites whose distribution could be reparameterised, if ``has_rsample`` were not switched off."""
-    # Who has chosen an estimator at the site knows; for some of these rsample is hidden by the library itself.
-    sites, nodes = look.laws.keys() - look.elbo.runner.recordings.jumps, look.runs[0].guide_trace.nodes
-    chosen = {name for name in nodes if nodes[name].get("infer", {}).get("bpq", {}).get("estimator")}
-    kinds = {n: kind for n in look.scored if n in sites - chosen and (kind := _hides_rsample(look.laws[n]))}
-    if kinds:
-        yield (
-            f"{listed([*kinds])}: {', '.join(dict.fromkeys(kinds.values()))} can be reparameterised, but its "
-            "has_rsample is False here. So the gradient does not follow the sampled value into the costs (the pathwise "
-            "gradient, which has little noise).",
-            "Write the plain distribution (dist.Normal, not NonreparameterizedNormal), and leave fn.has_rsample alone. "
-            "If costs have no gradient with respect to the value, leave it as it is.",
-            tuple(kinds),
-        )
-
-
-def _hides_rsample(fn: Any) -> str:
-    """Name of the class whose ``rsample`` is switched off, in the distribution or in what it wraps."""
-    while fn is not None:
-        if not fn.has_rsample and any(vars(base).get("has_rsample") is True for base in type(fn).__mro__):
-            return type(fn).__name__
-        fn = getattr(fn, "base_dist", None)
-    return ""
-
-
 def _values_that_leave(look: Look) -> Iterator[_Found]:
     """Sampled values that leave torch."""
     met = " Rows of a plate may have met: then each row is charged with the costs of all rows."
@@ -262,7 +236,6 @@ _FINDERS = (
     ("not finite", "error", _errors),
     ("no gradient", "warning", _gradients),
     ("collapsed", "warning", _collapsed),
-    ("rsample hidden", "warning", _hidden_rsample),
     ("untrained", "hint", _untrained),
     ("zero gradient", "hint", _zeros),
     ("values leave torch", "hint", _values_that_leave),

@@ -8,7 +8,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, option, past, positive
+from pyro_bpq.errors import option, positive
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, past
 from pyro_bpq.estimators.requirements import alternative, needs_finite
 from pyro_bpq.estimators.scales import CRITIC, EXACT, Adaptive, ScaledTerms
 
@@ -21,7 +22,7 @@ class AllAction(Adaptive):
         R_X = C_X - a_0 I_X(x) - a_1 E[Q_X] - a_2 (Q_X(x) - E[Q_X]) - a_3 Σ_Y A_Y - b
 
     ``I_X`` are the immediate costs that are known exactly at every value of every component. ``Q_X`` is the critic of
-    the remaining costs, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (see also :mod:`pyro_bpq.critics.joint`).
+    the remaining costs, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (see also :mod:`pyro_bpq.critics.nets`).
     ``A_Y`` are the graph-wise control variates of later sites. ``b`` is the mean of the other terms of ``R_X`` over the
     other particles; with one particle, over the other rows, if there are ten or more and they stay apart, else over
     earlier steps. The scales ``a`` minimise the second moment of the gradient with respect to the logits. They come

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
+from pyro_bpq.errors import Checked, option
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.features import Components, Standardised
 
@@ -205,7 +205,7 @@ class SiteTerm(NamedTuple):
     statistics: Mapping[str, Tensor] = {}
 
 
-class Estimator:
+class Estimator(Checked):
     """A gradient estimator: a frozen value object that turns a :class:`SiteContext` into a surrogate.
 
     An option that is out of range raises :class:`~pyro_bpq.errors.OptionError`.
@@ -251,9 +251,6 @@ class Estimator:
             cls.needs = cls.needs | {"table"}
         if "by_component" not in vars(cls):
             cls.by_component = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -304,11 +301,6 @@ def initial_statistics(estimator: Estimator, width: int) -> Statistics:
     return {**estimator.statistics(), **estimator.sized_statistics(width)}
 
 
-def option(default: Any, is_valid: Callable[[Any], bool], advice: str) -> Any:
-    """A field of a dataclass whose value :func:`check_options` checks; ``advice`` says what to write."""
-    return field(default=default, metadata={"check": (is_valid, advice)})
-
-
 def past(default: float) -> Any:
     """An option: the weight of the past in running means."""
     return option(default, lambda decay: 0.0 <= decay < 1.0, "a number in [0, 1)")
@@ -317,19 +309,6 @@ def past(default: float) -> Any:
 def share(default: float) -> Any:
     """An option: a number from 0 to 1."""
     return option(default, lambda number: 0.0 <= number <= 1.0, "a number in [0, 1]")
-
-
-def positive(default: float) -> Any:
-    """An option: a number above 0."""
-    return option(default, lambda number: number > 0, "a positive number")
-
-
-def check_options(owner: Any) -> None:
-    """Raises an OptionError if a field of a dataclass is out of range."""
-    for item in fields(owner):
-        if "check" in item.metadata:
-            is_valid, advice = item.metadata["check"]
-            check_option(owner, item.name, is_valid(getattr(owner, item.name)), advice)
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float | Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from pyro_bpq.errors import positive
 from pyro_bpq.estimators.base import (
     Estimator,
     SiteContext,
     SiteInfo,
     SiteTerm,
     Statistics,
-    positive,
     site_mean,
     unit_scale,
 )

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import relaxation
+from pyro_bpq.errors import UnsupportedSiteError, positive
 from pyro_bpq.estimators.all_action import AllAction
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, past, positive, share
-from pyro_bpq.estimators.noise import uniform
-from pyro_bpq.estimators.relaxation import Temperature, Tempered
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, past, share
+from pyro_bpq.estimators.relaxation import uniform
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut, ScoreFunction
-from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled
+from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, scale_option
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class CriticBaseline(Scaled):
         | Backprop-Q (Xu et al., 2018), Eq. 21
     """
 
-    scale: Scale = OptimalScale()
+    scale: Scale = scale_option(OptimalScale())
     decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
@@ -72,7 +70,7 @@ class QControlVariate(Scaled):
     """
 
     num_samples: int = positive(4)
-    scale: Scale = OptimalScale()
+    scale: Scale = scale_option(OptimalScale())
     decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
@@ -94,7 +92,7 @@ class QControlVariate(Scaled):
         return SiteTerm(gradient * context.table[0], statistics)
 
 
-class _LocalCost(Estimator):
+class LocalCost(Estimator):
     """Base of the estimators that use Q in place of the costs. Biased by the errors of the critic."""
 
     uses_critic: ClassVar[bool] = True
@@ -102,7 +100,7 @@ class _LocalCost(Estimator):
 
 
 @dataclass(frozen=True)
-class QAllAction(_LocalCost):
+class QAllAction(LocalCost):
     r"""The learned Q as local cost, summed over all values. Biased.
 
         g = Σ_d Σ_k ∇q_d(k) Q[d,k]
@@ -116,11 +114,11 @@ class QAllAction(_LocalCost):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The expected Q."""
-        return SiteTerm(context.table[0].exp() * _local(context)[0])
+        return SiteTerm(context.table[0].exp() * local_q(context)[0])
 
 
 @dataclass(frozen=True)
-class QScoreFunction(_LocalCost):
+class QScoreFunction(LocalCost):
     r"""The learned Q as local cost, by score function (actor-critic). Biased.
 
         g = Q(x) ∇log q(x),   Q(x) = V + Σ_d Q[d, x_d]   with finite components
@@ -140,7 +138,7 @@ class QScoreFunction(_LocalCost):
 
 
 @dataclass(frozen=True)
-class QAdvantage(_LocalCost):
+class QAdvantage(LocalCost):
     r"""The learned advantage as local cost, by score function (advantage actor-critic). Biased.
 
         g = (Q(x) - E_q[Q]) ∇log q(x)
@@ -160,43 +158,11 @@ class QAdvantage(_LocalCost):
         if context.log_probs is None:
             value = local_cost(context)
             return SiteTerm((value if context.level is None else value - context.level) * context.score)
-        return SiteTerm(_local(context)[2] * context.score)
+        return SiteTerm(local_q(context)[2] * context.score)
 
 
 @dataclass(frozen=True)
-class QRelaxation(Tempered, _LocalCost):
-    r"""The learned Q as local cost, through a relaxation of the value. Biased, even with an exact critic.
-
-        g = ∇ Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
-
-    ``z`` is drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better. This one is a
-    reference. For a fair coin with ``Q(1) - Q(0) = 1`` the gradient to the logit is 0.25, and the relaxed one is 0.215
-    at temperature 0.5 and 0.167 at 1. :class:`QRELAX` corrects this bias, as the paper's RELAX with ``f = Q(b)`` does.
-
-    Args:
-        temperature: A number, or a function of the number of steps taken, such as :class:`Annealed`.
-
-    References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
-        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
-    """
-
-    temperature: Temperature = 0.5
-
-    needs = frozenset({"program", "table"})
-    takes_outdated: ClassVar[bool] = True
-    unsupported = needs_finite
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Q at the relaxed value, with its gradient."""
-        (log_probs, index), (table, _, _) = context.table, _local(context)
-        params = relaxation.parameters(log_probs)
-        free, _ = relaxation.draw_pair(params, index, context.program.generator)
-        return SiteTerm(relaxation.relax(free, self.tau, index) * table)
-
-
-@dataclass(frozen=True)
-class QPathwise(_LocalCost):
+class QPathwise(LocalCost):
     r"""The learned Q as local cost, by its slope at the sample. Biased by the errors of the critic's slope.
 
         g = ∂Q(x)/∂x ∇x(ε; θ)
@@ -220,7 +186,7 @@ class QPathwise(_LocalCost):
 
 
 @dataclass(frozen=True)
-class LambdaReturn(_LocalCost):
+class LambdaReturn(LocalCost):
     r"""**Biased**: the lambda-return of the critics in place of the cost-to-go.
 
         g_X = (γ I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
@@ -332,11 +298,11 @@ def local_cost(context: SiteContext) -> Tensor:
         if context.level is None:
             raise _without_critic(context)
         return context.signals["q_value"]
-    _, mean, own = _local(context)
+    _, mean, own = local_q(context)
     return mean + own
 
 
-def _local(context: SiteContext) -> tuple[Tensor, Tensor, Tensor]:
+def local_q(context: SiteContext) -> tuple[Tensor, Tensor, Tensor]:
     """The whole of Q as in :func:`_critic`; raises an error if there is no critic and not all costs are known."""
     if context.learned is None:
         known = context.cost.new_zeros(()) if context.exact_cost is None else context.exact_cost

@@ -1,20 +1,30 @@
-r"""REBAR and RELAX: the cost, a network or the critic at a relaxed value as control variate."""
+r"""Relaxed values: as control variates (REBAR and RELAX), in place of the value, and straight through it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import is_real
+from pyro_bpq.errors import is_real, option
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, option, past
-from pyro_bpq.estimators.q_estimators import local_cost, q_table
-from pyro_bpq.estimators.relaxation import Temperature, Tempered
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, event_sum, past
+from pyro_bpq.estimators.q_estimators import LocalCost, local_cost, local_q, q_table
+from pyro_bpq.estimators.relaxation import Temperature, Tempered, temperature_option
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
-from pyro_bpq.estimators.variates import NetworkVariate, OptimalScale, Scale, Scaled, centre, fill, network
+from pyro_bpq.estimators.variates import (
+    NetworkVariate,
+    OptimalScale,
+    Scale,
+    Scaled,
+    centre,
+    fill,
+    network,
+    scale_option,
+)
+from pyro_bpq.rollout.features import finite_components
 
 
 class Relaxed(Tempered, Scaled):
@@ -62,13 +72,14 @@ class REBAR(Relaxed):
         | Backprop-Q (Xu et al., 2018), Eq. 26
     """
 
-    temperature: Temperature = 0.5
-    scale: Scale = OptimalScale(max_scale=1.5)
+    temperature: Temperature = temperature_option(0.5)
+    scale: Scale = scale_option(OptimalScale(max_scale=1.5))
     decay: float = past(0.98)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
-        return needs_float_value(self, site, "OneHotCategorical, RELAX() or ")
+        refused = needs_float_value(self, site)
+        return refused and refused.replace("use ", "use OneHotCategorical, RELAX() or " if site.components else "use ")
 
     def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
         """The cost-to-go in the program in which sites downstream keep the values of a third run."""
@@ -167,8 +178,8 @@ class RELAXQ(Relaxed):
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
     """
 
-    temperature: Temperature = 0.5
-    scale: Scale = OptimalScale()
+    temperature: Temperature = temperature_option(0.5)
+    scale: Scale = scale_option(OptimalScale())
     decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
@@ -211,3 +222,175 @@ class QRELAX(RELAXQ):
         with torch.no_grad():
             cost = local_cost(context)
         return super().__call__(replace(context, cost=cost))
+
+
+@dataclass(frozen=True)
+class QRelaxation(Tempered, LocalCost):
+    r"""The learned Q as local cost, through a relaxation of the value. Biased, even with an exact critic.
+
+        g = ∇ Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
+
+    ``z`` is drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better. This one is a
+    reference. For a fair coin with ``Q(1) - Q(0) = 1`` the gradient to the logit is 0.25, and the relaxed one is 0.215
+    at temperature 0.5 and 0.167 at 1. :class:`QRELAX` corrects this bias, as the paper's RELAX with ``f = Q(b)`` does.
+
+    Args:
+        temperature: A number, or a function of the number of steps taken, such as :class:`Annealed`.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
+    """
+
+    temperature: Temperature = temperature_option(0.5)
+
+    needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
+    unsupported = needs_finite
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Q at the relaxed value, with its gradient."""
+        (log_probs, index), table = context.table, local_q(context)[0]
+        z = relaxation.draw_given(relaxation.parameters(log_probs), index, context.program.generator)
+        return SiteTerm(relaxation.relax(z, self.tau, index) * table)
+
+
+@dataclass(frozen=True)
+class Concrete(Tempered):
+    r"""The slope of the cost at a relaxed value (Concrete, Gumbel-softmax). Biased.
+
+        g_X = f'(s)·∇s,    s = softmax((log p + G) / τ),   G Gumbel noise
+
+    ``f`` is the cost-to-go in nats. The program itself runs with the discrete value, so the loss and the gradients of
+    all other parameters are exact. Only an extra run sees the relaxed value, with ``log q`` and ``-log p`` as torch
+    computes them there: for a Bernoulli (``s = σ((α + L)/τ)``) linear in ``s``; for a OneHotCategorical those of the
+    largest entry, without slope. It serves the sites that :class:`StraightThrough` serves. A program that turns the
+    value into an integer yields no gradient. It needs one more run of guide and model, with a backward pass, for every
+    site and particle.
+
+    Args:
+        temperature: Temperature ``τ``, or a function of the number of steps taken.
+
+    References:
+        | The Concrete distribution (Maddison et al., 2017)
+        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 23
+    """
+
+    temperature: Temperature = temperature_option(0.5)
+
+    needs = frozenset({"program", "table"})
+    takes_outdated: ClassVar[bool] = True
+    unsupported = needs_float_value
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The slope at the relaxed value times that value."""
+        program, (log_probs, index) = context.program, context.table
+        z = relaxation.draw(relaxation.parameters(log_probs), index, program.generator)
+        soft = relaxation.to_value(relaxation.relax(z, self.tau, index), program)
+        _, slope = program.gradient(soft.detach())
+        return SiteTerm(event_sum(slope * soft, context.cost.dim()))
+
+
+class Attached(Estimator):
+    """Base of the estimators whose value carries the gradient. Biased."""
+
+    is_pathwise: ClassVar[bool] = True
+    attaches: ClassVar[bool] = True
+
+    unsupported = needs_float_value
+
+
+@dataclass(frozen=True)
+class StraightThrough(Attached):
+    r"""The sampled value, with the gradient of its mean. Biased; a reference.
+
+        z = b + p - stop(p)
+
+    For Bernoulli and OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value. The gradient
+    through ``log q`` of a OneHotCategorical with respect to its value is zero, as torch computes it.
+
+    References:
+        | Estimating or propagating gradients through stochastic neurons for conditional computation
+          (Bengio et al., 2013)
+    """
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        """The value, with the gradient of the distribution's mean."""
+        return _carrying(value, fn.mean)
+
+
+@dataclass(frozen=True)
+class GumbelStraightThrough(Tempered, Attached):
+    r"""The sampled value, with the gradient of the relaxed value that belongs to it. Biased.
+
+        z + s - stop(s),    s = softmax((log p + G) / τ),   G Gumbel noise given argmax(log p + G) = z
+
+    The program sees the discrete value, and the noise is drawn given that value. A Bernoulli has ``s = σ((α + L)/τ)``
+    with logistic noise ``L``. It serves the sites that :class:`StraightThrough` serves.
+
+    Args:
+        temperature: Temperature ``τ``, or a function of the number of steps taken.
+
+    References:
+        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
+        | The Concrete distribution (Maddison et al., 2017)
+    """
+
+    temperature: Temperature = temperature_option(1.0)
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        """The value, with the gradient of the relaxed value."""
+        logits, is_binary = _logits(fn, value)
+        index = value.long() if is_binary else value.argmax(-1)
+        z = relaxation.draw_given(logits if is_binary else logits.log_softmax(-1), index, generator)
+        return _carrying(value, _probs(z / self.tau, is_binary))
+
+
+@dataclass(frozen=True)
+class ReinMax(Tempered, Attached):
+    r"""The sampled value, with a gradient that is exact for quadratic costs of one component. Biased.
+
+        z + s - stop(s),   s = 2 π_1 - ½ π_0,
+        π_0 = softmax(θ),   π_1 = softmax(stop(log((z + softmax(θ/τ))/2) - θ) + θ)
+
+    Straight-through of second order: a trapezoidal rule (Heun's) replaces Euler's rule. At ``τ = 1`` there is no bias
+    for a single component with costs that are quadratic in its value. It serves the sites that
+    :class:`StraightThrough` serves; a Bernoulli counts as a pair of values.
+
+    Args:
+        temperature: Temperature ``τ`` of at least one, as the paper advises, or a function of the steps taken.
+
+    References:
+        Bridging discrete and backpropagation: straight-through and beyond (Liu et al., 2023)
+    """
+
+    temperature: Temperature = temperature_option(1.0)
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        """The value, with the gradient of ``s``."""
+        logits, is_binary = _logits(fn, value)
+        with torch.no_grad():
+            half = 0.5 * (value.detach() + _probs(logits / self.tau, is_binary))
+        # A tensor whose derivative is that of a softmax where the softmax equals `half`.
+        if is_binary:
+            first = half * (1.0 - half) * logits
+        else:
+            first = half * (logits - (half * logits).sum(-1, keepdim=True))
+        return _carrying(value, 2.0 * first - 0.5 * _probs(logits, is_binary))
+
+
+def _carrying(value: Tensor, soft: Tensor) -> Tensor:
+    """The value, with the gradient of ``soft``."""
+    return value + (soft - soft.detach())
+
+
+def _logits(fn: Any, value: Tensor) -> tuple[Tensor, bool]:
+    """Logits in the shape of the value, and whether they are those of a Bernoulli."""
+    split = finite_components(fn)
+    assert split is not None
+    return split.parameters(fn).expand(value.shape), split.kind == "bernoulli"
+
+
+def _probs(logits: Tensor, is_binary: bool) -> Tensor:
+    return logits.sigmoid() if is_binary else logits.softmax(-1)

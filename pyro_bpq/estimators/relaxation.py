@@ -1,7 +1,8 @@
-r"""Relaxed draws ``z`` of finite components given the sample ``b``, for REBAR and RELAX, and temperatures.
+r"""Noise that estimators draw themselves, the relaxed draws that are made of it, and temperatures.
 
-``b`` is the index of the largest ``z_k = log π_k - log E_k``, with exponential ``E``. For a binary component it is the
-sign of ``z = α + logit(u)``. The pair ``(z, b)`` has the same law as when ``z`` is drawn first.
+A relaxed draw ``z`` of a finite component is drawn given the sample ``b``, the index of the largest
+``z_k = log π_k - log E_k``, with exponential ``E``. For a binary component ``b`` is the sign of ``z = α + logit(u)``.
+The pair ``(z, b)`` has the same law as when ``z`` is drawn first.
 """
 
 from __future__ import annotations
@@ -15,13 +16,77 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
-from pyro_bpq.errors import OptionError, check_option, is_real
+from pyro_bpq.errors import OptionError, is_real, option
 from pyro_bpq.estimators.base import Estimator, SiteProgram
-from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.rollout.schedule import at
 
 # A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
 Temperature = float | Tensor | Callable[[int], float]
+
+
+def _even(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers in ``[0, 1)`` of the shape of ``like``, on the CPU; recorded steps know how to draw no other noise."""
+    return torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform noise in the open interval (0, 1).
+
+    Args:
+        like: A tensor of the shape, dtype and device of the noise.
+        generator: Where it is drawn from.
+
+    Returns:
+        Noise like ``like``, detached.
+    """
+    tiny = torch.finfo(like.dtype).eps
+    return _even(like, generator).clamp(tiny, 1.0 - tiny).to(like.device, like.dtype)
+
+
+def signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random signs, 1 or -1 with equal chances, of the shape, dtype and device of ``like``."""
+    return (2.0 * (_even(like, generator) < 0.5) - 1.0).to(like.device, like.dtype)
+
+
+def exponential(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Exponential noise of rate one.
+
+    Args:
+        like: A tensor of the shape, dtype and device of the noise.
+        generator: Where it is drawn from.
+
+    Returns:
+        Noise like ``like``, detached.
+    """
+    return -uniform(like, generator).log()
+
+
+def gumbel(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard Gumbel noise.
+
+    Args:
+        like: A tensor of the shape, dtype and device of the noise.
+        generator: Where it is drawn from.
+
+    Returns:
+        Noise like ``like``, detached.
+    """
+    return -exponential(like, generator).log()
+
+
+def uniform_given(p: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform noise ``u``, given that ``1[u < p]`` is a value.
+
+    Args:
+        p: Probabilities of ones.
+        value: Zeros and ones, of the shape of ``p``.
+        generator: Where the noise is drawn from.
+
+    Returns:
+        Noise of the shape of ``p``, with gradients through ``p``.
+    """
+    noise = uniform(p, generator)
+    return torch.where(value == 1, p * noise, p + (1.0 - p) * noise)
 
 
 def temperature_at(temperature: Temperature, step: int) -> float | Tensor:
@@ -62,16 +127,16 @@ class Annealed:
         return max(self.end, self.start * self.decay**step)
 
 
+def temperature_option(default: float) -> Any:
+    """An option: a temperature."""
+    advice = "a positive number or a function of the step"
+    return option(default, lambda t: isinstance(t, Tensor) or callable(t) or (is_real(t) and t > 0.0), advice)
+
+
 class Tempered(Estimator):
     """Base of the estimators with a field ``temperature``."""
 
     temperature: Temperature
-
-    def __post_init__(self) -> None:
-        given = self.temperature
-        is_valid = isinstance(given, Tensor) or callable(given) or (is_real(given) and given > 0.0)
-        check_option(self, "temperature", is_valid, "a positive number or a function of the step")
-        super().__post_init__()
 
     def at(self, step: int) -> Any:
         """The estimator with the temperature of a step."""
@@ -132,15 +197,17 @@ def independent_value(params: Tensor, index: Tensor, program: SiteProgram) -> Te
     return program.from_index((z > 0).long() if z.dim() == index.dim() else z.argmax(-1))
 
 
-def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draws ``z`` and ``z̃`` independently given the sample, with their derivatives to the parameters.
-
-    ``z`` has the derivative of the unconditional draw, with fixed noise and free sample; ``z̃`` has that of the
-    conditional draw, with fixed noise and fixed sample.
-    """
+def draw_given(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws ``z`` given the sample, with the derivative of the unconditional draw: fixed noise and free sample."""
     z = _given(params.detach(), index, _noise(params, index, generator))
     # Both families are location families: with the noise fixed, z shifts by the change of the parameters.
-    return z + (params - params.detach()), _given(params, index, _noise(params, index, generator))
+    return z + (params - params.detach())
+
+
+def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws ``z`` as :func:`draw_given`, and independently ``z̃``, with the derivative for fixed noise and sample."""
+    z = draw_given(params, index, generator)
+    return z, _given(params, index, _noise(params, index, generator))
 
 
 def _noise(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:

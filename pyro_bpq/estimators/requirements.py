@@ -1,11 +1,14 @@
-"""What estimators require of a site. Each function is used as the method ``unsupported`` of estimators."""
+"""What estimators require of a site. Each requirement is used as the method ``unsupported`` of estimators."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from pyro_bpq.estimators.base import SiteInfo
 
+# Distributions of values without a largest one, and continuous ones whose drawn values can be reparameterised.
 _INFINITE = ("Poisson", "Geometric", "NegativeBinomial", "ZeroInflated", "Binomial", "BetaBinomial")
-# Continuous distributions whose drawn values can be reparameterised.
 _MOVABLE = ("Normal", "LogNormal", "Laplace", "Gumbel", "Gamma", "Beta")
 # Largest number of values of a component for which a message recommends AllAction.
 _MAX_SUPPORT = 64
@@ -25,105 +28,76 @@ def is_continuous(site: SiteInfo) -> bool:
     return site.components is None and not site.distribution.startswith(_INFINITE)
 
 
-def needs_finite(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without finite components.
+def _without_values(site: SiteInfo) -> str:
+    """Estimators that serve a site without finite components, or one of several."""
+    if not is_continuous(site):
+        return alternative(site)
+    names = "LAXQ() or ScoreFunction()" if site.distribution in _MOVABLE else "ScoreFunction()"
+    return f"{names}, which take costs without a gradient" + (", or Pathwise()" if site.has_rsample else "")
+
+
+def requirement(needed: str, other: Callable[[SiteInfo], str] = alternative) -> Callable[[Any], Any]:
+    """Makes of a condition on a site a method ``unsupported`` that refuses the sites for which it does not hold.
 
     Args:
-        owner: The estimator.
-        site: The facts about the site.
-
-    Returns:
-        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+        needed: What the site has to have, in words; ``{}`` stands for the name of its distribution.
+        other: Gives the estimators that serve where the condition does not hold.
     """
-    if site.components is not None:
-        return None
-    other = alternative(site)
-    if is_continuous(site):
-        names = "LAXQ() or ScoreFunction()" if site.distribution in _MOVABLE else "ScoreFunction()"
-        other = f"{names}, which take costs without a gradient" + (", or Pathwise()" if site.has_rsample else "")
-    return _refusal(owner, f"a finite support, which {site.distribution} lacks", other)
+
+    def decorate(holds: Callable[[SiteInfo], bool]) -> Any:
+        def unsupported(owner: object, site: SiteInfo) -> str | None:
+            """Used as the method ``unsupported`` of estimators.
+
+            Args:
+                owner: The estimator.
+                site: The facts about the site.
+
+            Returns:
+                Why the estimator cannot serve the site, and what to use; ``None`` if it can.
+            """
+            lacks = f"{type(owner).__name__}() needs {needed.format(site.distribution)}"
+            return None if holds(site) else f"{lacks}; use {other(site)}"
+
+        unsupported.__name__, unsupported.__doc__ = holds.__name__, f"{holds.__doc__} {unsupported.__doc__}"
+        return unsupported
+
+    return decorate
 
 
-def needs_continuous(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without a continuous distribution.
-
-    Args:
-        owner: The estimator.
-        site: The facts about the site.
-
-    Returns:
-        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
-    """
-    if is_continuous(site):
-        return None
-    return _refusal(owner, f"a continuous distribution, not a {site.distribution}", alternative(site))
+@requirement("a finite support, which {} lacks", _without_values)
+def needs_finite(site: SiteInfo) -> bool:
+    """Refuses sites without finite components."""
+    return site.components is not None
 
 
-def needs_binary(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without binary components.
-
-    Args:
-        owner: The estimator.
-        site: The facts about the site.
-
-    Returns:
-        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
-    """
-    if site.components is not None and site.components.cardinality == 2:
-        return None
-    return _refusal(owner, f"binary components, which {site.distribution} lacks", alternative(site))
+@requirement("a continuous distribution, not a {}")
+def needs_continuous(site: SiteInfo) -> bool:
+    """Refuses sites without a continuous distribution."""
+    return is_continuous(site)
 
 
-def needs_float_value(owner: object, site: SiteInfo, others: str = "") -> str | None:
-    """Refuses sites whose value cannot move continuously.
-
-    Args:
-        owner: The estimator.
-        site: The facts about the site.
-        others: Further estimators to recommend, in words.
-
-    Returns:
-        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
-    """
-    if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
-        return None
-    other = f"{others if site.components is not None else ''}{alternative(site)}"
-    return _refusal(owner, f"a Bernoulli or OneHotCategorical, not a {site.distribution}", other)
+@requirement("binary components, which {} lacks")
+def needs_binary(site: SiteInfo) -> bool:
+    """Refuses sites without binary components."""
+    return site.components is not None and site.components.cardinality == 2
 
 
-def needs_counts(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without counts.
-
-    Args:
-        owner: The estimator.
-        site: The facts about the site.
-
-    Returns:
-        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
-    """
-    if site.counts is not None:
-        return None
-    laws = "a Poisson, Binomial, NegativeBinomial or Geometric"
-    return _refusal(owner, f"{laws}, not a {site.distribution}", alternative(site))
+@requirement("a Bernoulli or OneHotCategorical, not a {}")
+def needs_float_value(site: SiteInfo) -> bool:
+    """Refuses sites whose value cannot move continuously."""
+    return site.components is not None and site.components.kind in ("bernoulli", "one_hot")
 
 
-def needs_single(owner: object, site: SiteInfo) -> str | None:
-    """Refuses sites without a single finite component.
-
-    Args:
-        owner: The estimator.
-        site: The facts about the site.
-
-    Returns:
-        Why the estimator cannot serve the site, and what to use; ``None`` if it can.
-    """
-    if site.components is None or site.components.size == 1:
-        return needs_finite(owner, site)
-    return _refusal(owner, f"a single component, but the site has {site.components.size}", alternative(site))
+@requirement("a Poisson, Binomial, NegativeBinomial or Geometric, not a {}")
+def needs_counts(site: SiteInfo) -> bool:
+    """Refuses sites without counts."""
+    return site.counts is not None
 
 
-def _refusal(owner: object, needed: str, other: str) -> str:
-    return f"{type(owner).__name__}() needs {needed}; use {other}"
+@requirement("a single finite component, which {} lacks", _without_values)
+def needs_single(site: SiteInfo) -> bool:
+    """Refuses sites without a single finite component."""
+    return site.components is not None and site.components.size == 1
 
 
 def needs_particles(owner: object, site: SiteInfo) -> str | None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import check_option
+from pyro_bpq.errors import Checked, option
 from pyro_bpq.estimators.base import (
     Estimator,
     SiteContext,
     SiteInfo,
     SiteTerm,
     Statistics,
-    check_options,
     past,
     site_mean,
     unit_scale,
@@ -89,7 +88,7 @@ class LeaveOneOut(Baseline):
 
 
 @dataclass(frozen=True)
-class RunningBaseline(Baseline):
+class RunningBaseline(Checked, Baseline):
     r"""A running mean of the cost-to-go of earlier steps and of plate rows, one number per site.
 
         b ← b + max(1/(n+1), 1 - decay) (mean C - b)
@@ -99,9 +98,6 @@ class RunningBaseline(Baseline):
     """
 
     decay: float = past(0.95)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def statistics(self) -> Statistics:
         """The running mean."""
@@ -141,18 +137,22 @@ class TrimmedBaseline(Baseline):
         return centred, {"baseline": baseline, "recent": recent}
 
 
+def baseline_option() -> Any:
+    """An option: a baseline or none."""
+
+    def is_valid(given: Any) -> bool:
+        # Estimators have the methods of a baseline too.
+        return given is None or (isinstance(given, Baseline) and not isinstance(given, (type, Estimator)))
+
+    return option(None, is_valid, "a baseline, e.g. LeaveOneOut() or RunningBaseline(), or None")
+
+
 class WithBaseline(Estimator):
     """Base of the estimators with a field ``baseline``. Unbiased."""
 
     baseline: Baseline | None
 
     is_unbiased: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        given = self.baseline
-        # Estimators have the methods of a baseline too.
-        is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, (type, Estimator)))
-        check_option(self, "baseline", is_valid, "a baseline, e.g. LeaveOneOut() or RunningBaseline(), or None")
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves every site that its baseline serves."""
@@ -189,7 +189,7 @@ class ScoreFunction(WithBaseline):
         | Backprop-Q (Xu et al., 2018), Eq. 18
     """
 
-    baseline: Baseline | None = None
+    baseline: Baseline | None = baseline_option()
 
     needs = frozenset[str]()
     by_component = True
@@ -210,7 +210,7 @@ class PyroBaseline(WithBaseline):
     ``r`` is a further baseline, a :class:`RunningBaseline` or none.
     """
 
-    baseline: Baseline | None = None
+    baseline: Baseline | None = baseline_option()
 
     needs = frozenset({"baseline", "table"})
 

@@ -11,23 +11,14 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.critics.nets import check_hidden
-from pyro_bpq.errors import check_option, is_real
-from pyro_bpq.estimators.base import (
-    Estimator,
-    SiteContext,
-    Statistics,
-    check_options,
-    option,
-    past,
-    positive,
-    site_mean,
-)
+from pyro_bpq.errors import Checked, is_real, option, positive
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, past, site_mean
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import leave_one_out
 
 
 @dataclass(frozen=True)
-class OptimalScale:
+class OptimalScale(Checked):
     r"""The scale of a control variate that minimises the second moment of the gradient.
 
         g = u - a v,   a = E[u·v] / E[v·v], clipped to [0, max_scale]
@@ -48,11 +39,17 @@ class OptimalScale:
     decay: float = past(0.98)
     max_scale: float = positive(1.2)
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 Scale = float | OptimalScale
+
+
+def scale_option(default: Scale) -> Any:
+    """An option: the scale of a control variate."""
+
+    def is_valid(scale: Any) -> bool:
+        return isinstance(scale, OptimalScale) or (is_real(scale) and not isinstance(scale, bool))
+
+    return option(default, is_valid, "a number or OptimalScale()")
 
 
 def scale_statistics(scale: Scale) -> Statistics:
@@ -83,11 +80,6 @@ def update_scale(scale: Scale, context: SiteContext, plain: Tensor, variate: Ten
     return {"products": products, "scales": found.unsqueeze(1)}
 
 
-def means_statistics() -> dict[str, tuple[float, ...]]:
-    """Running means of cost and control variate; products of two particles' residuals, and their squares."""
-    return {"means": (0.0, 0.0), "pairs": (0.0, 0.0)}
-
-
 def running_means(context: SiteContext) -> tuple[Tensor, Tensor]:
     """Running means of cost and control variate, broadcastable to ``(G, M, plates)``."""
     first, second = context.statistics["means"].unbind(1)
@@ -95,41 +87,17 @@ def running_means(context: SiteContext) -> tuple[Tensor, Tensor]:
 
 
 def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor, Tensor]:
-    r"""Subtracts from cost and control variate their predictions by earlier steps and the other particles.
-
-        C_i - m - ρ (1/(M-1) Σ_{j≠i} C_j - m),   ρ = c / (c + (s - c) / (M-1))
-
-    ``m`` is the running mean, ``c`` the running product of two particles' residuals, and ``s`` their running square.
-    ``ρ = 1`` is leave-one-out. ``ρ`` is 0 if the residuals of a row's particles are not correlated.
-    """
-    means, particles = running_means(context), cost.shape[1]
-    if particles == 1:
-        return cost - means[0], variate - means[1]
-    product, square = context.statistics["pairs"].unbind(1)
-    noise = (square - product).clamp(min=0.0) / (particles - 1.0)
-    weight = product.clamp(min=0.0) / (product.clamp(min=0.0) + noise).clamp(min=torch.finfo(noise.dtype).tiny)
-    weight = context.per_site(torch.where(context.count > 0, weight, torch.ones_like(weight)))
-    pairs = zip((cost, variate), means, strict=True)
-    first, second = ((1.0 - weight) * (part - mean) + weight * leave_one_out(part) for part, mean in pairs)
-    return first, second
+    """Subtracts from cost and control variate their means over the other particles or, with one, over earlier steps."""
+    if cost.shape[1] > 1:
+        return leave_one_out(cost), leave_one_out(variate)
+    means = running_means(context)
+    return cost - means[0], variate - means[1]
 
 
-def update_means(
-    cost: Tensor, variate: Tensor, context: SiteContext, decay: float, scale: Tensor | float = 1.0
-) -> dict[str, Tensor]:
-    """New running means; ``scale`` is the scale of the control variate."""
-    found = {"means": context.running_mean("means", torch.stack((site_mean(cost), site_mean(variate)), 1), decay)}
-    particles = cost.shape[1]
-    if particles > 1:
-        residual, means = cost - scale * variate, running_means(context)
-        known = means[0] - scale * means[1]
-        start = context.per_site(site_mean(residual))
-        residual = residual - torch.where(context.per_site(context.count > 0), known, start)
-        square = residual.square().mean(1, keepdim=True)
-        product = (particles * residual.mean(1, keepdim=True).square() - square) / (particles - 1.0)
-        pairs = torch.stack((site_mean(product), site_mean(square)), 1)
-        found["pairs"] = context.running_mean("pairs", pairs, decay)
-    return found
+def update_means(cost: Tensor, variate: Tensor, context: SiteContext, decay: float) -> dict[str, Tensor]:
+    """New running means of cost and control variate."""
+    new = torch.stack((site_mean(cost), site_mean(variate)), 1)
+    return {"means": context.running_mean("means", new, decay)}
 
 
 def fill(tensor: Tensor, like: Tensor) -> Tensor:
@@ -146,15 +114,9 @@ class Scaled(Estimator):
     is_unbiased: ClassVar[bool] = True
     unsupported = needs_finite
 
-    def __post_init__(self) -> None:
-        is_number = is_real(self.scale) and not isinstance(self.scale, bool)
-        is_valid = is_number or isinstance(self.scale, OptimalScale)
-        check_option(self, "scale", is_valid, "a number or OptimalScale()")
-        super().__post_init__()
-
     def statistics(self) -> Statistics:
         """Running means and products for the scale."""
-        return {**means_statistics(), **scale_statistics(self.scale)}
+        return {"means": (0.0, 0.0), **scale_statistics(self.scale)}
 
     def corrected(
         self, context: SiteContext, value: Tensor, score: Tensor, path: Tensor, natural: Any = lambda part: part
@@ -177,12 +139,12 @@ class Scaled(Estimator):
 
     def updated(self, context: SiteContext, value: Tensor, *parts: Tensor) -> dict[str, Tensor]:
         """New running statistics, from the predicted cost and, if known, from ``u`` and ``v``."""
-        means = update_means(context.cost, value, context, self.decay, read_scale(self.scale, context))
-        return {**means, **(update_scale(self.scale, context, *parts) if parts else {})}
+        scale = update_scale(self.scale, context, *parts) if parts else {}
+        return update_means(context.cost, value, context, self.decay) | scale
 
 
 @dataclass(frozen=True)
-class NetworkVariate:
+class NetworkVariate(Checked):
     r"""A perceptron ``c_φ`` per site, trained to lower the variance of the gradient that it corrects.
 
         φ ← Adam(φ, ∂|g|²/∂φ),   ∂Var[g]/∂φ = E[∂|g|²/∂φ]
@@ -206,7 +168,7 @@ class NetworkVariate:
 
     def __post_init__(self) -> None:
         check_hidden(self)
-        check_options(self)
+        super().__post_init__()
 
     def statistics(self, inputs: int, extra: tuple[float, ...] = ()) -> Statistics:
         """Initial weights and moments of their gradient, as flat vectors, and the spread of the costs.
@@ -222,7 +184,7 @@ class NetworkVariate:
             parts += [weight.flatten(), torch.zeros(fan_out, dtype=torch.float64, device="cpu")]
         flat = torch.cat([*parts, torch.tensor(extra, dtype=torch.float64, device="cpu")])
         zero = torch.zeros_like(flat)
-        return {"phi": flat, "first": zero, "second": zero, "spread": 1.0, "square": 0.0, **means_statistics()}
+        return {"phi": flat, "first": zero, "second": zero, "spread": 1.0, "square": 0.0, "means": (0.0, 0.0)}
 
     def evaluate(self, weights: Tensor, features: Tensor, context: SiteContext) -> Tensor:
         """``c_φ`` in nats, ``(G, M, plates)``, from features ``(G, M, plates, F)``."""

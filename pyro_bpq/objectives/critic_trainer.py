@@ -12,8 +12,7 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Write, named_tensors
+from pyro_bpq.critics.bank import CriticBank, Write, named_tensors
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.observation import Transient
 from pyro_bpq.objectives.replayer import Replayer

@@ -72,7 +72,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
         gamma: Discount of targets, in ``(0, 1]``, or a function of the step: a cost that is ``d`` edges away, on the
-            longest way, counts ``gamma ** d``, whatever the reduction (:mod:`pyro_bpq.targets.lambda_return`).
+            longest way, counts ``gamma ** d``, whatever the reduction (:mod:`pyro_bpq.critics.targets`).
         learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate,
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"`` or ``"dense"``: when dependencies are tracked.

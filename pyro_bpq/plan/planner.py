@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-from pyro_bpq.critics.joint import JointCritic, reads_value
-from pyro_bpq.critics.nets import Critic
+from pyro_bpq.critics.nets import Critic, JointCritic, reads_value
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import MANY_ROWS, Estimator, SiteInfo
 from pyro_bpq.estimators.differences import Differences

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pyro_bpq.critics.joint import JointCritic, MomentCritic, ValueCritic
-from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import Critic, JointCritic, MLPCritic, MomentCritic, TabularCritic, ValueCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.estimators.differences import Differences
-from pyro_bpq.estimators.disarm import DisARM
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.estimators.reparameterise import Pathwise
 from pyro_bpq.estimators.score_function import (
@@ -31,7 +29,7 @@ from pyro_bpq.estimators.score_function import (
     SecondRun,
     TrimmedBaseline,
 )
-from pyro_bpq.estimators.slopes import DebiasedStraightThrough
+from pyro_bpq.estimators.slopes import DebiasedStraightThrough, DisARM
 from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.rollout.features import has_moments
 

@@ -15,7 +15,7 @@ from pyro.poutine.runtime import effectful
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 
-from pyro_bpq.critics.blocks import is_of_critic
+from pyro_bpq.critics.bank import is_of_critic
 from pyro_bpq.record.external import Answers
 from pyro_bpq.record.function import seeded
 from pyro_bpq.record.traced_run import TracedRun

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
-from pyro_bpq.estimators.noise import signs, uniform
+from pyro_bpq.estimators.relaxation import signs, uniform
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import Moves
 from pyro_bpq.record.components import weighted_elements

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block, Rows, Selection, Write
-from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
-from pyro_bpq.critics.nets import TabularCritic
+from pyro_bpq.critics.bank import Block, CriticBank, Rows, Selection, Write
+from pyro_bpq.critics.nets import JointCritic, JointOutput, SiteValue, TabularCritic, reads_value
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import update_mean
 from pyro_bpq.graph.network import BackpropQNetwork, QNode

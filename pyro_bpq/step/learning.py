@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.blocks import Selection, Write
+from pyro_bpq.critics.bank import Selection, Write
+from pyro_bpq.critics.targets import Backups
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
@@ -23,7 +24,6 @@ from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.layout import Layout
 from pyro_bpq.step.returns import lambda_returns, predictions
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.targets.lambda_return import Backups
 
 # Decay of the running moments of targets.
 DECAY = 0.98

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pyro_bpq.critics.targets import check_discount, lambda_return, network_rules, solve_rules
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import common_type, total
 from pyro_bpq.step.critic_step import CriticBatch
-from pyro_bpq.targets.lambda_return import check_discount, lambda_return, network_rules, solve_rules
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyro_bpq.critics.targets import advantages
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.q_estimators import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import reparameterise
@@ -21,7 +22,6 @@ from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 from pyro_bpq.step.classes import CrossedCosts
 from pyro_bpq.step.critic_step import CriticBatch
 from pyro_bpq.step.returns import by_name, predictions
-from pyro_bpq.targets.advantages import advantages
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals

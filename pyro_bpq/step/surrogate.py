@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block, Selection, Write, average_writes
+from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
 from pyro_bpq.rollout.distributed import Ranks, writes_of_ranks

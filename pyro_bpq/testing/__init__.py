@@ -15,20 +15,22 @@ A latent site must have a finite support, or be a :class:`TwoPoint` in place of 
 ``pyro.sample``. Sites hidden by ``poutine.block`` and noise of an estimator cannot be enumerated, except noise drawn
 through :class:`ChoiceNoise`; other draws raise an error. Latents of the model must be in the guide.
 
-May import every other folder but ``diagnostics``. Read ``expected.py`` first, then ``choices.py``.
+May import every other folder but ``diagnostics``. Read ``exact.py`` first, then ``choices.py``.
 """
 
 from pyro_bpq.testing.choices import ChoiceNoise as ChoiceNoise
 from pyro_bpq.testing.choices import TwoPoint as TwoPoint
 from pyro_bpq.testing.choices import iter_outcomes as iter_outcomes
 from pyro_bpq.testing.contract import check_estimator as check_estimator
+from pyro_bpq.testing.exact import assert_unbiased as assert_unbiased
 from pyro_bpq.testing.exact import exact_gradient as exact_gradient
 from pyro_bpq.testing.exact import exact_loss as exact_loss
-from pyro_bpq.testing.expected import Moments as Moments
-from pyro_bpq.testing.expected import assert_unbiased as assert_unbiased
-from pyro_bpq.testing.expected import expected_gradient as expected_gradient
-from pyro_bpq.testing.expected import expected_moments as expected_moments
-from pyro_bpq.testing.expected import sample_gradients as sample_gradients
-from pyro_bpq.testing.expected import z_scores as z_scores
+from pyro_bpq.testing.exact import sample_gradients as sample_gradients
+from pyro_bpq.testing.exact import z_scores as z_scores
+from pyro_bpq.testing.moments import GradientMoments as GradientMoments
+from pyro_bpq.testing.moments import expected_gradient as expected_gradient
+from pyro_bpq.testing.moments import expected_moments as expected_moments
+
+Moments = GradientMoments
 
 __all__ = sorted(name for name, thing in globals().items() if callable(thing) and not name.startswith("_"))

@@ -14,10 +14,10 @@ from typing import Any, NoReturn, TypeVar
 
 import pyro.distributions as dist
 import torch
-from pyro.ops.provenance import detach_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError, UnsupportedProgramError, UnsupportedSiteError
 
@@ -66,39 +66,29 @@ class _Choice:
     def __init__(self, name: str, log_probs: Tensor) -> None:
         self.name, self.shape = name, tuple(log_probs.shape)
         self.what = (name, *self.shape)
-        self.index = (0,) * log_probs.shape[1]
-        self.probability = 1.0  # of the index, given the choices before it
         self.is_left = False
-        self._log_probs: Tensor | None = log_probs
-        self._rest: Iterator[tuple[tuple[int, float], ...]] = iter(())
-
-    def settle(self) -> bool:
-        """Reads the probabilities once the first run is over; returns whether ``index`` is possible.
-
-        This waits until the end of the run, because a dependency tracker would report values that leave torch.
-        """
-        if self._log_probs is None:
-            return True
-        log_probs, self._log_probs = detach_provenance(self._log_probs), None
+        # A recording of the program would take it for a number that steers the program.
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            rows = log_probs.exp().T.tolist()
         # torch clamps the probabilities of a categorical distribution to eps; such a value counts as impossible.
         zero = 2 * torch.finfo(log_probs.dtype).eps
-        possible = [[(value, p) for value, p in enumerate(row) if p > zero] for row in log_probs.exp().T.tolist()]
-        if not all(possible):
+        self._rest: Iterator[tuple[tuple[int, float], ...]] = itertools.product(
+            *([(value, p) for value, p in enumerate(row) if p > zero] for row in rows)
+        )
+        if not self.advance():
             raise UnsupportedSiteError(
-                f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
+                f"Site {name!r}: no value has a positive probability. Check its parameters for NaN."
             )
-        self._rest = itertools.product(*possible)
-        # The path has taken the first value of each element.
-        return not any(first for (first, _), *_ in possible) and self.advance()
 
     def leave(self) -> None:
         """Stays at its index, since nothing depends on it."""
-        self.is_left, self.probability, self._log_probs, self._rest = True, 1.0, None, iter(())
+        self.is_left, self.probability, self._rest = True, 1.0, iter(())
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
         if (found := next(self._rest, None)) is not None:
-            self.index, self.probability = tuple(value for value, _ in found), math.prod(p for _, p in found)
+            self.index = tuple(value for value, _ in found)
+            self.probability = math.prod(p for _, p in found)  # given the choices before it
         return found is not None
 
 
@@ -117,14 +107,6 @@ class ChoiceMessenger(Messenger):
         self._path: list[_Choice] = []
         # The next choice, and the end of those that this run has met: between them lies what was undone.
         self._position = self._met = 0
-
-    def settle(self) -> bool:
-        """Closes a run; returns whether it is possible, else cuts the path after the impossible choice."""
-        for depth, choice in enumerate(self._path, start=1):
-            if not choice.settle():
-                del self._path[depth:]
-                return False
-        return True
 
     def advance(self) -> bool:
         """Moves on to the next path; returns False when all have been taken."""
@@ -265,7 +247,7 @@ def _log_probs(core: Any, support: Tensor) -> Tensor:
 
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
-    """Computes ``value`` from a real draw, so that dependency trackers see the parents of the site."""
+    """Computes ``value`` from a real draw, so that ``TraceGraph_ELBO`` sees the parents of the site."""
     with torch.random.fork_rng(devices=[]):
         drawn = core.sample()
     return torch.where(torch.ones((), dtype=torch.bool, device=value.device), value, drawn)
@@ -335,32 +317,24 @@ def walk(
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
     count, total, is_left = 0, 0.0, True
     while is_left:
-        for result in _run_settled(choices, step, noise, may_draw=count == 0):
-            count, total = count + 1, total + choices.probability
-            if count > choices.num_outcomes:
-                choices.raise_too_many()
-            yield choices.probability, result
+        result = _run_settled(choices, step, noise, may_draw=count == 0)
+        count, total = count + 1, total + choices.probability
+        if count > choices.num_outcomes:
+            choices.raise_too_many()
+        yield choices.probability, result
         is_left = choices.advance()
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
         raise UnsupportedProgramError(
-            f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "
-            "it was drawn from, or is not normalised. Do not write in place into its parameters."
+            f"The probabilities of all outcomes sum to {total}, not to 1: some distribution is not normalised."
         )
 
 
-def _run_settled(
-    choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None, may_draw: bool
-) -> tuple[T, ...]:
-    """Runs ``step`` on the current path; returns its result, or nothing if the path is impossible."""
-    try:
+def _run_settled(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None, may_draw: bool) -> T:
+    """Runs ``step`` on the current path; returns its result."""
+    result, has_drawn = _run(choices, step, noise)
+    if has_drawn and may_draw:  # e.g. Pyro's guess of max_plate_nesting draws once per object
+        choices._path.clear()
         result, has_drawn = _run(choices, step, noise)
-        if has_drawn and may_draw:  # e.g. Pyro's guess of max_plate_nesting draws once per object
-            choices._path.clear()
-            result, has_drawn = _run(choices, step, noise)
-    except Exception:
-        if choices.settle():
-            raise
-        return ()  # the first value of a new choice may be impossible, and the program may fail at it
     choices.leave_undone()
     if choices._position < len(choices._path):
         choices.raise_changed("nothing")
@@ -370,7 +344,7 @@ def _run_settled(
             "computed. Look for a site hidden by poutine.block, dropout, or an estimator with noise of its "
             "own: let that draw through a ChoiceNoise, passed as noise=."
         )
-    return (result,) if choices.settle() else ()
+    return result
 
 
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:

@@ -1,4 +1,4 @@
-"""The exact loss and its gradient, by enumeration of every joint state; no ELBO class is involved."""
+"""The exact loss and its gradient, by enumeration of every joint state, and what is compared with it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer import RenyiELBO
 from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.subsample_messenger import _Subsample
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_bpq.errors import SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.errors import OptionError, SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.objectives.elbo import ExpectedCost
+from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.parameters import GradientReader
+from pyro_bpq.testing.moments import GradientReader, expected_gradient, take_step
 
 
 def _cost(program: Program, num_outcomes: int, only_costs: bool) -> Tensor:
@@ -183,19 +186,19 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
 
     # The choices are the outer handler, so that they act after the replay.
     traces = [trace for _, trace in walk(choices, run)]
-    sites = [name for name, site in traces[0].nodes.items() if site["type"] == "sample"]
-    inside, total, scales = [], torch.zeros(()), set()
-    marked = {_scale(traces[0].nodes[name]) for name in choices.names}
-    for name in sites:
-        found = [trace.nodes[name] for trace in traces]
-        scaled = [site["log_prob"].sum() for site in found]
-        is_alike = name not in choices.names and all(torch.equal(value, scaled[0]) for value in scaled)
-        # Equal values may have different gradients. A constant may stand inside the sum if its scale is the sum's.
-        if is_alike and not (marked and scaled[0].requires_grad and _scale(found[0]) in marked):
-            total = total + scaled[0]
+    scales = {_scale(traces[0].nodes[name]) for name in choices.names}
+    inside, total, others = [], torch.zeros(()), set[float]()
+    for name, first in traces[0].nodes.items():
+        if first["type"] != "sample":
             continue
-        scales.add(_scale(found[0]))
-        inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
+        found = [trace.nodes[name] for trace in traces]
+        if _scale(first) in scales:
+            inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
+            continue
+        scaled = [site["log_prob"].sum() for site in found]
+        others |= set() if all(torch.equal(value, scaled[0]) for value in scaled) else {_scale(first)}
+        total = total + scaled[0]
+    scales |= others
     if len(scales) > 1 or any(map(math.isnan, scales)):
         raise UnsupportedProgramError(
             f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}. They are summed out "
@@ -216,3 +219,143 @@ def _unscaled(site: Any, is_own: bool) -> Tensor:
     own: Tensor = site["unscaled_log_prob"]
     is_whole = is_own or site["mask"] is None
     return (own if is_whole else torch.where(torch.as_tensor(site["mask"]), own, 0.0)).sum()
+
+
+def assert_unbiased(
+    elbo: Any, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, atol: float = 1e-10, **kwargs: Any
+) -> None:
+    r"""Asserts that the expected gradient of a step equals the exact gradient, for every parameter.
+
+        max |expected - exact| <= atol.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``, frozen by ``elbo.eval()``; of an ``ExpectedCost`` only cost statements
+            count.
+        model: Model.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        atol: Largest error of a component; the default is for float64.
+        **kwargs: Keyword arguments of both, and the options of :func:`expected_moments`.
+
+    Raises:
+        AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
+            comparison tests nothing.
+        OptionError: If the ELBO is a bound of several samples, whose gradient is another one.
+    """
+    if isinstance(elbo, TraceBackpropQ_IWAE | RenyiELBO):
+        number = elbo.num_inner if isinstance(elbo, TraceBackpropQ_IWAE) else elbo.num_particles
+        if number > 1:
+            raise OptionError(
+                f"assert_unbiased compares with the gradient of the ELBO of one sample, and {type(elbo).__name__} has "
+                f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
+                "write num_particles=1."
+            )
+    of_step = ("use_differentiable_loss", "noise")
+    only_costs = isinstance(elbo, ExpectedCost)
+    of_both = {k: v for k, v in kwargs.items() if k not in of_step}
+    exact = exact_gradient(model, guide, *args, only_costs=only_costs, **of_both)
+    _largest(exact, atol)
+    expected = expected_gradient(elbo, model, guide, *args, **kwargs)
+    if report := _differences(exact, expected, atol):
+        raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
+
+
+def _largest(exact: Mapping[str, Tensor], zero: float = 0.0) -> float:
+    """Largest component of a gradient, which must be above ``zero``."""
+    scale = max((float(g.abs().max()) for g in exact.values() if g.numel()), default=0.0)
+    if scale <= zero:
+        raise AssertionError(
+            f"The exact gradient is zero for all of {sorted(exact)}: this program tests nothing. Give its "
+            "parameters asymmetric values."
+        )
+    return scale
+
+
+def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> list[str]:
+    """Describes every parameter whose gradients differ by more than ``atol`` or are not finite."""
+    pairs = {name: (truth, expected.get(name, torch.zeros_like(truth))) for name, truth in exact.items()}
+    return [
+        f"  parameter {name!r}: largest error {float((found - truth).abs().max()):.3g}\n"
+        f"    exact    {truth.tolist()}\n    expected {found.tolist()}"
+        for name, (truth, found) in pairs.items()
+        if not bool(((found - truth).abs() <= atol).all())
+    ]
+
+
+def sample_gradients(
+    elbo: Any,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_samples: int,
+    parameters: Mapping[str, Tensor] | None = None,
+    use_differentiable_loss: bool = False,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Runs a step many times without updating anything and stacks its gradients.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``, in the mode that the caller has set.
+        model: Model.
+        guide: Guide.
+        *args: Arguments of both.
+        num_samples: Number of steps.
+        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
+        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
+        **kwargs: Keyword arguments of both.
+
+    Returns:
+        Gradients of the loss, shape ``(num_samples, *parameter.shape)``; zero if a step did not
+        reach a parameter. The ``.grad`` fields are restored.
+    """
+    program = Program(model, guide, args, kwargs)
+    with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
+        gradients = [take_step(elbo, program, reader, use_differentiable_loss) for _ in range(num_samples)]
+    zeros = {key: torch.zeros_like(g) for gradient in gradients for key, g in gradient.items()}
+    stacked = {key: torch.stack([g.get(key, zero) for g in gradients]) for key, zero in zeros.items()}
+    return reader.named(stacked, lead=(num_samples,))
+
+
+def z_scores(
+    samples: Mapping[str, Tensor], exact: Mapping[str, Tensor], *, max_relative_error: float = 0.05
+) -> dict[str, Tensor]:
+    r"""Measures the error of a mean gradient in standard errors.
+
+        z = (mean - exact) / SE,   SE = standard deviation / √N.
+
+    An unbiased estimator has ``|z| < 5`` almost surely. A power gate rejects a test that could not
+    fail: ``SE`` of every component must be below ``max_relative_error`` times the gradient's scale. The scale is the
+    largest component of the exact gradient over all parameters.
+
+    Args:
+        samples: Gradients by parameter, shape ``(N, *shape)``, independent along the first dimension.
+        exact: Exact gradients of the tested parameters, shape ``shape``.
+        max_relative_error: Limit of the power gate.
+
+    Returns:
+        z-score of each component, shape ``shape``; zero, or infinite, where all samples are equal.
+
+    Raises:
+        AssertionError: If the power gate is not passed, or a sample is not finite.
+    """
+    scale = _largest(exact)
+    return {name: _z_score(name, samples[name], exact[name], scale, max_relative_error) for name in exact}
+
+
+def _z_score(name: str, samples: Tensor, exact: Tensor, scale: float, max_relative_error: float) -> Tensor:
+    num_samples = len(samples)
+    if num_samples < 2 or not bool(samples.isfinite().all()):
+        raise AssertionError(f"Parameter {name!r}: needs two or more samples, all finite.")
+    error = samples.mean(0) - exact
+    standard_error = samples.std(0) / math.sqrt(num_samples)
+    relative = float(standard_error.max()) / scale if standard_error.numel() else 0.0
+    if relative > max_relative_error:
+        needed = math.ceil(num_samples * (relative / max_relative_error) ** 2)
+        raise AssertionError(
+            f"Parameter {name!r}: the standard error is {relative:.1%} of the gradient's scale, above "
+            f"{max_relative_error:.1%}: too weak a test. Use about {needed} samples instead of {num_samples}."
+        )
+    rounding = 1e3 * torch.finfo(exact.dtype).eps * scale
+    is_constant = standard_error <= rounding
+    fixed = torch.where(error.abs() <= rounding, 0.0, error.sign() * math.inf).to(error.dtype)
+    return torch.where(is_constant, fixed, error / standard_error.where(~is_constant, torch.ones_like(error)))

@@ -12,8 +12,7 @@ import torch
 from steps import filtered
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block, Selection
+from pyro_bpq.critics.bank import Block, CriticBank, Selection
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.snapshots import restore, snapshot
 

@@ -12,8 +12,16 @@ from steps import scramble
 from torch import Tensor
 
 from pyro_bpq import MomentCritic, ValueCritic
-from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
-from pyro_bpq.critics.nets import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import (
+    Critic,
+    CriticShape,
+    JointCritic,
+    JointOutput,
+    LinearCritic,
+    MLPCritic,
+    SiteValue,
+    TabularCritic,
+)
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.variates import NetworkVariate
 

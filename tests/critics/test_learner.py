@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.critics.learner import AveragedAdam, CriticLearner, CriticOptimizer
 
 

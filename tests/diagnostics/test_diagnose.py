@@ -10,8 +10,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME
-from pyro.distributions.testing.fakes import NonreparameterizedNormal
-from pyro.distributions.testing.rejection_gamma import ShapeAugmentedGamma
 from pyro.infer import Trace_ELBO
 from steps import CHAIN, filtered, repeat
 from torch import Tensor
@@ -123,43 +121,6 @@ def test_one_particle_that_was_asked_for_is_told_where_others_would_help(
     assert (found is not None) == expected
     if found is not None:
         assert "y" in found.sites and found.severity == "hint" and "num_particles" in found.advice
-
-
-# Distributions whose rsample is hidden.
-
-
-def hidden(loc: Tensor) -> Any:
-    fn = dist.Normal(loc, 1.0)
-    fn.has_rsample = False
-    return fn
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda m: NonreparameterizedNormal(m, 1.0), "NonreparameterizedNormal"),
-        (hidden, "Normal"),
-        (lambda m: NonreparameterizedNormal(m.expand(2), 1.0).to_event(1), "NonreparameterizedNormal"),
-        (lambda m: dist.Normal(m, 1.0), None),
-        (lambda m: dist.Poisson(m.exp()), None),
-        # The score function serves only what rejection sampling leaves over.
-        (lambda m: ShapeAugmentedGamma(m.exp(), torch.tensor(1.0)), None),
-    ],
-    ids=["fake", "attribute", "event", "plain", "poisson", "rejection"],
-)
-def test_hidden_rsample_is_found(make: Callable[[Tensor], Any], kind: str | None) -> None:
-    def model() -> None:
-        z = pyro.sample("z", make(torch.tensor(0.5)))
-        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.0))
-
-    def guide() -> None:
-        pyro.sample("z", make(pyro.param("m", torch.tensor(0.2))))
-
-    found = of_kind(look(model, guide, num_particles=2), "rsample hidden")
-    assert (found is not None) == (kind is not None)
-    if found is not None:
-        assert found.severity == "warning" and found.sites == ("z",)
-        assert f": {kind} can be" in found.message and "pathwise" in found.message
 
 
 # Others.

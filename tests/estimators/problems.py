@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from enumerable import enumerable_noise
 from steps import bias
 from torch import Tensor
 
@@ -13,7 +14,6 @@ import pyro_bpq.estimators as package
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import ChoiceNoise, expected_moments
-from pyro_bpq.testing.enumerable import enumerable_noise
 
 
 def worst_z(exact: Tensor, samples: Tensor) -> float:

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from enumerable import enumerable_noise
 from problems import public
 from steps import largest_error, trained
 from torch import Tensor
@@ -33,7 +34,6 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import ChoiceNoise, exact_gradient, expected_gradient
-from pyro_bpq.testing.enumerable import enumerable_noise
 
 KINDS = {"bernoulli": dist.Bernoulli, "categorical": dist.Categorical, "one_hot": dist.OneHotCategorical}
 ROWS = 2

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from enumerable import where_it_serves
 from models import BY_NAME, Case
 from problems import error_of_draws, moments_of_draws
 from steps import trained
@@ -29,7 +30,6 @@ from pyro_bpq.estimators import (
     SiteTerm,
 )
 from pyro_bpq.testing import assert_unbiased, expected_moments
-from pyro_bpq.testing.enumerable import where_it_serves
 
 
 def train(estimator: Any, case: Case, particles: int) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from steps import repeat
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Annealed, Concrete, GumbelStraightThrough, ReinMax, StraightThrough
-from pyro_bpq.estimators.noise import gumbel_given, uniform_given
+from pyro_bpq.estimators.relaxation import draw_given, uniform_given
 from pyro_bpq.testing import exact_gradient, expected_gradient
 
 
@@ -106,13 +106,13 @@ def test_uniform_given_is_on_the_right_side_and_uniform() -> None:
         assert abs(float((u**order).mean()) - 1 / (order + 1)) < 5e-3
 
 
-def test_gumbel_given_has_its_largest_entry_there_and_the_right_moments() -> None:
+def test_draw_given_has_its_largest_entry_there_and_the_right_moments() -> None:
     generator = torch.Generator().manual_seed(0)
     log_probs = torch.tensor([0.1, 0.7, 0.2]).log().expand(200_000, 3)
     index = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(-1)
-    found = gumbel_given(log_probs, index, generator)
+    found = draw_given(log_probs, index, generator)
     assert torch.equal(found.argmax(-1), index)
-    in_rows = gumbel_given(log_probs.reshape(400, 500, 3), index.reshape(400, 500), generator)
+    in_rows = draw_given(log_probs.reshape(400, 500, 3), index.reshape(400, 500), generator)
     assert torch.equal(in_rows.argmax(-1).flatten(), index)
     noise = found - log_probs
     assert float((noise.mean(0) - 0.57722).abs().max()) < 0.02
@@ -120,7 +120,7 @@ def test_gumbel_given_has_its_largest_entry_there_and_the_right_moments() -> Non
     assert float(torch.corrcoef(noise.T).tril(-1).abs().max()) < 0.01
 
 
-def test_gumbel_given_bears_impossible_values() -> None:
+def test_draw_given_bears_impossible_values() -> None:
     log_probs = torch.tensor([[0.0, -1e6, -800.0]])
-    found = gumbel_given(log_probs, torch.tensor([0]), torch.Generator().manual_seed(0))
+    found = draw_given(log_probs, torch.tensor([0]), torch.Generator().manual_seed(0))
     assert bool(found.isfinite().all()) and int(found.argmax()) == 0

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pyro
 import torch
+from enumerable import enumerable_noise, where_it_serves
 from pyro import poutine
 from pyro.infer import RenyiELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.poutine.runtime import _PYRO_STACK
@@ -31,8 +32,7 @@ from pyro_bpq.estimators import (
 from pyro_bpq.plan import rules
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.enumerable import enumerable_noise, where_it_serves
-from pyro_bpq.testing.parameters import GradientReader
+from pyro_bpq.testing.moments import GradientReader
 
 __all__ = ["CONFIGS", "Config", "Verdict", "check", "draw"]
 

@@ -10,8 +10,8 @@ from tables import TabularProgram
 from tabular import FORMS, MODES, largest, random_program, site_total
 from validation import validate_network
 
+from pyro_bpq.critics.targets import lambda_return
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.targets.lambda_return import lambda_return
 
 SEEDS = range(200)
 ATOL = 1e-10

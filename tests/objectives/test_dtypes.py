@@ -19,8 +19,7 @@ from pyro_bpq import (
     MLPCritic,
     TraceBackpropQ_ELBO,
 )
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.estimators import DebiasedStraightThrough, Hindsight
 from pyro_bpq.testing import assert_unbiased
 

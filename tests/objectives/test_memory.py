@@ -16,7 +16,7 @@ from steps import repeat
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block
 
 LONGEST = 6
 

@@ -12,7 +12,7 @@ from steps import CHAIN, assert_equal, is_equal, run, state_of
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block
 
 
 def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:

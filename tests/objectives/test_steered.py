@@ -26,7 +26,7 @@ from pyro_bpq import (
     TraceBackpropQ_ELBO,
     config_bpq,
 )
-from pyro_bpq.critics.blocks import average_writes
+from pyro_bpq.critics.bank import average_writes
 from pyro_bpq.graph.network import sequence_network
 from pyro_bpq.step.critic_step import index_features
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient

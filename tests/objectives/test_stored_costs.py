@@ -27,8 +27,8 @@ from pyro_bpq import (
     TabularCritic,
     cost,
 )
+from pyro_bpq.critics.replay_buffer import OffPolicyPlan, off_policy_plan
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
 from pyro_bpq.step.learning import Learning
 from pyro_bpq.testing import exact_gradient, exact_loss
 

@@ -13,6 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from enumerable import enumerable_noise
 from steps import bias, filtered, repeat, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -26,7 +27,6 @@ from pyro_bpq.estimators import (
     SecondRun,
 )
 from pyro_bpq.testing import ChoiceNoise
-from pyro_bpq.testing.enumerable import enumerable_noise
 
 OLD, NEW = 1.0, -2.5
 

@@ -15,8 +15,7 @@ from pyro.optim import SGD
 from torch import Tensor
 
 from pyro_bpq import CriticLearner, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 
 IDLE = 20
 

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from enumerable import enumerable_noise
 from models import real
 from pyro.infer import Trace_ELBO
 from steps import bias, fresh, repeat, stepped, trained
@@ -17,7 +18,6 @@ from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import DebiasedStraightThrough, Hindsight, MuProp
 from pyro_bpq.testing import ChoiceNoise
-from pyro_bpq.testing.enumerable import enumerable_noise
 
 
 def logits(*values: float) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.step.critic_step import standardised
 
 

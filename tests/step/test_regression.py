@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.blocks import Block
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.step.learning import CriticRows, regression
 
 NAMES = {"mean": 0.0, "spread_level": 1.0, "spread_advantage": 1.0, "rows": 1.0}

@@ -11,11 +11,10 @@ from tables import TabularProgram
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 from torch import Tensor
 
+from pyro_bpq.critics.targets import advantages, lambda_return
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.targets.advantages import advantages
-from pyro_bpq.targets.lambda_return import lambda_return
 
 build = BackpropQNetwork.build
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyro_bpq.critics.targets import lambda_return, network_rules, solve_rules
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.targets.lambda_return import lambda_return, network_rules, solve_rules
 
 Graph = StochasticComputationGraph
 

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_bpq.estimators import Estimator, disarm, slopes
+from pyro_bpq.estimators import Estimator, slopes
 from pyro_bpq.plan import rules
 from pyro_bpq.record.watch import site_info
 from pyro_bpq.reruns import hindsight
@@ -61,7 +61,7 @@ def enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
         (hindsight, "_draw", component),
         (hindsight, "_signs", signs),
         (slopes, "_draw", entry),
-        (disarm, "uniform_given", partner),
+        (slopes, "uniform_given", partner),
         (rules, "MOST_PARTICLES", rules.FEW_PARTICLES),
         (rules, "MOST_STEPPED", rules.FEW_PARTICLES),
     )

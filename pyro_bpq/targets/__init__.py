@@ -1,4 +1,0 @@
-"""Critic targets: lambda-returns, the rules of a network, and advantages.
-
-Imports ``graph`` and ``rollout``. Read ``lambda_return.py`` first.
-"""
