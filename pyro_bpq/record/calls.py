@@ -92,23 +92,19 @@ class Calls(TorchFunctionMode):
                 tape.hide(target, func.__name__)
         return result
 
-    def defer(self, func: Any, args: Args, kwargs: Kwargs, again: Any, mask: int = 0) -> Any:
-        """Runs a call that reads scalars only as positions; its result depends on them."""
-        tape = self.tape
+    def defer(self, func: Any, args: Args, kwargs: Kwargs, again: Any, positions: Any) -> Any:
+        """Runs a call that reads some scalars only as positions; its result depends on them."""
+        tape, mask, written = self.tape, self.tape.mask_of(positions), args[:1] if again is put else ()
         tape.compute(mask)
-        outer, tape.deferred = tape.deferred, mask
+        tape.keep(written)
         try:
             with tape.paused:
                 result = func(*args, **kwargs)
         except IndexError:
-            found, tape.deferred = tape.deferred, outer
-            tape.steer(found | tape.mask_of(args))
+            tape.steer(tape.mask_of(args))
             raise
-        found, tape.deferred = tape.deferred, outer
-        tape.positions |= found
-        tape.made(
-            again, args if not kwargs else (*args, *kwargs.values()), result, found, args[:1] if result is None else ()
-        )
+        tape.positions |= mask
+        tape.made(again, (*args, *kwargs.values()), result, targets=written)
         if torch._C._functorch.maybe_current_level() is not None and result is not None:
             tape.hide(result, func.__name__)
         return result
@@ -116,7 +112,7 @@ class Calls(TorchFunctionMode):
     def one_hot(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handles ``one_hot``: without ``num_classes`` its argument decides a shape, else it is only checked."""
         num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-        return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs, one_hot)
+        return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs, one_hot, args[0])
 
     def index(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handles ``x[index]`` and ``x[index] = y``, which read the scalars in the index to make a view."""
@@ -127,10 +123,7 @@ class Calls(TorchFunctionMode):
         index = args[1]
         if not any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in tree_leaves(index)):
             return func(*args, **kwargs)
-        # Torch converts tensors inside lists without an operator.
-        listed = [item for item in index if isinstance(item, list)] if isinstance(index, tuple) else index
-        mask = self.tape.mask_of(listed) if isinstance(listed, list) else 0
-        return self.defer(func, args, kwargs, put if is_write else selected, mask)
+        return self.defer(func, args, kwargs, put if is_write else selected, index)
 
 
 def _told(result: Any) -> Any:

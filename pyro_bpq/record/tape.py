@@ -71,7 +71,6 @@ class Tape(Ledger, TorchDispatchMode):
         self.noise: dict[Value, Tensor] = {}
         self.steering = 0
         self.positions = 0  # sources that have chosen a view
-        self.deferred: int | None = None  # not None: a function runs that reads positions only; their sources
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}  # what objects have been handed, by what is called
@@ -175,9 +174,6 @@ class Tape(Ledger, TorchDispatchMode):
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and what it found; a library that only checks an argument does not."""
         mask = self.mask_of(items)
-        if self.deferred is not None:
-            self.deferred |= mask
-            return
         is_check = check and is_library_check()
         if mask:
             # A check is an error that is not raised.
@@ -216,13 +212,10 @@ class Tape(Ledger, TorchDispatchMode):
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind, kwargs = effects_of(func), kwargs or {}
+        kwargs = kwargs or {}
         if self.paused.depth:
-            if self.deferred is not None and kind.reads:
-                self.deferred |= self.mask_of(args)
-            if self.deferred is not None and kind.writes:
-                self.keep(tensors_in(written_arguments(kind, args, kwargs)))
             return func(*args, **kwargs)
+        kind = effects_of(func)
         try:
             taken = self.taken(args, kwargs)
             if not kind.is_total:
