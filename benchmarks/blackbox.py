@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bpq import CostCounter, CriticLearner, ExpectedCost, MLPCritic, Replay, cost
-from pyro_bpq.record.cost_statement import SkipCosts
+from pyro_bpq.record.statements import SkipCosts
 
 BATCH, HIDDEN, CALL_SECONDS = 32, 48, 0.05
 

@@ -30,9 +30,9 @@ from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.objectives.elbo import paper_settings as paper_settings
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
 from pyro_bpq.record.config import config_bpq as config_bpq
-from pyro_bpq.record.cost_statement import CostCounter as CostCounter
-from pyro_bpq.record.cost_statement import cost as cost
-from pyro_bpq.record.external import external as external
+from pyro_bpq.record.statements import CostCounter as CostCounter
+from pyro_bpq.record.statements import cost as cost
+from pyro_bpq.record.statements import external as external
 from pyro_bpq.rollout.distributed import Ranks as Ranks
 from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
 from pyro_bpq.svi.compiled_svi import CompiledSVI as CompiledSVI

@@ -248,8 +248,8 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15352,
-    "modules": 133,
+    "pyro_bpq": 15306,
+    "modules": 125,
     "top": 243,
     "compiled/": 1171,
     "critics/": 782,
@@ -258,13 +258,13 @@ BUDGETS = {
     "graph/": 683,
     "objectives/": 1775,
     "plan/": 969,
-    "record/": 3681,
+    "record/": 3635,
     "reruns/": 1128,
     "rollout/": 492,
     "step/": 1297,
     "svi/": 277,
     "testing/": 860,
-    "tests": 20555,
+    "tests": 20547,
     "benchmarks": 3000,
     "words of docs": 15955,
 }

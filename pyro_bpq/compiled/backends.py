@@ -24,7 +24,7 @@ from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.compiled.recorder import Recording
 from pyro_bpq.compiled.watch import first_line
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.further import Draws
 
 LOG = logging.getLogger("pyro_bpq")
 Compiled = Callable[..., Sequence[Tensor]]

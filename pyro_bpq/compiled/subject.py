@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.further import Draws
 from pyro_bpq.rollout.schedule import NoiseSource, RecordedStep
 from pyro_bpq.step.surrogate import Step
 

@@ -24,13 +24,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.calls import Args, Calls, Kwargs, handlers
-from pyro_bpq.record.checks import Check
-from pyro_bpq.record.frames import catcher
-from pyro_bpq.record.function import Function
-from pyro_bpq.record.indexing import has_scalars, one_hot, put, selected
+from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, handlers
+from pyro_bpq.record.function import Check, Function
 from pyro_bpq.record.key import Call, is_library
-from pyro_bpq.record.operators import effects_of, sizing
+from pyro_bpq.record.operators import effects_of, has_scalars, one_hot, put, selected, sizing
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.record.values import Guard, Value, put_back, tensors_in
 from pyro_bpq.rollout.schedule import scheduled

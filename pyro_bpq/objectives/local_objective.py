@@ -27,8 +27,8 @@ from torch.distributions import kl_divergence
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
-from pyro_bpq.record.cost_statement import SkipCosts
 from pyro_bpq.record.laws import mapped
+from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.reruns.gradients import gradients_of
 from pyro_bpq.reruns.redraw import Hold, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord

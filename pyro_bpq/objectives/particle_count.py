@@ -37,11 +37,11 @@ from pyro_bpq.errors import (
 from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.plan.rules import MOST_PARTICLES
-from pyro_bpq.record.cost_statement import SkipCosts
+from pyro_bpq.record.function import Uncut
+from pyro_bpq.record.further import Draws
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.program_errors import EXPLAINED
-from pyro_bpq.record.recording import Uncut
-from pyro_bpq.record.sandbox import Draws
+from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
 

@@ -23,8 +23,8 @@ from pyro_bpq.objectives.observation import Mode, Observation, Staged, Transient
 from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
-from pyro_bpq.record.cost_statement import SkipCosts
-from pyro_bpq.record.sandbox import isolated
+from pyro_bpq.record.further import isolated
+from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending

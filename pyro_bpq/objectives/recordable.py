@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.compiled.subject import Place, untraced
 from pyro_bpq.critics.learner import AveragedAdam
-from pyro_bpq.record.sandbox import LentBuffers
+from pyro_bpq.record.further import LentBuffers
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
 from pyro_bpq.snapshots import restore, snapshot

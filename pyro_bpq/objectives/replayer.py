@@ -14,8 +14,8 @@ from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout, off_policy_plan
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Staged, Transient
-from pyro_bpq.record.cost_statement import GiveCosts, SkipCosts, given_costs
-from pyro_bpq.record.sandbox import isolated
+from pyro_bpq.record.further import isolated
+from pyro_bpq.record.statements import GiveCosts, SkipCosts, given_costs
 from pyro_bpq.reruns.redraw import (
     Hold,
     StaleError,

@@ -25,12 +25,11 @@ from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, check_gradients
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.plan.work import work_of_run
-from pyro_bpq.record.graphs import merged_graph
 from pyro_bpq.record.jumps import is_undecided
+from pyro_bpq.record.laws import AllValues
 from pyro_bpq.record.plate_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.substitute import AllValues
-from pyro_bpq.record.traced_run import PlainRun, TracedRun
+from pyro_bpq.record.traced_run import PlainRun, TracedRun, merged_graph
 from pyro_bpq.record.tracer import run_in_order, run_unscored, trace_run
 from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope

@@ -7,7 +7,7 @@ costs that depend on component ``d``. An element of a cost that reads only compo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,8 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.graph.scg import cost_of_guide
-from pyro_bpq.record.elements import MANY, NONE, Labels, Unknown
-from pyro_bpq.record.recording import Recording
+from pyro_bpq.record.elements import MANY, NONE, Labels, Reader, Unknown
+from pyro_bpq.record.function import Recording
 from pyro_bpq.record.values import Value
 from pyro_bpq.rollout.features import batch_of, element_log_prob, independent_components
 from pyro_bpq.rollout.runs import SiteRecord
@@ -100,6 +100,31 @@ def weighted_elements(elements: Tensor, event_ndim: int, *weights: Any) -> Tenso
     return scale_and_mask(elements, *wide)
 
 
+def labels_of(
+    recording: Recording, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
+) -> tuple[list[Labels | Unknown], int]:
+    """What elements of a source each wanted value reads, and how many operators were followed.
+
+    Args:
+        recording: The run.
+        wanted: The values.
+        starts: The labels of the source, and of what was drawn from it, by value.
+    """
+    function, known = recording.cut(wanted, starts, sees_all=True), recording.known
+    # A view that no operator shows may read anything.
+    own = {v: Unknown(recording.opaque[v]) for v in function.given if v in recording.opaque} | {**starts}
+    function = replace(function, nodes=tuple(function.reading(own.keys())))
+    if function.writes:
+        try:
+            whole, names = recording.plain
+        except (RuntimeError, NotImplementedError, KeyError) as error:
+            return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
+        function = whole.cut([names[value] for value in wanted], {*whole.given})
+        own, known = {names[value]: of for value, of in own.items() if value in names}, lambda value: None
+    read = Reader(function, own, known)
+    return [read.labels(value) for value in function.wanted], len(function.nodes)
+
+
 def rows_that_meet(
     recording: Recording, drawn: Mapping[str, Drawn], costs: Mapping[str, Scored]
 ) -> dict[str, tuple[str, str]]:
@@ -114,7 +139,7 @@ def rows_that_meet(
             if dim is not None and -dim <= len(site.batch) and site.batch[dim] > 1:
                 starts[site.value] = _rows(rank, dim - rank + len(site.batch), site.batch[dim])
         own = {c: cost for c, cost in costs.items() if starts and plate in cost.plates and c not in found}
-        labels, _ = recording.labels([cost.elements for cost in own.values()], starts)
+        labels, _ = labels_of(recording, [cost.elements for cost in own.values()], starts)
         for (name, cost), each in zip(own.items(), labels, strict=True):
             dim = cost.plates[plate] - cost.event_ndim
             if isinstance(each, Unknown):
@@ -150,7 +175,7 @@ def patterns_of(
             below |= masks[other.value]
             read: Labels | Unknown = Unknown()
             if not (other.hidden & below or masks[other.elements] & mixed) and _keeps_rows(site, other):
-                (read,), number = recording.labels([other.elements], starts)
+                (read,), number = labels_of(recording, [other.elements], starts)
                 left -= number
             if isinstance(read, Unknown) or (read == MANY).any():
                 mixed |= masks[other.value]
@@ -160,7 +185,7 @@ def patterns_of(
                 starts[other.value] = read.reshape(read.shape + extra)
         reading = {c: masks[cost.elements] for c, cost in costs.items() if c not in met}
         apart = {c: costs[c] for c, mask in reading.items() if mask & below and not mask & mixed}
-        labels, number = recording.labels([cost.elements for cost in apart.values()], starts)
+        labels, number = labels_of(recording, [cost.elements for cost in apart.values()], starts)
         left -= number
         for (c, cost), read in zip(apart.items(), labels, strict=True):
             if not isinstance(read, Unknown) and (pattern := _pattern(recording, read, cost, site)) is not None:

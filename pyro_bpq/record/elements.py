@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.function import Function, values_in
-from pyro_bpq.record.indexing import MASKS, copied, filled, one_hot, remade, selected, written
-from pyro_bpq.record.operators import effects_of
+from pyro_bpq.record.operators import MASKS, copied, effects_of, filled, one_hot, remade, selected, written
 from pyro_bpq.record.values import Value
 
 NONE, MANY = -1, -2

@@ -1,23 +1,24 @@
-r"""Parts of a recorded run as functions of some of its values: straight lines of operators, without Python."""
+r"""A recorded run, and parts of it as functions of some of its values: straight lines of operators, without Python."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyro_bpq.record.indexing import copied, filled, written
+from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.laws import Draw, rows_of
-from pyro_bpq.record.operators import effects_of
+from pyro_bpq.record.operators import copied, effects_of, filled, written
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.values import Node, Value
+from pyro_bpq.record.values import Node, Notes, Value
 
 
 def values_in(item: Any) -> Iterator[Value]:
@@ -182,6 +183,39 @@ class Function:
             return replace(plain, has_rows=tuple(value in moved for value in given))
 
 
+@dataclass(frozen=True)
+class Check:
+    """The numbers that Python reads where no site reaches, as a function of the tensors of a call.
+
+    Args:
+        nodes: What stands for them: equal ones read equal numbers of equal tensors.
+        stored: The parameters whose kinds matter.
+        reached: Where a call has the tensors, by value.
+        fixed: Other tensors.
+        sized: Those of the numbers that count entries.
+    """
+
+    nodes: tuple[Any, ...] = ()
+    stored: tuple[str, ...] = ()
+    reached: tuple[tuple[Value, int], ...] = ()
+    sized: frozenset[Value] = frozenset()
+    fixed: Mapping[Value, Tensor] = field(default_factory=dict, compare=False)
+    function: Function | None = field(default=None, compare=False)
+
+    @torch.no_grad()
+    def numbers(self, call: Call) -> tuple[Any, ...]:
+        """The numbers that the call reads."""
+        store = dict(pyro.get_param_store().named_parameters()) if self.stored else {}
+        kinds = tuple(kind_of(store[name]) if name in store else None for name in self.stored)
+        if self.function is None:
+            return kinds
+        tensors = {**self.fixed, **{value: call.tensors[i] for value, i in self.reached}}
+        return *kinds, *(
+            int(tensor.count_nonzero()) if value in self.sized else tensor.cpu().numpy().tobytes()
+            for value, tensor in zip(self.function.wanted, self.function.at(tensors), strict=True)
+        )
+
+
 def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
     if names.__class__ is Value:
         found[names] = result
@@ -240,3 +274,78 @@ def seeded(seed: int) -> Iterator[None]:
         if devices:
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+class Uncut(Exception):
+    """A part of a recording cannot run by itself."""
+
+
+@dataclass(eq=False)
+class Recording(Notes):
+    """A run as operators.
+
+    Args:
+        tensors: What no operator has made, by value: inputs, values of sites, noise.
+        noise: Leaves that are random numbers.
+        written: Leaves that the run has written into: the tensor, and what was in it before.
+        marked: Values whose elements will be asked for.
+
+    For the rest see :class:`Notes`.
+    """
+
+    tensors: dict[Value, Tensor] = field(default_factory=dict)
+    noise: Set[Value] = frozenset()
+    written: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    marked: tuple[Value, ...] = ()
+
+    @classmethod
+    def of(cls, tape: Tape, given: Mapping[Value, Tensor], marked: Iterable[Value] = ()) -> Recording:
+        """What a tape has written down; values of sites, and indices of plates, are ``given``."""
+        notes = {part.name: getattr(tape, part.name) for part in fields(Notes)}
+        tensors = {**tape.inputs, **tape.before, **tape.noise, **given}
+        noise, marks = frozenset(tape.noise), tuple(dict.fromkeys(marked))
+        return cls(**notes, tensors=tensors, noise=noise, written=tape.written, marked=marks)
+
+    @cached_property
+    def _whole(self) -> Function:
+        return Function(tuple(self.nodes), (), (), self.shapes, self.dtypes)
+
+    def lasts(self, values: Iterable[Value]) -> bool:
+        """Whether no value is one that another run has anew."""
+        return self.noise.isdisjoint(values) and self.written.keys().isdisjoint(values)
+
+    def known(self, value: Value) -> Tensor | None:
+        """The numbers of a value that are the same in every run, as those of ``torch.arange``; ``None`` of others."""
+        try:
+            function = self.cut([value])
+        except Uncut:
+            return None
+        return function.at(self.tensors)[0] if self.constants.issuperset(function.given) else None
+
+    @cached_property
+    def plain(self) -> tuple[Function, dict[Value, Value]]:
+        """The operators that make the marked values, none of which writes in place; its values, by those of the run."""
+        plain = self.cut(self.marked, sees_all=True).without_writes(self.tensors)
+        return plain, dict(zip((*plain.asked, *self.marked), (*plain.given, *plain.wanted), strict=True))
+
+    def cut(
+        self,
+        wanted: Iterable[Value],
+        given: Iterable[Value] = (),
+        redrawn: Set[Value] = frozenset(),
+        sees_all: bool = False,
+    ) -> Function:
+        """The operators between some given values, or leaves of the run, and what is wanted.
+
+        Sites that are ``redrawn`` are drawn anew. With ``sees_all`` it need not run:
+        values may be on the way that cannot be made again.
+
+        Raises:
+            Uncut: If a value on the way cannot be made again.
+        """
+        known = {*self.tensors, *given} - redrawn
+        function = self._whole.cut(wanted, known if sees_all else known | self.opaque.keys())
+        lost = [] if sees_all else [value for value in function.given if value not in known]
+        if lost:
+            raise Uncut(self.opaque.get(lost[0], "a tensor from elsewhere"))
+        return function

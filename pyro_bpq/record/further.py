@@ -1,23 +1,36 @@
-r"""Further particles of a program that cannot run in a plate: the recording of one particle, for many at once.
+r"""Runs besides the first of a step: of further particles, and of programs that run again and leave no trace.
 
-The first particle is the user's own run. What the others draw and cost are rows of one flat function, so that
-``z[0]`` and ``z.sum()`` mean what they mean in a run of one particle.
+Further particles serve programs that cannot run in a plate. The first particle is the user's own run. What the others
+draw and cost are rows of one flat function, the recording of the first, for many at once. So ``z[0]`` and ``z.sum()``
+mean what they mean in a run of one particle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.runtime import effectful
 from pyro.poutine.trace_struct import Trace
-from torch import Tensor
+from pyro.util import get_rng_state, set_rng_state
+from torch import Tensor, nn
 
+from pyro_bpq.critics.bank import is_of_critic
+from pyro_bpq.record.function import Function, Uncut, flat, seeded
 from pyro_bpq.record.laws import mapped
+from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import Bound
-from pyro_bpq.record.recording import Uncut
+from pyro_bpq.record.statements import Answers
 from pyro_bpq.record.traced_run import TracedRun, record_run
+from pyro_bpq.record.values import Value, put_back
 from pyro_bpq.record.watch import samples
 
 # What of a site's message is computed anew.
@@ -32,8 +45,43 @@ def further_particles(first: TracedRun, bound: Bound | None, number: int) -> lis
     """
     if bound is None or first.untraced or not bound.recorded.traced:
         raise Uncut("a value that no operator has made")
-    rows = {value: tensor.unbind(0) for value, tensor in bound.many(number).items()}
+    rows = {value: tensor.unbind(0) for value, tensor in _many(bound, number).items()}
     return [_particle(first, 1 + number, iter(bound.recorded.traced), rows, i) for i in range(number)]
+
+
+def _many(bound: Bound, number: int) -> dict[Value, Tensor]:
+    """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
+
+    Raises:
+        Uncut: If something cannot be computed again, or not for many particles at once.
+    """
+    own, masks = bound.recorded, bound.recorded.recording.masks
+    wanted = tuple(dict.fromkeys(value for value in own.traced if masks[value]))
+    try:
+        function = own.kept(("many", number), lambda: _of_many(bound, number, wanted))
+    except (NotImplementedError, RuntimeError) as error:
+        raise Uncut(str(error)) from error
+    return dict(zip(wanted, function(*(bound.tensors[value] for value in function.asked)), strict=True))
+
+
+def _of_many(bound: Bound, number: int, wanted: Sequence[Value]) -> Function:
+    recording, tensors = bound.recorded.recording, bound.tensors
+    function = recording.cut(wanted, redrawn=frozenset(site.value for site in bound.recorded.drawn.values()))
+    given = function.given
+    if not recording.lasts(given) or any(effects_of(node.func).is_random for node in function.nodes):
+        raise Uncut("noise")
+
+    def rows(index: Tensor, *own: Tensor) -> list[Tensor]:
+        return plain.with_draws(lambda draw: partial(draw.rows, index))(*own)
+
+    def run(*own: Tensor) -> list[Tensor]:
+        every = torch.func.vmap(rows, (0, *(None for _ in own)), randomness="different")
+        found: list[Tensor] = every(torch.arange(number), *own)
+        return found
+
+    with BlockMessenger(hide_types=["bpq_draw"]):
+        plain = function.without_writes(tensors)
+        return flat(run, [tensors[value] for value in given], given)
 
 
 def _particle(first: TracedRun, number: int, names: Iterator[Any], rows: Any, i: int) -> TracedRun:
@@ -104,3 +152,89 @@ def _agree(first: Tensor | None, second: Tensor | None) -> bool:
         known = first if second is None else second
         return known is None or not bool(known.any())
     return torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max()))
+
+
+class LentBuffers:
+    """Gives each module that a run calls on its thread copies of its buffers, and takes them back afterwards."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def __enter__(self) -> LentBuffers:
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        for module, buffers in self._own.items():
+            _put(module, buffers)
+
+    def _lend(self, module: nn.Module, _: object) -> None:
+        if threading.get_ident() != self._thread or is_of_critic(module):
+            return
+        # The parts of a scripted module are called by no hook.
+        for part in module.modules() if isinstance(module, torch.jit.ScriptModule) else (module,):
+            if part._buffers and part not in self._own:
+                own = self._own[part] = dict(part._buffers.items())
+                # The run writes into clones only: autograd may hold the originals.
+                _put(part, {name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
+
+
+def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    for name, buffer in buffers.items():  # a scripted module has no dictionary to update
+        module._buffers[name] = buffer
+
+
+class _Unheard(BlockMessenger):
+    """Keeps statements from the handlers around. No program sees it, so it makes no other call."""
+
+
+@contextlib.contextmanager
+def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
+    """Runs programs from a given seed; generators, module buffers and captured parameters stay unchanged."""
+    before = get_rng_state()
+    try:
+        with seeded(seed), LentBuffers(), _Unheard(hide_types=["param"] if hides_params else []):
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            yield
+    finally:
+        set_rng_state(before)
+
+
+class Draws:
+    """Marks the state of the CPU's global generator and of buffers, so that a step can run again."""
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._state, self._mark = torch.get_rng_state(), _mark()
+        pairs = [(module, *pair) for module in modules for pair in module._buffers.items()]
+        self.answers = Answers()
+        self._buffers = [(*pair, None if pair[-1] is None else pair[-1].detach().clone()) for pair in pairs]
+
+    @torch.no_grad()
+    def again(self, runs: Sequence[TracedRun] = ()) -> None:
+        """Goes back to the mark, and undoes what runs since then have written if they were recorded.
+
+        The draws since the mark are repeated from now on.
+        """
+        for run in reversed(runs):
+            put_back({} if run.recorded is None else run.recorded.recording.written)
+        torch.set_rng_state(self._state)
+        self.answers.position = 0
+        _rewind(self._mark)
+        for module, name, own, kept in self._buffers:
+            module._buffers[name] = own if own is None or kept is None else own.copy_(kept)
+
+
+# These messages tell handlers that draw in place of the generator of a mark, and of a return to it.
+
+
+@effectful(type="bpq_mark")
+def _mark() -> Any:
+    return None
+
+
+@effectful(type="bpq_rewind")
+def _rewind(mark: Any) -> Any:
+    return None

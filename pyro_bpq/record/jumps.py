@@ -12,11 +12,10 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, results_of
+from pyro_bpq.record.function import Function, Uncut, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, doubled
-from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import Value
 from pyro_bpq.record.watch import carried

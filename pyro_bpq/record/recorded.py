@@ -3,30 +3,30 @@ r"""A recorded run of guide and model: its costs as functions of the values of i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Function, flat, results_of
+from pyro_bpq.record.function import Check, Function, Recording, Uncut, results_of
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
-from pyro_bpq.record.recording import Recording, Uncut
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Value
 
 # Largest number of cost elements in rows that run at once.
 MOST_ELEMENTS = 1 << 21
+# Largest number of entries that Python has read whose numbers are compared in each call.
+_MOST_READ = 4096
 # Bits of what a value reads directly: what nothing makes again, random numbers besides the values of sites, sites.
 _LOST, _NOISE, _FIRST_SITE = 1, 2, 4
 
@@ -129,6 +129,27 @@ class Recorded:
         found.update({value: subsamples[name] for name, value in self.subsamples.items() if name in subsamples})
         found.update({site.value: values[name].detach() for name, site in self.drawn.items() if name in values})
         return Bound(self, found, {name: weight for name, weight in weights.items() if name in self.unweighted})
+
+    def check(self) -> Check | None:
+        """The check of the calls of such runs; ``None`` if what Python has read cannot be told in advance."""
+        recording, stored = self.recording, tuple(self.stored)
+        wanted = tuple(dict.fromkeys(guard.value for guard in recording.guards))
+        if not wanted:
+            return Check(stored=stored)
+        try:
+            function = recording.cut(wanted)
+        except Uncut:
+            return None
+        place = {value: i for i, value in self.reached.items()}
+        others = {value: recording.tensors[value] for value in function.given if value not in place}
+        size = sum(math.prod(recording.shapes[value]) for value in wanted)
+        lasts = recording.lasts(others) and others.keys().isdisjoint(self.subsamples.values())
+        if function.draws or size > _MOST_READ or not lasts:
+            return None
+        counts = (own.value for own in recording.guards if isinstance(own.read, tuple))
+        sized = frozenset(value for value in counts if recording.dtypes[value] is torch.bool)
+        reached = tuple((value, place[value]) for value in function.given if value in place)
+        return Check((function.nodes, wanted), stored, reached, sized, others, function)
 
     def can_compute(self, cost: str) -> bool:
         """Whether a cost can be computed again."""
@@ -263,39 +284,6 @@ class Bound:
 
         found = zip(*map(few, *(value.split(rows) for value in moved.values())), strict=True)
         return {name: self.weighted(name, torch.cat(parts)) for name, parts in zip(names, found, strict=True)}
-
-    def many(self, number: int) -> dict[Value, Tensor]:
-        """What the traces of so many new particles hold, by value, ``(number, ...)``, without what all share.
-
-        Raises:
-            Uncut: If something cannot be computed again, or not for many particles at once.
-        """
-        own = self.recorded
-        wanted = tuple(dict.fromkeys(value for value in own.traced if own.recording.masks[value]))
-        try:
-            function = own.kept(("many", number), lambda: self._of_many(number, wanted))
-        except (NotImplementedError, RuntimeError) as error:
-            raise Uncut(str(error)) from error
-        return dict(zip(wanted, function(*(self.tensors[value] for value in function.asked)), strict=True))
-
-    def _of_many(self, number: int, wanted: Sequence[Value]) -> Function:
-        recording, sites = self.recorded.recording, frozenset(site.value for site in self.recorded.drawn.values())
-        function = recording.cut(wanted, redrawn=sites)
-        given = function.given
-        if not recording.lasts(given) or any(effects_of(node.func).is_random for node in function.nodes):
-            raise Uncut("noise")
-
-        def rows(index: Tensor, *own: Tensor) -> list[Tensor]:
-            return plain.with_draws(lambda draw: partial(draw.rows, index))(*own)
-
-        def run(*own: Tensor) -> list[Tensor]:
-            every = torch.func.vmap(rows, (0, *(None for _ in own)), randomness="different")
-            found: list[Tensor] = every(torch.arange(number), *own)
-            return found
-
-        with BlockMessenger(hide_types=["bpq_draw"]):
-            plain = function.without_writes(self.tensors)
-            return flat(run, [self.tensors[value] for value in given], given)
 
 
 def doubled(tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:

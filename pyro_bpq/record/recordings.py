@@ -17,16 +17,14 @@ from typing import Any
 from pyro_bpq.errors import BPQWarning, check_choice
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.record.checks import Check, check_of
 from pyro_bpq.record.components import Patterns
-from pyro_bpq.record.further import costs_agree
-from pyro_bpq.record.graphs import build_graph, dense_graph
+from pyro_bpq.record.function import Check
+from pyro_bpq.record.further import Draws, costs_agree
 from pyro_bpq.record.jumps import Path, jumps_of, told
 from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.program_warnings import crossing
 from pyro_bpq.record.recorded import Bound, Recorded
-from pyro_bpq.record.sandbox import Draws
-from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.traced_run import TracedRun, build_graph, dense_graph
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.rollout.runs import Particles
 
@@ -326,7 +324,7 @@ class Recordings:
         """What is known of a structure after a recorded run of it."""
         old, before = self.known.get(traced.key), self.now.recorded.get(self._key(traced, number))
         if not self.recognises(traced, number):
-            check = check_of(new)
+            check = new.check()
             if check is None:
                 check, self.now.always = Check(), "Python reads numbers that change from step to step"
             self._learn(check)

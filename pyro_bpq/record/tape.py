@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_bpq.record.calls import Calls
-from pyro_bpq.record.frames import catcher, entering, is_library_check, line_of_the_program
+from pyro_bpq.record.calls import Calls, catcher, entering, is_library_check, line_of_the_program
 from pyro_bpq.record.operators import Effects, effects_of, sizing, written_arguments
 from pyro_bpq.record.values import (
     Guard,

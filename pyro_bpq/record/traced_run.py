@@ -1,10 +1,10 @@
-r"""The record of a run of guide and model: structure (a key, reads) and tensors (a run)."""
+r"""The record of a run of guide and model: structure (a key, reads), its graph, and tensors (a run)."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.bitsets import named as names_in
+from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode, cost_of_guide, cost_of_model
 from pyro_bpq.record.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
@@ -323,3 +325,48 @@ def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
     width = None if options.context is None else options.context.shape[-1]
     baseline = None if options.baseline is None else (options.baseline.is_predicted, options.baseline.decay)
     return (options.estimator, options.critic, options.share, width, baseline)
+
+
+def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
+    """The dense graph: every site reads all earlier sites, and every cost of the model reads all sites.
+
+    It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
+    more variance.
+    """
+    names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
+    position = {name: i for i, name in enumerate(names)}
+    for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
+        if cost == cost_of_guide(name):
+            # The log-probability of a latent site's own draw. Data of the guide have no position.
+            earlier |= 1 << position[name] if name in position else 0
+        bits[cost] = earlier
+    return build_graph(traced, Reads(names, bits))
+
+
+def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
+    """The graph of a run whose sites and costs read what ``reads`` says."""
+    sites = tuple(traced.run.sites)
+    bits, nodes = Reads.over(sites, reads).bits, []
+    until: dict[str, int] = {}
+    for i, name in enumerate(sites):
+        # A draw and its log q read no later site. The mask drops sites that only chose later views of the same table.
+        before = bits[cost_of_guide(name)] & (1 << i) - 1
+        until[name] = before | 1 << i
+        nodes.append(StochasticNode(name, names_in(sites, before), traced.plates[name]))
+    costs = []
+    for (name, where, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
+        if traced.only_costs and cost not in traced.user_costs:
+            continue
+        members = until.get(name, bits[cost]) if cost == cost_of_guide(name) else bits[cost]
+        costs.append(CostNode(cost, names_in(sites, members), where, name, cost in traced.of_guide))
+    return StochasticComputationGraph(tuple(nodes), tuple(costs))
+
+
+def merged_graph(traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
+    """Returns the union of the graphs of runs that have the key of ``traced``."""
+    bits = dict[str, int]()
+    for graph in graphs:
+        read = {cost_of_guide(node.name): node.parents for node in graph.nodes}
+        for name, parents in (*read.items(), *((cost.name, cost.parents) for cost in graph.costs)):
+            bits[name] = bits.get(name, 0) | graph.bits_of(parents)
+    return build_graph(traced, Reads(tuple(traced.run.sites), bits))

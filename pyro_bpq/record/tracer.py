@@ -25,12 +25,12 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.config import OthersDraw, cost_options
+from pyro_bpq.record.function import Recording
 from pyro_bpq.record.further import parts_of
 from pyro_bpq.record.laws import relaxed_log_prob, unchecked
 from pyro_bpq.record.program_errors import explained, of_run, of_scores
 from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
-from pyro_bpq.record.recording import Recording
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.traced_run import (
     PlainRun,

@@ -19,10 +19,9 @@ from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.config import SiteOptions, site_options
-from pyro_bpq.record.cost_statement import Given, check_particles
-from pyro_bpq.record.external import Answers, link, linked, owner_of
 from pyro_bpq.record.key import Call, attributes_of
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
+from pyro_bpq.record.statements import Answers, Given, check_particles, link, linked, owner_of
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.record.values import tensors_in
 from pyro_bpq.rollout.features import base_distribution, count_components, finite_components

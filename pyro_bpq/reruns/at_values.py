@@ -17,9 +17,9 @@ from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.components import Pattern, charge_sites, elements_of
+from pyro_bpq.record.function import Uncut
 from pyro_bpq.record.jumps import STEPS
 from pyro_bpq.record.recorded import Bound
-from pyro_bpq.record.recording import Uncut
 from pyro_bpq.record.traced_run import TracedRun, named
 from pyro_bpq.record.watch import samples
 from pyro_bpq.reruns.gradients import gradients_of, inputs_of

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import grid_sample, group_norm, one_hot, pad, scaled_dot_product_attention
 
+from pyro_bpq.record.components import labels_of
 from pyro_bpq.record.elements import MANY, NONE, Unknown
-from pyro_bpq.record.recording import Recording
+from pyro_bpq.record.function import Recording
 from pyro_bpq.record.tape import Tape
 
 SHAPE = (2, 3)
@@ -104,7 +105,7 @@ def _positions(function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
         result = function(z)
         source, wanted = tape.value_of(z), tape.value_of(result)
     starts = {source: np.arange(6, dtype=np.int32).reshape(SHAPE)}
-    (found,), _ = Recording.of(tape, {source: z}, [wanted]).labels([wanted], starts)
+    (found,), _ = labels_of(Recording.of(tape, {source: z}, [wanted]), [wanted], starts)
     assert not tape.escaped
     return None if isinstance(found, Unknown) else np.broadcast_to(found, result.shape)
 
