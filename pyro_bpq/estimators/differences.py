@@ -50,8 +50,8 @@ class Differences(Estimator):
     a site on its own value, are fitted to earlier steps for each site of up to 512 components; ``c`` has mean zero.
 
     A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
-    one all changes are predicted: from slopes and curvatures, exactly for the laws of the site itself, and from the
-    mean error of each component in earlier steps. ``draws`` components of each row, drawn with probability ``π``, are
+    one all changes are predicted: from slopes and curvatures, and from the mean error of each component in earlier
+    steps. ``draws`` components of each row, drawn with probability ``π``, are
     evaluated and add ``(exact - predicted) / π``. This is unbiased for any prediction. Costs that are not known at
     other values multiply the score, with a baseline. So does all that a ``total_count`` with a gradient costs.
 

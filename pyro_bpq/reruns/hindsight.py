@@ -20,15 +20,12 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.relaxation import signs, uniform
-from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import Moves
-from pyro_bpq.record.components import weighted_elements
-from pyro_bpq.record.laws import unchecked
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.reruns.values import Rows, summed
-from pyro_bpq.rollout.features import Components, element_log_prob
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.site_batch import SiteBatch
@@ -146,10 +143,6 @@ class HeldRuns:
                 record, plates = traced.run.sites[name], self.graph.node(name).plates
                 shape = (*rollout.run_shape(plates), *split.table_shape)
                 tables = [_predicted(split, record, derivatives[name, side]) for side in Changes._fields]
-                site = self.plan.sites[name]
-                for cost, change in _of_own_laws(name, record).items() if split.kind == "count" else ():
-                    side = 2 if cost in site.immediate else 1
-                    tables[side] = tables[side] + change.reshape(shape) if cost in site.costs else tables[side]
                 found[name].append([own.nan_to_num_(0.0, 0.0, 0.0).expand(shape) for own in tables])
         self.predicted = {name: Changes(*map(torch.cat, zip(*own, strict=True))) for name, own in found.items()}
 
@@ -184,8 +177,7 @@ class HeldRuns:
             terms[name, "law"].append(of_laws[name][1:])
             for group, own in zip(plan.groups, of_costs, strict=True):
                 terms[name, "immediate" if name in group.immediate else "later"].append(own[name][1:])
-                if sites[name].components.kind != "count":
-                    terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
+                terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
         return terms
 
     def of_class(self, c: int) -> HeldCosts:
@@ -288,22 +280,6 @@ def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]
     """Random signs for each slope."""
     parts = signs(torch.cat([torch.zeros_like(one) for one in slopes]), generator).split([len(one) for one in slopes])
     return [part.to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
-
-
-def _of_own_laws(name: str, record: SiteRecord) -> dict[str, Tensor]:
-    """The changes ``(batch, event)`` of the log-probabilities of counts themselves one step on, by cost."""
-    found, value = dict[str, Tensor](), record.value.detach()
-    moved = value + record.near.step
-    sides = (
-        (cost_of_guide(name), 1.0, record.fn, record.scale, record.mask),
-        (cost_of_model(name), -1.0, record.prior, record.prior_scale, record.prior_mask),
-    )
-    for cost, sign, fn, *weights in sides:
-        if fn is not None:
-            (after, ndim), (before, _) = (element_log_prob(unchecked(fn), at) for at in (moved, value))
-            change = weighted_elements(sign * (after - before), ndim, *weights)
-            found |= {cost: change} if change.shape == value.shape else {}
-    return found
 
 
 def _predicted(split: Components, record: SiteRecord, terms: Derivatives) -> Tensor:
