@@ -248,17 +248,17 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15288,
-    "modules": 125,
+    "pyro_bpq": 15277,
+    "modules": 120,
     "top": 243,
     "compiled/": 1171,
     "critics/": 782,
     "diagnostics/": 570,
     "estimators/": 1424,
     "graph/": 683,
-    "objectives/": 1775,
-    "plan/": 969,
-    "record/": 3635,
+    "objectives/": 1769,
+    "plan/": 965,
+    "record/": 3634,
     "reruns/": 1110,
     "rollout/": 492,
     "step/": 1297,

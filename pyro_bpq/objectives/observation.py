@@ -13,6 +13,7 @@ import pyro
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.further import Draws, further_particles, gradients_agree
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.record.plate_errors import check_declared
@@ -26,9 +27,6 @@ from pyro_bpq.rollout.schedule import NoiseSource
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step
-
-# Why a single particle runs.
-STEERED = "sampled values steer the program"
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class Observation:
     ordered: tuple[RunInOrder, ...] = ()  # in place of items, what each run tells in program order
     is_lone: bool = False  # whether a single run in program order has baselines of recent costs
     stages: tuple[Callable[[], Staged], ...] = ()  # they make the items
+    plan: Plan | None = None  # what was planned for all such runs; ``None`` where each run may have a plan of its own
     summed: Tensor | None = None  # in place of items, the loss summed over all values, with gradient
 
     @property
@@ -96,6 +95,11 @@ class Observation:
             return self.summed.detach()
         losses = [run.loss for run in self.ordered] or [traced.run.loss for traced in self.runs]
         return sum(losses[1:], losses[0])
+
+    def staged(self) -> Observation:
+        """The same with the signals of the sites."""
+        with shapes_told(self):
+            return replace(self, items=tuple(stage() for stage in self.stages))
 
 
 @contextlib.contextmanager
@@ -116,9 +120,10 @@ class Runner(ABC):
         recordings: What is known of the structures of the programs, and when runs are recorded.
         noise: Source of what estimators draw themselves.
         is_settled: Whether the next run does what the last one did, as far as is known.
+        looks_for_jumps: Whether runs in which pathwise gradients miss jumps are taken once more, with scores.
     """
 
-    is_settled = True
+    is_settled, looks_for_jumps = True, False
 
     def __init__(self, structure: str, seed: int) -> None:
         self.recordings, self.noise = Recordings(structure), NoiseSource(seed)
@@ -143,14 +148,6 @@ class Runner(ABC):
             return 'structure="dynamic" records every step'
         return f"sampled values of {', '.join(recordings.escaping) or 'a site'} steer Python, or leave torch"
 
-    def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Number of rows of a run that tells the costs of all values; 0 where the loss is not summed over them."""
-        return 0
-
-    def good_for(self, traced: TracedRun, particles: int = 1) -> tuple[int, str]:
-        """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
-        return 1, "each step is recorded alone"
-
     def is_alike(self, run: TracedRun, particles: Particles, one: tuple[TracedRun, Call] | None) -> bool:
         """Whether a particle among others costs what it costs alone; ``one`` is a run of one particle, and its call."""
         recordings = self.recordings
@@ -161,10 +158,6 @@ class Runner(ABC):
             return True
         values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
         return is_alike(values, particles.number - 1)
-
-    def _finds_jumps(self, runs: Sequence[TracedRun], mode: Mode) -> bool:
-        """Whether runs show that pathwise gradients miss jumps: then they are taken once more, with scores."""
-        return False
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool = False
@@ -179,7 +172,7 @@ class Runner(ABC):
             recordings.give_up(error)
             draws.again()
             return programs, take(False)
-        if self._finds_jumps(runs, mode):
+        if self.looks_for_jumps and any([recordings.finds_jumps(run) for run in runs if run.recorded]):
             draws.again(runs)
             runs = take(True)
         return programs, runs
@@ -202,11 +195,6 @@ class Runner(ABC):
             draws.again()
             return self._runs(programs, particles, mode, draws, True)
         return [*runs, *further_particles(runs[0], bound, particles.number - 1)] if particles.is_hidden else runs
-
-    def staged(self, found: Observation) -> Observation:
-        """An observation with the signals of the sites."""
-        with shapes_told(found):
-            return replace(found, items=tuple(stage() for stage in found.stages))
 
     @abstractmethod
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:

@@ -1,4 +1,4 @@
-r"""How many particles run, and in which way: a number that the user has given, or one that is left open.
+r"""How many particles run, and in which way.
 
 A number that is left open is found where a call looks new. One particle runs, and is recorded; its plan tells how many
 the program is good for. They run in the first of these ways that serves:
@@ -16,7 +16,7 @@ import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,8 +34,8 @@ from pyro_bpq.errors import (
     TooManyOutcomesError,
     is_real,
 )
-from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner
-from pyro_bpq.plan.particles import num_drawn_steps
+from pyro_bpq.objectives.observation import Mode, Observation, Runner
+from pyro_bpq.plan.particles import num_drawn_steps, num_particles_for, num_rows_for
 from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.record.function import Uncut
 from pyro_bpq.record.further import Draws
@@ -46,6 +46,9 @@ from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
 
 LOG = logging.getLogger("pyro_bpq")
+
+# A run of one particle, and its call.
+_One = tuple[TracedRun, Call]
 
 
 class ParticleCount:
@@ -91,17 +94,15 @@ class ParticleCount:
 
     def is_settled(self, runner: Runner) -> bool:
         """Whether number and way are settled for the call that was looked at last."""
-        now = runner.recordings.now
-        is_drawn = self.way(runner) is not None and not now.may_sum
-        return not self.is_open or is_drawn or (now.sums is not None and self.now is now.sums)
+        sums = runner.recordings.now.sums
+        return not self.is_open or (self.now.sums if sums else sums is not None and self.way(runner) is not None)
 
     def way(self, runner: Runner) -> Particles | None:
         """How the particles of such calls run, if that is settled."""
         return runner.recordings.now.particles.get((self.written, self.is_open))
 
     def use(self, runner: Runner, way: Particles) -> None:
-        """Settles how the particles of such calls run; how they are summed is settled beforehand."""
-        self.now = way
+        """Settles how the particles of such calls run, if they are drawn."""
         if not way.sums:
             runner.recordings.now.particles[self.written, self.is_open] = way
 
@@ -191,16 +192,18 @@ class _Step:
         if not count.is_open:
             return self._settled(way) if way else self._given()
         if way is None and not self.mode.settles:
-            count.now = count.one
             return self._run(count.one)
-        if self._sums():
-            return self._summed()
-        found = self._settled(way) if way else self._like_before() or self._first()
-        self._plan_sums(found)
+        found, refused = self._summed()
+        if found is None:
+            found = self._settled(way) if way else self._like_before() or self._first()
+            self._plan_sums(found)
+        if refused:
+            count.say(count.said, f"The loss is not summed over all values: {refused}.")
         return found
 
     def _run(self, way: Particles) -> Observation:
-        return self.runner.staged(self.runner.observe(self.program, way, self.mode))
+        self.count.now = way
+        return self.runner.observe(self.program, way, self.mode).staged()
 
     def _back(self, draws: Draws, runs: Sequence[TracedRun] = ()) -> None:
         """Takes back what some runs have drawn and written; the programs run again."""
@@ -209,21 +212,31 @@ class _Step:
 
     def _settled(self, way: Particles) -> Observation:
         """The step of particles that run in a settled way, as long as they can be computed from a recording."""
-        self.count.now = way
-        if not way.is_hidden:
-            return self._run(way)
-        count, draws = self.count, self.runner.recordings.mark()
+        count, draws = self.count, self.runner.recordings.mark() if way.is_hidden else None
         try:
             return self._run(way)
         except Uncut as error:
+            if draws is None:
+                raise
             self._back(draws)
             count.say(f"Particles do not run {way.way}: {error}.")
-            return self._instead(count.one if count.is_open else replace(way, is_hidden=False))
+            return self._first_of((), count.one if count.is_open else replace(way, is_hidden=False))[0]
 
-    def _instead(self, way: Particles) -> Observation:
-        """The step in another way, which is settled from now on."""
-        self.count.use(self.runner, way)
-        return self._run(way)
+    def _first_of(self, ways: Iterable[Particles], last: Particles, one: _One | None = None) -> tuple[Observation, str]:
+        """The step in the first way that serves, else in the last one; and how and why so, in words."""
+        refused = list[str]()
+        for way in ways:
+            found, reason = self._tried(way, one)
+            if found is not None:
+                break
+            where = "in a plate" if way.has_plate else "in one call"
+            refused.append(f"{way.number} particles do not run {where}: {reason}.")
+        else:
+            way = last
+            self.count.use(self.runner, way)
+            found = self._run(way)
+        said = f"{way.number} particles run {way.way}." if way.number > 1 else "One particle runs."
+        return found, " ".join((said, *refused))
 
     # A number that the user has given.
 
@@ -235,15 +248,14 @@ class _Step:
             # Such guides of Pyro make parameters in the shape of their first run.
             with torch.no_grad():
                 self._back(draws, [runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
-        found, mixed = self._settled(way), None
-        # Without a score no particle is charged with the costs of others: they run as the user has written.
-        if way.has_plate and found.runs[0].scored:
-            mixed = found.runs[0].mixes
-        if way.has_plate and runner.recordings.failed:
-            mixed = "the program", runner.recordings.failed
+        found, mixed = self._run(way), None
+        if way.has_plate:
+            # Without a score no particle is charged with the costs of others: they run as the user has written.
+            first, failed = found.runs[0], runner.recordings.failed
+            mixed = ("the program", failed) if failed else first.mixes if first.scored else None
         if mixed is None:
             if not self.mode.is_recorded:
-                count.use(runner, count.now)
+                count.use(runner, way)
             return found
         cost, why = mixed
         reason = f"{cost} reads values of other particles"
@@ -251,16 +263,16 @@ class _Step:
             reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
         self._back(draws, found.runs)
         apart = replace(way, is_vectorized=False, nesting=count.nesting)
-        hidden = None if found.runs[0].is_dear else self._tried(replace(apart, is_hidden=True))[0]
-        now = "in one call, in a dimension that the program does not see" if hidden else "one after the other"
-        count.say(f"{way.number} particles do not run in a plate: {reason}. They run {now}.")
+        ways = [] if found.runs[0].is_dear else [replace(apart, is_hidden=True)]
+        found, _ = self._first_of(ways, apart)
+        count.say(f"{way.number} particles do not run in a plate: {reason}. They run {count.now.way}.")
         warnings.warn(
-            f"Particles run {now}, because {reason}. Look at the dimensions in which the program of {cost} reduces or "
-            "indexes, as by z.sum() or z[0]: those of particles and plates lie on the left.",
+            f"Particles run {count.now.way}, because {reason}. Look at the dimensions in which the program of {cost} "
+            "reduces or indexes, as by z.sum() or z[0]: those of particles and plates lie on the left.",
             BPQWarning,
             stacklevel=2,
         )
-        return hidden or self._instead(apart)
+        return found
 
     # A number that is left open.
 
@@ -270,28 +282,22 @@ class _Step:
         draws, call, count.now = runner.recordings.mark(), runner.recordings.call, count.one
         found = runner.observe(self.program, count.one, self.mode)
         self._plan_sums(found)
-        number, why = (1, STEERED) if found.ordered else runner.good_for(found.runs[0])
+        number, why = self._good_for(found, 1)
         if self.mode.has_ranks:
             number, why = 1, "several processes learn"
-        if number == 1 and not self._sums():
+        if self._sums():
+            self._back(draws, found.runs)
+            return self.taken()
+        if number == 1:
             count.use(runner, count.one)
             count.say(f"One particle runs, because {why}.")
-            return runner.staged(found)
-        is_summed = self._sums()
+            return found.staged()
         self._back(draws, found.runs)
-        if is_summed:
-            return self._summed()
-        one, refused = found.runs[0], list[str]()
-        plate = Particles(number, True, False, 1 + self._nesting(one))
+        plate = Particles(number, True, False, 1 + self._nesting(found.runs[0]))
         hidden = Particles(min(number, MOST_PARTICLES), False, True, count.nesting)
-        for way, where in ((plate, "in a plate"), (hidden, "in one call")):
-            many, why = self._tried(way, (one, call))
-            if many is not None:
-                count.say(f"{way.number} particles run {way.way}.", *refused)
-                return many
-            refused.append(f"{way.number} particles do not run {where}: {why}.")
-        count.say("One particle runs.", *refused)
-        return self._instead(count.one)
+        found, said = self._first_of((plate, hidden), count.one, (found.runs[0], call))
+        count.say(said)
+        return found
 
     def _like_before(self) -> Observation | None:
         """The step of a call that looks new, with the particles of the last one, if its structure is no news."""
@@ -301,11 +307,11 @@ class _Step:
         return self._tried(way, known=set(self.runner.recordings.known))[0]
 
     def _tried(
-        self, way: Particles, one: tuple[TracedRun, Call] | None = None, known: set[Any] | None = None
+        self, way: Particles, one: _One | None = None, known: set[Any] | None = None
     ) -> tuple[Observation | None, str]:
         """The step of many particles in some way, settled from now on; or, with nothing drawn, why they do not run so.
 
-        ``one`` is the run of one particle, and its call. The structure has to be one of those that are ``known``.
+        The structure has to be one of those that are ``known``.
         """
         draws, params = self.runner.recordings.mark(), set(pyro.get_param_store().keys())
         runs: Sequence[TracedRun] = ()
@@ -323,19 +329,16 @@ class _Step:
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
             reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-        for name in set(pyro.get_param_store().keys()) - params:
-            # They may have the shape of many particles.
+        for name in set(pyro.get_param_store().keys()) - params:  # they may have the shape of many particles
             del pyro.get_param_store()[name]
         self._back(draws, runs)
         return None, reason
 
-    def _differs(
-        self, found: Observation, way: Particles, one: tuple[TracedRun, Call] | None, known: set[Any] | None
-    ) -> str:
+    def _differs(self, found: Observation, way: Particles, one: _One | None, known: set[Any] | None) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
-        run = found.runs[0] if found.runs else None
-        is_known = known is None or (run is not None and run.key in known)
-        if run is None or not is_known or (known and self.runner.good_for(run, way.number)[0] < way.number):
+        run = next(iter(found.runs), None)
+        is_news = known is not None and (run is None or run.key not in known)
+        if run is None or is_news or (known and self._good_for(found, way.number)[0] < way.number):
             return "it is another program"
         if run.mixes is not None:
             cost, why = run.mixes
@@ -345,6 +348,15 @@ class _Step:
         if way.is_hidden:
             return "its gradient is not that of its operators, as with hooks or torch.no_grad()"
         return "the costs of a particle depend on the particles that it runs with"
+
+    def _good_for(self, found: Observation, number: int) -> tuple[int, str]:
+        """The number of particles to take for a program, from a run of some number; and why, where it is 1."""
+        recordings = self.runner.recordings
+        if found.plan is None:
+            mode = recordings.mode
+            return 1, "sampled values steer the program" if mode == "auto" else f'you wrote structure="{mode}"'
+        run, recorded = found.runs[0], recordings.recorded(found.runs[0], number)
+        return num_particles_for(found.plan, run, recorded, number), found.plan.alone
 
     def _nesting(self, one: TracedRun) -> float:
         """Bound on the number of nested plates, from a run of one particle."""
@@ -357,37 +369,32 @@ class _Step:
         """Sums from a step on that is fixed beforehand, where the loss can be summed over all values."""
         mode, now, way = self.mode, self.runner.recordings.now, self.count.now
         is_asked = mode.learning and not (mode.is_recorded or mode.shows or mode.by_value or found.ordered)
-        if not (is_asked and now.may_sum) or now.sums is not None:
+        if not is_asked or now.sums is not None:
             return
         run = found.runs[0]
-        rows = self.runner.rows_for(run, way.in_call) if mode.may_order else 0
-        now.may_sum = rows > 0
-        if rows:
-            nesting = way.nesting if way.has_plate else 1 + self._nesting(run)
-            now.sums = Particles(rows, True, False, nesting, sums=True, is_compact=True)
-            now.drawn = num_drawn_steps(run)
+        recorded = self.runner.recordings.recorded(run, way.in_call)
+        rows = num_rows_for(found.plan, run, recorded, way.in_call) if mode.may_order else 0
+        nesting = way.nesting if way.has_plate else 1 + self._nesting(run)
+        table = Particles(rows, True, False, nesting, sums=True)
+        now.sums = (replace(table, is_compact=True), table) if rows else ()
+        now.drawn = num_drawn_steps(run) if rows else 0
 
     def _sums(self) -> bool:
         """Whether the step is one of those that are summed."""
         now = self.runner.recordings.now
-        return now.sums is not None and self.mode.num_steps >= now.drawn
+        return bool(now.sums) and self.mode.num_steps >= now.drawn
 
-    def _summed(self) -> Observation:
-        """The step whose loss is summed over all values; particles are drawn where that fails."""
-        count, mode, way = self.count, self.mode, self.runner.recordings.now.sums
-        assert way is not None
-        if mode.shows or mode.by_value or not mode.may_order:  # more than a loss and its gradient
-            return self._run(count.one)
-        before = count.now
-        found, reason = self._tried(way)
-        if found is not None:
-            if not before.sums:
-                count.say("All values run in one call, in a plate of their own.")
-            return found
-        now = self.runner.recordings.now
-        now.sums = replace(way, is_compact=False) if way.is_compact else None
-        now.may_sum = way.is_compact
-        found = self.taken()
-        if not way.is_compact:
-            count.say(count.said, f"The loss is not summed over all values: {reason}.")
-        return found
+    def _summed(self) -> tuple[Observation | None, str]:
+        """The step whose loss is summed over all values; ``None``, and why, where that fails or is not planned."""
+        count, mode, before, refused = self.count, self.mode, self.count.now, ""
+        while self._sums():
+            if mode.shows or mode.by_value or not mode.may_order:  # more than a loss and its gradient
+                return self.runner.observe(self.program, count.one, mode).staged(), ""
+            way, *others = self.runner.recordings.now.sums or ()
+            found, refused = self._tried(way)
+            if found is not None:
+                if not before.sums:
+                    count.say("All values run in one call, in a plate of their own.")
+                return found, ""
+            self.runner.recordings.now.sums, count.now = tuple(others), before
+        return None, refused

@@ -17,14 +17,10 @@ from torch import Tensor
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.observation import STEERED, Mode, Observation, Runner, Staged, programs_of
-from pyro_bpq.plan.particles import num_particles_for, num_rows_for
-from pyro_bpq.plan.plan import Plan
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, programs_of
 from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
-from pyro_bpq.plan.structure import StructureFacts, check_gradients
-from pyro_bpq.plan.sum_plan import SumPlan
-from pyro_bpq.plan.work import work_of_run
+from pyro_bpq.plan.structure import StructureFacts, SumPlan, check_gradients
 from pyro_bpq.record.jumps import is_undecided
 from pyro_bpq.record.laws import AllValues
 from pyro_bpq.record.plate_errors import left_torch
@@ -78,26 +74,11 @@ class StepRunner(Runner):
         """Whether the next run does what the last one did, as far as is known."""
         return self.plans.last is not None and not self.recordings.always
 
-    def good_for(self, traced: TracedRun, particles: int = 1) -> tuple[int, str]:
-        """The number of particles to take for a program, from a run of ``particles``; and why, where it is 1."""
-        plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
-        if plan is not None:
-            return num_particles_for(plan, traced, particles, work_of_run(recorded) if recorded else None), plan.alone
-        mode = self.recordings.mode
-        return 1, STEERED if mode == "auto" else f'you wrote structure="{mode}"'
-
-    def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
-        plan, recorded = self._static_plan(traced), self.recordings.recorded(traced, particles)
-        if plan is None or recorded is None or any(map(recorded.draws, recorded.named)):
-            return 0
-        return num_rows_for(plan, traced, particles)
-
-    def _static_plan(self, traced: TracedRun) -> Plan | None:
-        """The last plan; ``None`` if values steer the program, or its runs are recorded at every step."""
-        if self.plans.last is None or self.recordings.is_dynamic(traced) or self.recordings.always:
-            return None
-        return self.plans.last.plan
+    @property
+    def looks_for_jumps(self) -> bool:  # type: ignore[override]
+        """Whether runs in which pathwise gradients miss jumps are taken once more, with scores."""
+        chosen = self.plans.planner.estimator
+        return torch.is_grad_enabled() and not (chosen and chosen.is_pathwise)
 
     def trace(self, program: Program, particles: Particles, **options: Any) -> TracedRun:
         """Runs a program once, with further options of its trace."""
@@ -140,6 +121,27 @@ class StepRunner(Runner):
             chosen = [own for own in map(planner.order_estimators, runs) if own is not None]
             if len(chosen) == len(runs):  # else an estimator needs more
                 return Observation((), (), tuple(map(in_order, runs, chosen)))
+        return self._planned(programs, runs, particles, mode, program)
+
+    def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Any:
+        """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
+        last = self.plans.last
+        try:
+            return self._planned(programs, runs, particles, mode).staged().items
+        finally:
+            # What is planned here is no step's.
+            self.plans.last = last
+
+    def _planned(
+        self,
+        programs: Sequence[Program],
+        runs: Sequence[TracedRun],
+        particles: Particles,
+        mode: Mode,
+        one: Program | None = None,
+    ) -> Observation:
+        """Plans what is done on some runs; without the program for one particle nothing runs again."""
+        recordings, planner = self.recordings, self.plans.planner
         recordings.now.steps += mode.counts(runs[0])
         # Further particles in a hidden dimension have the recording of the first one.
         shown = runs[:1] if particles.is_hidden else runs
@@ -155,34 +157,18 @@ class StepRunner(Runner):
         groups = stacked(runs, is_dynamic)
         if len(groups) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [merged_graph(runs[0], graphs)]
-        rest = is_dynamic, particles, mode, program
-        stages = tuple(self._planned(runs, programs, group, graphs[group[0]], *rest) for group in groups)
-        found = Observation(tuple(runs), stages=stages)
+        # A site's tensors have as many plate dimensions as any run, whichever later plates its value opens.
+        ndim = max(run.plate_ndim for run in runs)
+        rest = ndim, is_dynamic, particles, mode, one
+        stages = (self._stage([runs[i] for i in g], [programs[i] for i in g], graphs[g[0]], *rest) for g in groups)
+        found = Observation(tuple(runs), stages=tuple(stages))
+        if not (is_dynamic or recordings.always):
+            found = replace(found, plan=self.plans.last)
         if mode.learning and not is_dynamic and not runs[0].scored:
             # Nothing is charged with costs.
             recordings.now.next = math.inf
             if may_settle and not particles.is_hidden and all(run.is_plain for run in runs):
                 recordings.now.unscored[particles, _sites_of(found.traces)] = self.plans.last
-        return found
-
-    def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
-        """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
-        recordings, everything, last = self.recordings, range(len(runs)), self.plans.last
-        graph = recordings.graph(runs[0], particles.in_call, False)
-        try:
-            is_dynamic = recordings.is_dynamic(runs[0])
-            return self._planned(runs, programs, everything, graph, is_dynamic, particles, mode)()
-        finally:
-            # What is planned here is no step's.
-            self.plans.last = last
-
-    def _finds_jumps(self, runs: Sequence[TracedRun], mode: Mode) -> bool:
-        chosen = self.plans.planner.estimator
-        if not torch.is_grad_enabled() or (chosen and chosen.is_pathwise):
-            return False
-        found = any(self.recordings.finds_jumps(run) for run in runs if run.recorded)
-        if found:
-            self.plans.forget()
         return found
 
     def _unscored_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
@@ -211,41 +197,29 @@ class StepRunner(Runner):
         ordered = tuple(in_order(run, dict.fromkeys(run.scored, plain_score(len(runs)))) for run in runs)
         return Observation((), (), ordered, is_lone=len(runs) == 1)
 
-    def _planned(
+    def _stage(
         self,
         runs: Sequence[TracedRun],
         programs: Sequence[Program],
-        group: Sequence[int],
         graph: StochasticComputationGraph,
+        ndim: int,
         is_dynamic: bool,
         particles: Particles,
         mode: Mode,
-        one: Program | None = None,
+        one: Program | None,
     ) -> Callable[[], Staged]:
-        """Plans some of the runs of a step, which have one structure; returns what gives the signals of their sites.
-
-        Args:
-            runs: All runs of the step.
-            programs: The program of each run.
-            group: Numbers of the runs that have one structure.
-            graph: Their graph.
-            is_dynamic: Whether sampled values may steer the program.
-            particles: How the particles of the step run.
-            mode: What the step is for.
-            one: The program for one particle; without it nothing runs again.
-        """
-        traced, own = tuple(runs[i] for i in group), tuple(programs[i] for i in group)
-        facts, first = self.facts(traced, is_dynamic, particles, mode), traced[0]
-        # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not; else a
-        # site's tensors have as many plate dimensions as any run, whichever later plates its value opens.
+        """Plans some of the runs of a step, which have one graph; returns what gives the signals of their sites."""
+        traced, first = tuple(runs), runs[0]
+        # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
         has_plate = particles.has_plate
-        ndim = int(particles.nesting) - 1 if has_plate else max(run.plate_ndim for run in runs)
+        ndim = int(particles.nesting) - 1 if has_plate else ndim
         number = particles.number if has_plate else len(traced)
         rollout = Rollout(tuple(t.run for t in traced), number, first.plate_sizes, ndim, has_plate)
         found = (self.recordings.recorded(run, particles.in_call) for run in traced)
         recorded = tuple(each for each in found if each is not None)
         values = Values(recorded, None, traced, self.recordings.call, int(particles.nesting) if has_plate else 0)
-        plan = self.plans.of(first, graph, replace(facts, has_slope=lambda name: has_slope(values, graph, name)))
+        facts = self.facts(traced, is_dynamic, particles, mode, has_slope=lambda name: has_slope(values, graph, name))
+        plan = self.plans.of(first, graph, facts)
         if one is not None and has_plate and plan.held.picks_one:
             values = replace(values, alone=self.alone(one, particles, first))
 
@@ -258,7 +232,7 @@ class StepRunner(Runner):
                 runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
                 charges = replace(rollout, runs=runs)
             signals = Signals(plan.layout, charges, tables, self.critics, mode.learning, rerun, mode.by_value, shifts)
-            return Staged(traced, own, particles, signals)
+            return Staged(traced, tuple(programs), particles, signals)
 
         return staged
 
@@ -274,7 +248,9 @@ class StepRunner(Runner):
             recordings.now.recorded[key] = run.recorded
         return recordings.now.recorded[key]
 
-    def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
+    def facts(
+        self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode, **more: Any
+    ) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         recordings, first = self.recordings, runs[0]
         recorded = recordings.recorded(first, particles.in_call)
@@ -290,6 +266,7 @@ class StepRunner(Runner):
             is_ordered=is_dynamic and may_order and not recordings.needs_graphs,
             recorded=recorded,
             cuts=() if recorded is None or is_dynamic else recorded.cuts,
+            **more,
         )
 
     # Sums over all values.
@@ -358,8 +335,7 @@ class StepRunner(Runner):
         if traced.mixes is not None:
             self._refuse(f"{traced.mixes[0]} reads several rows of values")
         graph = recordings.graph(traced, particles.number, mode.learning)
-        facts = replace(self.facts([traced], False, particles, mode), sums=True)
-        plan = self.plans.of(traced, graph, facts).summed
+        plan = self.plans.of(traced, graph, self.facts([traced], False, particles, mode, sums=True)).summed
         if plan is None or plan.rows > particles.number:
             self._refuse("a law or a cost reads several sites")
         return plan

@@ -23,8 +23,8 @@ from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
+from pyro_bpq.plan.particles import work_at, work_of_run
 from pyro_bpq.plan.structure import Structure
-from pyro_bpq.plan.work import work_at, work_of_run
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.watch import carried, samples
 from pyro_bpq.rollout.features import Components

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips
-from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.plan.structure import SumPlan
 from pyro_bpq.record.components import Pattern
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.short import listed, short
@@ -42,6 +43,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what options of the user's have turned off, or do not change
     alone: str = ""  # why one particle may run
     unread: str = ""  # tells options of sites that nothing reads
+    key: Any = None  # what it was made for: key of the runs, their graph, and what else is known of their structure
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""

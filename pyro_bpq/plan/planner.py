@@ -8,10 +8,10 @@ structure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pyro_bpq.critics.nets import Critic, JointCritic, reads_value
 from pyro_bpq.errors import UnsupportedSiteError
@@ -32,8 +32,7 @@ from pyro_bpq.plan.rules import (
     plain_score,
     site_critic,
 )
-from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads
-from pyro_bpq.plan.sum_plan import sum_plan
+from pyro_bpq.plan.structure import Structure, StructureFacts, num_reads, sum_plan
 from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.step.classes import Known, SiteSpec
@@ -45,25 +44,6 @@ _PLANS = 64
 Facts = Mapping[str, SiteFacts]
 Estimators = Mapping[str, Estimator]
 Critics = Mapping[str, Critic | None]
-
-
-class Noise(NamedTuple):
-    """The noisy sites for which no estimator is chosen, and what other particles do for them.
-
-    Args:
-        sites: Those whose gradients are noisy. A program without noise draws one site, each of whose costs reads one
-            component and is known at all of its values.
-        compared: Those of them that other particles serve, if there are any.
-        served: The sites that get leave-one-out over the particles that run now.
-        is_asked: Whether critics that the user asks for take their place.
-        flips: The extra run of the model, which serves others.
-    """
-
-    flips: Flips
-    sites: frozenset[str] = frozenset()
-    compared: frozenset[str] = frozenset()
-    served: frozenset[str] = frozenset()
-    is_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,11 +134,17 @@ class Planner:
         infos, options = traced.infos, traced.options
         asked = {n: self._facts(infos[n], options[n], sums and not infos[n].has_rsample) for n in traced.run.sites}
         wanted = {name: self.choice(site)[0] for name, site in asked.items()}
-        noise = self._noise(structure, wanted)
-        if noise.is_asked:
-            asks = f"because you wrote {', '.join(self.asks)}"
-            notes.append(f"Critics take the place of other particles as baselines, {asks}.")
-        sites = self._told(structure, asked, wanted, noise)
+        flips = plan_extra_run(structure, wanted, self.max_elements)
+        noisy, compared, served = self._noisy(structure, flips)
+        if served and self.asks:
+            # Who asks for critics has them, in as many particles.
+            notes.append(
+                f"Critics take the place of other particles as baselines, because you wrote {', '.join(self.asks)}."
+            )
+            served = frozenset()
+        elif served:
+            flips = plan_extra_run(structure, wanted, self.max_elements, served)
+        sites = self._told(structure, asked, wanted, flips, served)
         choices = {name: self.choice(site) for name, site in sites.items()}
         held = held_plan(structure, {name: own for name, (own, _) in choices.items()}, self.estimator is not None)
         for name, (estimator, _) in choices.items():
@@ -167,8 +153,8 @@ class Planner:
         estimators = {name: estimator for name, (estimator, _) in choices.items()}
         fns = {name: record.fn for name, record in traced.run.sites.items()}
         given = {n: None if sums else site_critic(self.critic, sites[n], fns[n], e) for n, e in estimators.items()}
-        critics = {n: None if self._is_told(structure, n, noise.flips) else critic for n, critic in given.items()}
-        layout = self._layout(structure, estimators, critics, noise.flips)
+        critics = {n: None if self._is_told(structure, n, flips) else critic for n, critic in given.items()}
+        layout = self._layout(structure, estimators, critics, flips)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
         unread = unread_options(traced, given)
@@ -178,14 +164,14 @@ class Planner:
         return Plan(
             graph,
             layout,
-            noise.flips,
+            flips,
             held,
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
-            noise.compared,
+            compared,
             rules={name: rule for name, (_, rule) in choices.items()},
             num_particles=facts.num_particles,
             is_dynamic=facts.is_dynamic,
-            noisy=noise.sites,
+            noisy=noisy,
             layers={name: site.may_hold for name, site in sites.items() if site.can_cross},
             summed=summed,
             sums=sums,
@@ -198,17 +184,25 @@ class Planner:
         """What rules look at, as far as a site and its options tell."""
         return SiteFacts(info, options, self.estimator, self.max_support, is_summed)
 
-    def _noise(self, structure: Structure, wanted: Estimators) -> Noise:
-        """The sites that other particles serve better than sums over values, and the extra run for all others.
+    def _noisy(self, structure: Structure, flips: Flips) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        """The noisy sites for which no estimator is chosen, and what other particles do for them.
 
         In few sites, sums over values take the time of many particles and leave the noise of all other sites. Critics
         of many sites know more than the mean of other particles. Of data they only know what ``context`` shows them.
+
+        Args:
+            structure: The structure.
+            flips: The extra run of the model.
+
+        Returns:
+            The sites whose gradients are noisy; those that other particles serve, if there are any; and those that get
+            leave-one-out over the particles that run now, in place of the extra run. A program without noise draws
+            one site, each of whose costs reads one component and is known at all of its values.
         """
         traced, facts = structure.traced, structure.facts
-        flips = plan_extra_run(structure, wanted, self.max_elements)
         # Costs of a user's own may be dear: critics save calls.
         if self.estimator is not None or traced.is_dear or facts.is_dynamic or facts.sums:
-            return Noise(flips)
+            return frozenset(), frozenset(), frozenset()
         options, size = traced.options, structure.size
         sites = frozenset(n for n, own in options.items() if own.leaves_estimator and not traced.infos[n].has_rsample)
         rows = frozenset(name for name in sites if structure.num_rows(name) >= MANY_ROWS)
@@ -229,25 +223,21 @@ class Planner:
             # Sums over the values of the many components of the only site take off most of the noise.
             summed = told - rows if is_only else set()
             served = {n for n in sites if size(n) and not (n in summed and size(n) >= MANY_COMPONENTS)}
-        served = {name for name in served if options[name].is_open}
-        if self.asks:
-            # Who asks for critics has them, in as many particles.
-            return Noise(flips, sites, compared, is_asked=bool(served))
-        if served:
-            flips = plan_extra_run(structure, wanted, self.max_elements, served)
-        return Noise(flips, sites, compared, frozenset(served))
+        return sites, compared, frozenset(name for name in served if options[name].is_open)
 
-    def _told(self, structure: Structure, asked: Facts, wanted: Estimators, noise: Noise) -> Facts:
+    def _told(
+        self, structure: Structure, asked: Facts, wanted: Estimators, flips: Flips, served: Collection[str]
+    ) -> Facts:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
-        told, found, has_slope = noise.flips.sites, {}, facts.has_slope or (lambda name: True)
+        told, found, has_slope = flips.sites, {}, facts.has_slope or (lambda name: True)
         # Sites of many components. Of their costs only their own log-probabilities would be known at other values.
         open_ = [name for name, site in asked.items() if not (site.options.estimator or site.chosen or name in told)]
         many = [name for name in open_ if structure.size(name) > 1]
         splits = {name: traced.infos[name].components for name in many}
         has_slopes = cache(lambda: all(has_slope(name) for name, own in splits.items() if own and own.has_slopes))
         for name, site in asked.items():
-            is_served, fn = name in noise.served, traced.run.sites[name].fn
+            is_served, fn = name in served, traced.run.sites[name].fn
             is_untold = name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None)
             is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
             can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
@@ -332,13 +322,6 @@ class Planner:
         )
 
 
-class Planned(NamedTuple):
-    """A plan and what it was made for."""
-
-    key: Any  # key of the runs, their graph, and what else is known of their structure
-    plan: Plan  # the plan
-
-
 class PlanCache:
     """Plans by structure.
 
@@ -349,7 +332,7 @@ class PlanCache:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self.last: Planned | None = None
+        self.last: Plan | None = None
         self.plans: dict[Any, Plan] = {}
 
     def of(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
@@ -360,10 +343,10 @@ class PlanCache:
         if self.last is None or self.last.key != key:
             if key not in self.plans and len(self.plans) >= _PLANS:
                 self.plans.clear()
-            found = self.plans.get(key) or self.planner.plan(traced, graph, facts)
-            self.plans[key] = found
-            self.last = Planned(key, found)
-        return self.last.plan
+            if key not in self.plans:
+                self.plans[key] = replace(self.planner.plan(traced, graph, facts), key=key)
+            self.last = self.plans[key]
+        return self.last
 
     def forget(self) -> None:
         """Forgets all plans: the next step is planned anew."""

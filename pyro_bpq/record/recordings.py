@@ -62,7 +62,8 @@ class Alike:
 
     Attributes:
         particles: How their particles run, once that is settled, by what the user asks for.
-        may_sum: Whether the loss may be summed over all values; ``sums`` how they run, after ``drawn`` steps that draw.
+        sums: How all values may run, over which the loss is summed after ``drawn`` steps that draw; the next one if the
+            first one fails. Empty where it cannot be summed, ``None`` before that was looked at.
         always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         unscored: Plans of structures without scores, by how particles run and by their sites.
@@ -71,8 +72,7 @@ class Alike:
     """
 
     particles: dict[Any, Particles] = field(default_factory=dict)
-    may_sum: bool = True
-    sums: Particles | None = None
+    sums: tuple[Particles, ...] | None = None
     drawn: int = 0
     always: str = ""
     steps: int = 0

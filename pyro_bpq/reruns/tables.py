@@ -18,7 +18,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bpq.plan.sum_plan import SumPlan
+from pyro_bpq.plan.structure import SumPlan
 from pyro_bpq.record.traced_run import TracedRun, full_mask
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import common_type

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.objectives import particle_count
 
 
 @pytest.fixture(autouse=True)
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is summed over all values: a program that is would be recorded from a later step on."""
-    monkeypatch.setattr(StepRunner, "rows_for", lambda *_: 0)
+    monkeypatch.setattr(particle_count, "num_rows_for", lambda *_: 0)

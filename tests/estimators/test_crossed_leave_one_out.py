@@ -233,7 +233,7 @@ def test_the_gradient_is_exact(name: str, way: dict[str, Any]) -> None:
 def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None:
     program = layers()
     elbo = train(program, CrossedLeaveOneOut(), VECTORISED)
-    layout = elbo.runner.plans.last.plan.layout
+    layout = elbo.runner.plans.last.layout
     graph, first = layout.graph, layout.graph.index["z1"]
     # log q(z2) reads z1.
     wrong = list(layout.crossings.own_law)
@@ -245,7 +245,7 @@ def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None
 
 def test_what_the_guide_hands_over_does_not_cross() -> None:
     elbo = train(handed(), CrossedLeaveOneOut(), {})
-    assert [name for group in elbo.runner.plans.last.plan.layout.crossed_costs for name in group.costs] == ["log q(y)"]
+    assert [name for group in elbo.runner.plans.last.layout.crossed_costs for name in group.costs] == ["log q(y)"]
 
 
 def test_without_a_past_it_is_leave_one_out() -> None:
@@ -290,7 +290,7 @@ def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
     with pyro.validation_enabled(False):
         elbo = train(program, CrossedLeaveOneOut(), {})
         assert error_and_variance(elbo, program)[0] < 1e-10
-    assert [name for group in elbo.runner.plans.last.plan.layout.crossed_costs for name in group.costs] == ["log q(b)"]
+    assert [name for group in elbo.runner.plans.last.layout.crossed_costs for name in group.costs] == ["log q(b)"]
 
 
 def test_it_needs_two_particles() -> None:

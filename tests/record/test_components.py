@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def charged(elbo: TraceBackpropQ_ELBO) -> set[str]:
     """The costs that are charged to components of ``z``."""
     assert elbo.runner.plans.last is not None
-    return set(elbo.runner.plans.last.plan.layout.charged.get("z", ()))
+    return set(elbo.runner.plans.last.layout.charged.get("z", ()))
 
 
 PAIRS = [(name, own) for name in CASES for own in OPTIONS if (name, own) != ("component_rows", "pair")]

@@ -39,7 +39,7 @@ def make_guide(**infer: Any) -> Any:
 def specs(elbo: TraceBackpropQ_ELBO, guide: Any) -> dict[str, Any]:
     pyro.clear_param_store()
     elbo.loss_and_grads(model, guide)
-    return dict(elbo.runner.plans.last.plan.layout.specs)
+    return dict(elbo.runner.plans.last.layout.specs)
 
 
 def test_precedence_is_site_then_config_then_elbo_then_default() -> None:

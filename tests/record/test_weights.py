@@ -122,7 +122,7 @@ def test_components_are_charged_with_what_weighs_their_elements(name: str, optio
 
 def test_components_that_a_weight_does_not_mix_stay_apart() -> None:
     elbo = check(flat(lambda z: poutine.scale(scale=0.3 + z)), estimator=ScoreFunction())
-    assert elbo.runner.plans.last is not None and "-log p(x)" in elbo.runner.plans.last.plan.layout.charged["z"]
+    assert elbo.runner.plans.last is not None and "-log p(x)" in elbo.runner.plans.last.layout.charged["z"]
 
 
 # Sites.

@@ -517,12 +517,12 @@ def test_costs_that_read_no_enumerated_site_stay_as_they_are() -> None:
 
 
 def test_extra_run_of_the_model_reaches_sums_and_means() -> None:
-    flips = {name: graph_of(BY_NAME[name]).runner.plans.last.plan.flips for name in ("plate", "mean")}
+    flips = {name: graph_of(BY_NAME[name]).runner.plans.last.flips for name in ("plate", "mean")}
     assert flips["plate"].costs == {"b": ("-log sum(z)",)}
     assert set(flips["mean"].costs["b"]) == {"E[-log p(b)]", "E[-log p(x)]"}
     # There, the weights of the mean read the site, too.
     early = graph_of(BY_NAME["early"], estimator=AllAction(exact=True))
-    assert "E[-log p(x)]" in early.runner.plans.last.plan.flips.costs["b"]
+    assert "E[-log p(x)]" in early.runner.plans.last.flips.costs["b"]
     assert error(early.eval(), BY_NAME["early"]) < ATOL
 
 
