@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from pyro.distributions import Delta, OneHotCategorical
+from pyro.distributions import Delta, MaskedDistribution, OneHotCategorical
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import effectful
@@ -156,6 +156,17 @@ def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log-probability of a one-hot site at a value that may lie between support values, and linear in it."""
     linear = rebased(fn, lambda own: _LinearOneHot(logits=own.logits, validate_args=False), _validate_args=False)
     return linear.log_prob(value)
+
+
+def unmasked(fn: Any) -> Any:
+    """The distribution without its masks, under which a site is drawn too; itself if it has none."""
+    if isinstance(fn, MaskedDistribution):
+        return unmasked(fn.base_dist)
+    if not isinstance(fn, Independent) or (base := unmasked(fn.base_dist)) is fn.base_dist:
+        return fn
+    fn = copy.copy(fn)
+    fn.base_dist = base
+    return fn
 
 
 def unchecked(fn: Any) -> Any:

@@ -171,6 +171,7 @@ def _detached(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
     found = [name for name in own if own[name]["type"] == "param" and name in read and name not in shared]
     still = [name for name in found if leaf_of(own[name]["value"]).requires_grad]
     tensors = [tensor for site in guide.values() for tensor in (site["value"], site["log_prob"])]
+    tensors += traced.scored.values()
     is_cut = not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
     # A batch may give the guide nothing to draw.
     if still and tensors and is_cut and torch.is_grad_enabled():

@@ -21,6 +21,7 @@ from pyro_bpq.graph.bitsets import named as names_in
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode, cost_of_guide, cost_of_model
 from pyro_bpq.record.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.record.key import Call
+from pyro_bpq.record.laws import unmasked
 from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.rollout.features import family_of
@@ -217,7 +218,8 @@ def plain_run(model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any]
     """A run as program order sees it, from its traces with log-probabilities; ``None`` where it is not plain."""
     model_sites, scored = samples(model_trace), dict[str, Tensor]()
     for name, site in guide_sites.items():
-        if site["is_observed"] or isinstance(site["fn"], MaskedDistribution) or not _OPTIONS.isdisjoint(site["infer"]):
+        fn = site["fn"]
+        if site["is_observed"] or unmasked(fn) is not fn or not _OPTIONS.isdisjoint(site["infer"]):
             return None
         score = site["score_parts"].score_function
         if not _is_zero(score):
@@ -289,16 +291,15 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
 
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
     score, fn = site["score_parts"].score_function, site["fn"]
-    while isinstance(fn, MaskedDistribution) and fn._mask is False:
-        # The site is drawn although its mask is False, but Pyro gives no score for it.
-        fn = fn.base_dist
-        score = fn.score_parts(site["value"]).score_function
+    if (drawn := unmasked(fn)) is not fn and not site["value"].requires_grad:
+        # What a mask hides is drawn, but Pyro gives no score for all of it.
+        score = drawn.score_parts(site["value"]).score_function
     if options.context is not None:
         check_context(info.name, options.context, site["log_prob"].shape)
     own = options.baseline
     baseline = None if own is None else functools.partial(own.predict, info.name, site["log_prob"].shape)
     return SiteRecord(
-        fn=site["fn"],
+        fn=fn,
         value=site["value"],
         score=None if _is_zero(score) else score,
         scale=site["scale"],

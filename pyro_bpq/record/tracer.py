@@ -9,7 +9,6 @@ from typing import Any
 
 import pyro
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.enum import get_importance_trace
 from pyro.infer.util import is_validation_enabled
@@ -27,7 +26,7 @@ from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.config import OthersDraw, cost_options
 from pyro_bpq.record.function import Recording
 from pyro_bpq.record.further import parts_of
-from pyro_bpq.record.laws import relaxed_log_prob, unchecked
+from pyro_bpq.record.laws import relaxed_log_prob, unchecked, unmasked
 from pyro_bpq.record.program_errors import explained, of_run, of_scores
 from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
@@ -263,9 +262,9 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         plates = {p: dim for p, dim in _plates(site).items() if keeps or (is_noisy and p == PARTICLES)}
         drawn[name] = Drawn(value, read, batch, number, elements, plates, hidden)
         law = site.get("unscaled_log_prob", site["score_parts"].score_function)
-        while isinstance(fn, MaskedDistribution):
-            fn, law = fn.base_dist, None
-        laws[name] = tape.value_of(unchecked(fn).log_prob(site["value"]) if law is None else law)
+        if (bare := unmasked(fn)) is not fn:
+            law = unchecked(bare).log_prob(site["value"])
+        laws[name] = tape.value_of(law)
     subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
     values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
     reached, stored, made = inputs_in(tape, watch.options.call)
@@ -299,7 +298,7 @@ def _self_read(tape: Tape, sites: Sites) -> frozenset[str]:
     for name, site in sites.items():
         split = None if site["is_observed"] else finite_components(site["fn"])
         if name in tape.bits and split is not None:
-            law = [split.parameters(site["fn"]), site["scale"], full_mask(site)]
+            law = [split.parameters(unchecked(site["fn"])), site["scale"], full_mask(site)]
             if tape.mask_of(law) & tape.bits[name] or carried(site["value"]):
                 found.add(cost_of_site(site, False))
     return frozenset(found)

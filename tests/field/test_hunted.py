@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
-from steps import stepped, trained
+from steps import filtered, stepped, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -103,6 +103,25 @@ def test_what_rows_and_components_read(name: str) -> None:
     programs, options = CASES[name]
     elbo = trained(TraceBackpropQ_ELBO(**options), *programs, steps=4)
     assert_unbiased(elbo.eval(), *programs)
+
+
+KEPT = torch.tensor([True, False])
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("mask", [False, KEPT])
+def test_what_a_mask_within_an_event_hides_is_drawn(mask: Any, is_hidden: bool) -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=logits()[:2]).mask(mask).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(prior()[:2]).mask(False).to_event(1))
+        pyro.sample("x", dist.Normal(z[0] + 0.5 * z[1], 0.8), obs=DATA[0])
+
+    elbo = TraceBackpropQ_ELBO(2)
+    elbo.particles.change(is_hidden=is_hidden)
+    with filtered("error"):
+        assert_unbiased(trained(elbo, model, guide, steps=2).eval(), model, guide)
 
 
 def test_a_flow_that_scores_what_it_remembers_hides_no_row() -> None:
