@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import GraphError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
@@ -26,23 +25,11 @@ class TabularProgram:
         graph: The stochastic computation graph.
         conditionals: Distribution of each stochastic node given its parents, over the joint axes.
         costs: Each cost in nats, over the joint axes.
-
-    Raises:
-        GraphError: If a table is missing, or the conditional of a node does not sum to one over its axis.
     """
 
     graph: StochasticComputationGraph
     conditionals: Mapping[str, Tensor]
     costs: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        lacking = sorted({*self.graph.index} - {*self.conditionals} | {*self.graph.cost_index} - {*self.costs})
-        if lacking:
-            raise GraphError(f"There are no tables for {lacking}: give one for every node and every cost of the graph.")
-        for name, axis in self.graph.index.items():
-            total = self.conditionals[name].sum(axis)
-            if not torch.allclose(total, torch.ones_like(total)):
-                raise GraphError(f"The conditional table of {name!r} does not sum to 1 over axis {axis}.")
 
     @classmethod
     def random(

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 from tables import TabularProgram
 from tabular import FORMS, MODES, largest, random_program, site_total
-from validation import validate_network
 
 from pyro_bpq.critics.targets import lambda_return
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
@@ -59,7 +58,6 @@ def test_backups_are_exact_where_some_costs_are_immediate() -> None:
     for seed, reduction in itertools.product(range(40), get_args(Reduction)):
         program = random_program(seed)
         network = build(program.graph, reduction, immediate=frozenset(list(program.costs)[::2]))
-        validate_network(network)
         assert target_error(program, network, 0.0, True) < ATOL
         assert all(set(node.immediate) <= network.immediate for node in network.nodes)
 
