@@ -68,13 +68,6 @@ def test_lambda_return_of_worked_case_4(gamma: float) -> None:
     )
 
 
-def chain(length: int, immediate: Any) -> BackpropQNetwork:
-    nodes = {f"x{i}": [f"x{i - 1}"] if i else [] for i in range(length)}
-    return BackpropQNetwork.build(
-        Graph.from_parents(nodes, {f"f{i}": [f"x{i}"] for i in range(length)}), "chain", immediate=immediate
-    )
-
-
 reals = st.floats(-5, 5)
 
 
@@ -194,19 +187,6 @@ def test_lambda_zero_is_td(data: st.DataObject) -> None:
                         children.append(immediate + float(q.get(child, found[child])))
                 total += sum(children) / len(children)
             assert found[node.name] == pytest.approx(total, abs=1e-9)
-
-
-@hypothesis.given(st.data())
-def test_expected_backups_at_lambda_one_subtract_the_corrections(data: st.DataObject) -> None:
-    # On a chain: the Monte Carlo return minus Σ (Q_Y(y) - E_Y[Q_Y]) over all descendants.
-    network, costs, q, expected = drawn(data, chain(data.draw(st.integers(2, 5)), "exact"))
-    found = lambda_return(network, q, costs, 1.0, 1.0, expected)
-    plain, corrections = lambda_return(network, {}, costs, 1.0), torch.zeros((), dtype=torch.float64)
-    for node in network.nodes:
-        assert float(found[node.name]) == pytest.approx(float(plain[node.name] - corrections), abs=1e-9)
-        if node.name in q:
-            immediate = sum(costs[name] for name in node.immediate)
-            corrections = corrections + (immediate + q[node.name] - expected[node.name])
 
 
 def test_lambda_return_sums_over_plates_that_a_node_is_outside_of() -> None:
