@@ -1,13 +1,10 @@
-"""Classes of like-shaped sites and the matrices between them, against the graph's own queries."""
+"""Classes of like-shaped sites, and what critics see. The matrices between classes are tested by what they bias."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,14 +12,13 @@ from torch import Tensor
 from pyro_bpq.critics.nets import MLPCritic, TabularCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
-from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
 from pyro_bpq.step.classes import Known, QGroup, SiteSpec
 from pyro_bpq.step.layout import Layout, Matrix
 
 Graph = StochasticComputationGraph
-ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
 COIN, DIE = Components("bernoulli", (), 2), Components("categorical", (), 3)
 
 
@@ -37,94 +33,10 @@ def spec(plates: tuple[Plate, ...] = (), components: Components | None = COIN, *
     )
 
 
-def layout(graph: Graph, specs: dict[str, SiteSpec] | None = None, **options: Any) -> Layout:
-    specs = specs or {node.name: spec(node.plates) for node in graph.nodes}
-    return Layout(graph, BackpropQNetwork.build(graph, "chain"), specs, {}, **options)
-
-
-@st.composite
-def graphs(draw: Any) -> Graph:
-    size = draw(st.integers(1, 6))
-    nodes = {f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)}
-    costs = {
-        f"f{k}": draw(st.lists(st.sampled_from(sorted(nodes)), max_size=3, unique=True))
-        for k in range(draw(st.integers(1, 4)))
-    }
-    plates = {name: draw(st.sampled_from([(), (ROWS,), (COLUMNS, ROWS)])) for name in [*nodes, *costs]}
-    return Graph.from_parents(nodes, costs, plates)
-
-
-def selected(found: Layout, matrix: Matrix, columns: Sequence[Sequence[str]], start: int = 0) -> dict[str, set[str]]:
-    """The names of the columns, from the ``start``-th ones on, that a matrix selects for each site."""
-    pairs: dict[str, set[str]] = {node.name: set() for node in found.graph.nodes}
-    for c, cls in enumerate(found.classes):
-        for k, names in enumerate(columns):
-            block = matrix.block(c, start + k, torch.zeros(()))
-            for i, j in () if block is None else dense(block).nonzero().tolist():
-                pairs[cls.names[i]].add(names[j])
-    return pairs
-
-
-def counted(found: Layout, over_rows: bool = True) -> dict[str, set[str]]:
-    """The costs that each site counts row by row, or summed over rows."""
-    names = [cls.names for cls in found.cost_classes]
-    return selected(found, found.counted, names, len(names) * over_rows)
-
-
-@hypothesis.given(graphs())
-def test_downstream_and_crossing_split_the_downstream_costs(graph: Graph) -> None:
-    found = layout(graph)
-    down, crossing = counted(found, False), counted(found)
-    for node in graph.nodes:
-        assert down[node.name] | crossing[node.name] == set(graph.downstream_costs(node.name))
-        assert not down[node.name] & crossing[node.name]
-
-
-def paths(graph: Graph, name: str, cost: str) -> list[list[str]]:
-    """All ways from a node to a cost, without its ends."""
-    found = [[]] if name in graph.cost(cost).parents else []
-    for child in graph.children(name):
-        found += [[child, *rest] for rest in paths(graph, child, cost)]
-    return found
-
-
-@hypothesis.given(graphs())
-def test_crossing_costs_are_reached_outside_of_a_plate(graph: Graph) -> None:
-    crossing = counted(layout(graph))
-    for node in graph.nodes:
-        for cost in graph.downstream_costs(node.name):
-            ways = paths(graph, node.name, cost)
-            leaves = any(not set(node.plates) <= set(graph.node(via).plates) for way in ways for via in way)
-            assert (cost in crossing[node.name]) == leaves
-
-
-def test_nothing_is_cut_where_rows_met() -> None:
-    graph = Graph.from_parents({"g": [], "z": ["g"]}, {"f": ["z"]}, {"z": [ROWS], "f": [ROWS]})
-    assert counted(layout(graph)) == {"g": set(), "z": set()}
-    assert counted(layout(graph, cuts_plates=False)) == {"g": set(), "z": {"f"}}
-
-
-@hypothesis.given(graphs())
-def test_control_variates_have_no_costs_beyond_those_of_the_site(graph: Graph) -> None:
-    tabled = {name: costs for name, costs in graph.last_costs.items() if costs}
-    kinds = {node.name: frozenset({Known.MODEL} if node.name in tabled else ()) for node in graph.nodes}
-    specs = {node.name: spec(node.plates, tabled=kinds[node.name]) for node in graph.nodes}
-    network = BackpropQNetwork.build(graph, "per_cost", immediate=frozenset(sum(tabled.values(), ())))
-    found, parts, columns = Layout(graph, network, specs, tabled), {}, []
-    for k, variates in enumerate(found.variates):
-        columns.append([f"{found.classes[variates.c].names[i]} {k} {j}" for j, i in enumerate(variates.sites)])
-        parts |= zip(columns[k], map(set, map(graph.cost_names, variates.costs)), strict=True)
-    assert set().union(*parts.values()) == {cost for name in graph.index for cost in graph.downstream_costs(name)}
-    predicted, order = selected(found, found.predicted, columns), list(graph.index)
-    for i, name in enumerate(order):
-        own, later = set(graph.downstream_costs(name)), order[i + 1 :]
-        assert predicted[name] == {n for n, costs in parts.items() if n.split()[0] in later and costs <= own}
-
-
 def test_classes_stack_equal_specs_in_program_order() -> None:
     graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}, {"f": ["d"], "g": ["a"]})
     specs = {"a": spec(), "b": spec(components=DIE), "c": spec(), "d": spec(share="s")}
-    found = layout(graph, specs)
+    found = Layout(graph, BackpropQNetwork.build(graph, "chain"), specs, {})
     assert [cls.names for cls in found.classes] == [("a", "c"), ("b",), ("d",)]
     assert found.place == {"a": (0, 0), "c": (0, 1), "b": (1, 0), "d": (2, 0)}
 
