@@ -8,25 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyro_bpq.graph.bitsets import Names, Reads, highest, named, ones, transposed
+from pyro_bpq.graph.bitsets import Names, Reads, named, ones, transposed
 
 SETS = st.sets(st.integers(0, 150), max_size=40)
 
 
 def bits_of(members: set[int]) -> int:
     return sum(1 << i for i in members)
-
-
-@given(SETS)
-def test_ones_and_highest(members: set[int]) -> None:
-    assert list(ones(bits_of(members))) == sorted(members)
-    assert highest(bits_of(members), 4) == sorted(members, reverse=True)[:4]
-
-
-@given(st.lists(SETS, max_size=30), st.sampled_from([0, 1, 7, 64, 151]))
-def test_transposed(rows: list[set[int]], width: int) -> None:
-    bits = [bits_of({i for i in row if i < width}) for row in rows]
-    assert transposed(bits, width) == [bits_of({r for r, row in enumerate(rows) if j in row}) for j in range(width)]
 
 
 @pytest.mark.parametrize(("height", "width"), [(1100, 3), (3, 1100), (1100, 1030)])

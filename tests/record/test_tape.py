@@ -515,27 +515,6 @@ def test_compiled_functions_with_the_eager_backend() -> None:
         assert tape.sources_of(torch.compile(lambda x: x.sin() + 1, backend="eager")(z)) == {"z"}
 
 
-READS: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
-    "table[t, z]": lambda table, t, z: table[t, z],
-    "table[t][z]": lambda table, t, z: table[t][z],
-    "table[..., z, :]": lambda table, t, z: table[t, ..., z, :],
-    "scaled": lambda table, t, z: (2.0 * table)[t, z],
-}
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_one_table_for_all_steps_of_a_chain(read: Callable[[Tensor, int, Tensor], Tensor], grad: bool) -> None:
-    table = torch.randn(6, 3, 3, requires_grad=grad)
-    with Tape() as tape:
-        z = tape.source("z0", torch.tensor(1))
-        for t in range(1, 5):
-            assert tape.sources_of(read(table, t, z).exp()) == {f"z{t - 1}"}
-            z = tape.source(f"z{t}", torch.tensor(1))
-        # A view that nobody saw the making of may be any of those that were chosen.
-        assert tape.sources_of(table) == set() and not tape.escaped
-
-
 APART: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "unbind": lambda table: list(table.unbind(0)),
     "torch.unbind": lambda table: list(torch.unbind(table)),

@@ -501,21 +501,6 @@ def graph_of(program: Case, **options: Any) -> Any:
     return trained(exactly(**options), program.model, program.guide, params=program.params, steps=5)
 
 
-def test_a_sum_is_one_cost_of_all_that_its_sites_read() -> None:
-    elbo = graph_of(BY_NAME["plate"])
-    cost = elbo.graph.cost("-log sum(z)")
-    assert cost.parents == ("g", "b") and [plate.name for plate in cost.plates] == ["rows"]
-    assert {c.name for c in elbo.graph.costs} == {"log q(g)", "log q(b)", "-log p(g)", "-log p(b)", "-log sum(z)"}
-    assert graph_of(BY_NAME["global"]).graph.cost("-log sum(z)").plates == ()
-
-
-def test_costs_that_read_no_enumerated_site_stay_as_they_are() -> None:
-    elbo = graph_of(BY_NAME["mean"])
-    assert elbo.graph.cost("-log p(s)").parents == ("s",)
-    assert elbo.graph.cost("E[-log p(x)]").parents == ("s", "b")
-    assert [node.name for node in elbo.graph.nodes] == ["s", "b"]
-
-
 def test_extra_run_of_the_model_reaches_sums_and_means() -> None:
     flips = {name: graph_of(BY_NAME[name]).runner.plans.last.flips for name in ("plate", "mean")}
     assert flips["plate"].costs == {"b": ("-log sum(z)",)}

@@ -15,8 +15,8 @@ from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
-from pyro_bpq.step.classes import Known, QGroup, SiteSpec
-from pyro_bpq.step.layout import Layout, Matrix
+from pyro_bpq.step.classes import QGroup, SiteSpec
+from pyro_bpq.step.layout import Layout
 
 Graph = StochasticComputationGraph
 COIN, DIE = Components("bernoulli", (), 2), Components("categorical", (), 3)
@@ -27,9 +27,9 @@ def dense(sums: Sums | None) -> Tensor:
     return sums.to_dense()
 
 
-def spec(plates: tuple[Plate, ...] = (), components: Components | None = COIN, **more: Any) -> SiteSpec:
+def spec(components: Components | None = COIN, **more: Any) -> SiteSpec:
     return SiteSpec(
-        plates, components, (), AllAction() if components else Pathwise(), MLPCritic() if components else None, **more
+        (), components, (), AllAction() if components else Pathwise(), MLPCritic() if components else None, **more
     )
 
 

@@ -85,34 +85,6 @@ def test_exact_gradient_of_a_coin_by_hand() -> None:
     assert float(gradient["b"]) == pytest.approx(p - q, abs=1e-14)
 
 
-def test_exact_gradient_of_two_point_by_hand() -> None:
-    # E[log q - log p] = -log scale - 1/2 + (loc² + scale²) / 2
-    loc, scale = torch.tensor(0.7), torch.tensor(0.4)
-
-    def guide() -> None:
-        pyro.sample("x", TwoPoint(pyro.param("loc", loc), pyro.param("scale", scale, constraint=constraints.positive)))
-
-    def model() -> None:
-        pyro.sample("x", dist.Normal(torch.zeros(()), 1.0))
-
-    gradient = exact_gradient(model, guide)
-    assert float(exact_loss(model, guide)) == pytest.approx(-math.log(0.4) - 0.5 + 0.325, abs=1e-14)
-    assert float(gradient["loc"]) == pytest.approx(0.7, abs=1e-14)
-    assert float(gradient["scale"]) == pytest.approx(0.4 * (0.4 - 1 / 0.4), abs=1e-14)  # in log scale
-
-
-def test_exact_gradient_averages_over_subsets_by_hand() -> None:
-    data = torch.tensor([1.0, 2.0, 6.0])
-
-    def model() -> None:
-        with pyro.plate("rows", 3, subsample_size=2) as rows:
-            pyro.factor("cost", -(pyro.param("w", torch.tensor(0.5)) ** 2) * data[rows])
-
-    gradient = exact_gradient(model, lambda: None)
-    assert float(gradient["w"]) == pytest.approx(9.0, abs=1e-12)
-    assert num_outcomes_of(model) == 3
-
-
 def test_exact_gradient_sums_terms_that_are_level_at_the_parameters() -> None:
     """At p = 0 the factor is the same at all values of the marked site, and its slope is not."""
 
