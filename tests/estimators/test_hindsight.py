@@ -24,6 +24,7 @@ from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_EL
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 from pyro_bpq.estimators import hindsight as estimator_module
+from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import flips as plans
 from pyro_bpq.reruns import hindsight as module
@@ -299,6 +300,21 @@ def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
     assert factor.costs == (cost_of_model("low only"),)
     assert [group.immediate for group in (guide, model, factor)] == [set(), {"top"}, {"low"}]
     assert [group.own for group in (guide, model, factor)] == [{"low", "top"}, {"top"}, set()]
+
+
+def test_scales_leave_the_least_square() -> None:
+    generator = torch.Generator().manual_seed(3)
+    later, immediate, crossed = torch.randn(3, 1, 2, 500, generator=generator, dtype=torch.float64).unbind(0)
+    crossed = crossed - crossed.mean()
+    later = later - 0.6 * immediate + 0.3 * crossed
+    immediate = immediate + 0.4 * crossed
+    statistics, count = {"moments": torch.zeros(1, 6).double()}, torch.zeros(1).double()
+    context = SiteContext(("z",), later, later, statistics=statistics, count=count)
+    kept, scale = estimator_module._scales(estimator_module._moments(later, immediate, crossed, context))
+    columns = torch.stack([-immediate.flatten(), crossed.flatten()], -1)
+    expected = torch.linalg.lstsq(columns, later.reshape(-1, 1)).solution.flatten()
+    torch.testing.assert_close(torch.stack([kept, scale]).flatten(), expected, rtol=1e-6, atol=1e-6)
+    assert 0.3 < float(kept) < 0.9 and 0.2 < float(scale) < 0.9
 
 
 def test_immediate_costs_have_no_noise_from_downstream(monkeypatch: pytest.MonkeyPatch) -> None:
