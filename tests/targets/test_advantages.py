@@ -46,6 +46,11 @@ CASE_6 = {
         *({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
         *({"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0}, {"x": 1.0, "y1": 1.0, "y2": 3.0, "z": 5.0 - (2.0 + 4.0) / 2}),
     ),
+    # The target of Q_X is Q_Y1^f1 + (Q_Y1^f2 + Q_Y2) / 2: for y2 the first of them is drawn before.
+    "ancestors are no siblings": (
+        *({"x": [], "y1": ["x"], "y2": ["x", "y1"]}, {"f1": ["y1"], "f2": ["y2"]}),
+        *({"x": 10.0, "y1^f1": 4.0, "y1^f2": 6.5, "y2": 7.0}, {"y2": 7.0 - (10.0 + 6.5) / 2}),
+    ),
     # Worked case 2: the target of Q_X is Q_Y^f1 + (Q_Y^f2 + Q_Z) / 2.
     "Q-nodes of a site": (
         *({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}),
