@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from test_contract import context
 from torch import Tensor
 
 from pyro_bpq.estimators import AllAction
+from pyro_bpq.estimators.all_action import _terms
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.estimators.scales import SIZE, solve
 from pyro_bpq.testing.contract import with_statistics
@@ -57,6 +59,31 @@ def test_call_is_linear_in_the_scales(missing: tuple[str, ...]) -> None:
     u, mixed = at(*(0.0,) * SIZE), (0.7, 0.3, 0.8, 1.1, 0.4)
     parts = [u - at(*(float(i == j) for j in range(SIZE))) for i in range(SIZE)]
     torch.testing.assert_close(at(*mixed), u - sum(a * part for a, part in zip(mixed, parts, strict=True)))
+    check_moments(made, u, parts)
+
+
+def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
+    """``v_i·v_j``, and ``(u - k)·v_i`` where ``k`` is what the scales make of the all-action terms."""
+    assert made.log_probs is not None
+    terms = _terms(made, *made.score_table)
+    scales = torch.full((len(made.names), SIZE), 0.4)
+    known = sum((0.4 * offset for offset in terms.offsets if offset is not None), torch.zeros_like(u))
+    moments, squares = terms.moments(scales)
+    for i, j in itertools.product(range(SIZE), repeat=2):
+        expected = (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1)
+        # What later sites add has mean zero given all that the others read.
+        expected = torch.zeros_like(expected) if i != j and max(i, j) >= 3 else expected
+        torch.testing.assert_close(moments[:, i, j], expected, msg=lambda m, p=(i, j): f"v{p}: {m}")
+    for i in range(SIZE):
+        expected = ((u - known) * parts[i]).sum((-1, -2)).flatten(1).mean(1)
+        torch.testing.assert_close(moments[:, i, SIZE], expected, msg=lambda m, i=i: f"u v{i}: {m}")
+        product = ((u - known) * parts[i]).sum((-1, -2))
+        for j in range(SIZE):
+            if j != i and max(i, j) < 3:
+                product = product - 0.4 * (parts[i] * parts[j]).sum((-1, -2))
+        # Exact costs are not learned: nothing holds them to what is measured.
+        square = product.square().flatten(1).mean(1) * float(i not in (0, 4))
+        torch.testing.assert_close(squares[:, i], square, msg=lambda m, i=i: f"{i}: {m}")
 
 
 def gram_of(v: Tensor, u: Tensor) -> Tensor:

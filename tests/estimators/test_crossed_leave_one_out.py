@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -14,9 +15,10 @@ from pyro import poutine
 from steps import trained
 from torch import Tensor
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator
+from pyro_bpq.graph.relations import Crossings, crossings
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signal_table import crossed
 from pyro_bpq.testing import exact_gradient, expected_moments
@@ -127,6 +129,43 @@ def error_and_variance(elbo: TraceBackpropQ_ELBO, program: Programs) -> tuple[fl
     truth, moments = exact_gradient(*program), expected_moments(elbo, *program)
     error = max(float((moments.mean[name] - value).abs().max()) for name, value in truth.items())
     return error, float(sum(value.sum() for value in moments.variance.values()))
+
+
+# Which costs cross.
+
+
+def names(graph: StochasticComputationGraph, bits: int) -> list[str]:
+    return sorted(graph.cost_names(bits))
+
+
+def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> None:
+    graph = StochasticComputationGraph.from_parents(
+        {"a": [], "b": ["a"], "c": ["a", "b"], "d": ["a"]},
+        {
+            "log q(a)": ["a"],
+            "log q(b)": ["b", "a"],
+            "log q(c)": ["c", "a", "b"],
+            "-log p(a)": ["a", "b"],
+            "-log p(b)": ["b", "c", "d"],
+            "-log p(d)": ["d", "b"],
+            "x": ["a", "b"],
+        },
+    )
+    owned = {"log q(a)": "a", "log q(b)": "b", "log q(c)": "c", "-log p(a)": "a", "-log p(b)": "b", "-log p(d)": "d"}
+    graph = replace(graph, costs=tuple(replace(cost, site=owned.get(cost.name)) for cost in graph.costs))
+    found = crossings(graph, {name: "q" in name for name in owned})
+    by_site = {
+        node.name: (names(graph, law), names(graph, value))
+        for node, law, value in zip(graph.nodes, found.own_law, found.own_value, strict=True)
+    }
+    assert by_site == {
+        "a": ([], []),
+        # log q(c) reads b, which changes, and a, which does not; -log p(b) reads d, too, which is not below b.
+        "b": (["log q(b)"], ["-log p(a)", "-log p(d)"]),
+        "c": (["log q(c)"], []),
+        "d": (["-log p(d)"], []),
+    }
+    assert crossings(graph, {}) == Crossings((0,) * 4, (0,) * 4)
 
 
 # What they are.

@@ -46,6 +46,15 @@ def chain(length: int) -> Graph:
     return Graph.from_parents(nodes, {"f": list(nodes)})
 
 
+def test_critics_of_later_sites_correct_earlier_ones() -> None:
+    graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"]}, {"f": ["c"], "g": ["b"]})
+    network = BackpropQNetwork.build(graph, "chain", immediate="learned")
+    found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
+    (variates,) = found.variates
+    # Bits of the costs of each site, and of the sites whose predictions count for it.
+    assert list(variates.costs) == [0b11, 0b11, 0b01] and found.predicted.sets == [0b110, 0b100, 0]
+
+
 def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     graph = chain(7)
     network = BackpropQNetwork.build(graph, "chain", immediate="learned")
