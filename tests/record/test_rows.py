@@ -8,7 +8,6 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import pytest
-import torch
 from models import coin, observe, real
 from steps import at_irregular, filtered
 from torch import Tensor
@@ -20,28 +19,6 @@ from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
 DATA = real(0.7, -0.4, 1.3)
-
-# More operators are in test_elements.
-MIXING: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda a: a.max() + 0.3 * a,
-    "roll": lambda a: a.roll(1, -1),
-    "first": lambda a: a[..., 0] - 0.5 * a,
-    "mean": lambda a: a - a.mean(-1, keepdim=True),
-    "product": lambda a: torch.arange(9.0).reshape(3, 3) @ a,
-    "neighbours": lambda a: a[..., torch.tensor([2, 0, 0])],
-    "norm": lambda a: a / (1.0 + a.norm(dim=-1, keepdim=True)),
-    "an operator that is not known": lambda a: torch.nn.functional.avg_pool1d(a[None], 3, 1, 1)[0],
-}
-APART: dict[str, Callable[[Tensor], Tensor]] = {
-    "own": lambda a: 2.0 * a - 0.3,
-    "twice": lambda a: a.flip(-1).flip(-1),
-    "table": lambda a: real(0.4, -1.0)[a.long()],
-    "layers": lambda a: (a.unsqueeze(-1) @ torch.ones(1, 4)).relu().sum(-1),
-    "attention within": lambda a: torch.nn.functional.scaled_dot_product_attention(
-        *(torch.stack([a, 1.0 - a], -1).unsqueeze(-1),) * 3
-    ).sum((-1, -2)),
-    "picked": lambda a: a[..., torch.tensor([0, 1, 2])],
-}
 
 
 def program(function: Callable[[Tensor], Tensor], where: str) -> tuple[Program, Program]:
@@ -72,15 +49,6 @@ def prepared(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_E
     return at_irregular("q p q2 p2", 3, model, guide, **options)
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_rows_that_meet_are_charged_whole(name: str) -> None:
-    programs = program(MIXING[name], "model")
-    with pytest.warns(BPQWarning, match=r"Rows of the plate 'rows' meet in -log p\(x\).* of 'a'"):
-        elbo = prepared(*programs)
-    assert elbo.runner.recordings.crosses
-    assert_unbiased(elbo, *programs)
-
-
 PAIR = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -101,20 +69,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_wherever_they_meet(where: str, options: dict[str, Any]) -> None:
-    programs = program(MIXING["roll"], where)
+    programs = program(lambda a: a.roll(1, -1), where)
     # Without a recording each row is charged with the costs of all rows anyway.
     is_told = options != OPTIONS["dense"]
     with pytest.warns(BPQWarning, match="Rows of the plate") if is_told else filtered("error"):
         elbo = prepared(*programs, **options)
     assert_unbiased(elbo, *programs)
-
-
-@pytest.mark.parametrize("name", APART)
-def test_rows_that_stay_apart_are_cut(name: str) -> None:
-    programs = program(APART[name], "model")
-    elbo = prepared(*programs)
-    assert_unbiased(elbo, *programs)
-    assert not elbo.runner.recordings.crosses
 
 
 def test_nested_plates() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from steps import bias, told, trained
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, one_hot
+from torch.nn.functional import avg_pool1d, conv1d, one_hot, scaled_dot_product_attention
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
@@ -53,6 +53,8 @@ MEETING: dict[str, Read] = {
     "Fourier transform": lambda z, w: torch.fft.fft(z).real,
     "matrix": lambda z, w: torch.mv(torch.diag(torch.tensor([1.0, 0.3, 0.7])).to(z), z),
     "sum over the first dimension": lambda z, w: z.sum(0),
+    "neighbours": lambda z, w: z[..., torch.tensor([2, 0, 0])],
+    "an operator that is not known": lambda z, w: avg_pool1d(z.reshape(1, 1, 3), 3, 1, 1).reshape(z.shape),
     # Runs with any number of rows in front, but takes the first one for the rows of the plate.
     "number of dimensions": lambda z, w: z - 0.0 * z.mean(0) + 0.1 * z.dim(),
     # At nearly all values nothing shows.
@@ -64,6 +66,9 @@ APART: dict[str, Read] = {
     "convolution": lambda z, w: conv1d(z.reshape(-1, 1, 1), torch.ones(1, 1, 1).to(z)).reshape(z.shape),
     "index of the own row": lambda z, w: w[z.long()],
     "reshape": lambda z, w: torch.stack((z, 0.3 * z), -1).reshape(3, 2).sum(-1),
+    "attention within": lambda z, w: scaled_dot_product_attention(
+        *(torch.stack([z, 1.0 - z], -1).unsqueeze(-1),) * 3
+    ).sum((-1, -2)),
     "written": written,
     "written row by row": written_row_by_row,
 }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.runs import Rollout, Run
@@ -35,22 +32,3 @@ def test_stack_with_dimensions_outside_the_plates_raises() -> None:
     rollout = Rollout((run({"a": torch.ones(4, 1, 2, 3, 5)}),), 1, SIZES, 2)
     with pytest.raises(PlateError, match="more dimensions than"):
         rollout.stack(pick, ["a"], [OUTER, INNER], event_ndim=1)
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_particles_that_move_into_a_dimension_without_a_plate_are_refused(keeps: bool) -> None:
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(torch.full((3, 4), 0.4)).to_event(1))
-
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.Bernoulli(torch.full((3, 4), 0.5)).to_event(1))
-        pyro.factor("total", z.sum(-1).sum(-1, keepdim=keeps))
-
-    elbo = TraceBackpropQ_ELBO(2, 2, vectorize_particles=True)
-    if keeps:
-        elbo.loss_and_grads(model, guide)
-    else:
-        with pytest.raises(PlateError, match=r"log p\(total\).*dimension -2"):
-            elbo.loss_and_grads(model, guide)
