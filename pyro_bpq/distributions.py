@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.nn.functional import pad
 
-from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.errors import OptionError, UnsupportedSiteError, is_whole
 
 
 class _Choices(TorchDistribution):
@@ -31,8 +31,10 @@ class _Choices(TorchDistribution):
     def __init__(self, logits: Tensor, k: int | None = None, validate_args: bool | None = None) -> None:
         self.logits, self.n = logits, logits.shape[-1] if logits.dim() else 0
         self.k = self.n if k is None else k
-        if not 1 <= self.k <= self.n:
-            raise OptionError(f"{type(self).__name__} chooses k={k} of {self.n} items: 1 <= k <= n, logits (batch, n).")
+        if not (is_whole(self.k) and 1 <= self.k <= self.n):
+            raise OptionError(
+                f"{type(self).__name__} chooses k={k} of {self.n} items: k is whole, 1 <= k <= n, logits (batch, n)."
+            )
         event = self.n if self.has_all else self.k
         super().__init__(logits.shape[:-1], torch.Size((event,)), validate_args=validate_args)
 

@@ -150,8 +150,10 @@ def written(maker: partial[Any]) -> str:
 
 def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, partial[Any]]:
     """What makes copies of the given ELBOs, and ELBOs for given estimators."""
-    if not estimators:
-        raise OptionError("estimators={}: name at least one, or leave it out.")
+    if not (estimators and isinstance(estimators, Mapping)):
+        raise OptionError(
+            f'estimators={estimators!r}: write {{"name": AllAction()}} with one or more, or leave it out.'
+        )
     found = dict[str, partial[Any]]()
     for name, given in estimators.items():
         if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):

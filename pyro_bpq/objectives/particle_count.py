@@ -317,8 +317,8 @@ class _Step:
         runs: Sequence[TracedRun] = ()
         try:
             with warnings.catch_warnings():
-                if known is None:  # a run of one particle has given our own warnings in the same step
-                    warnings.simplefilter("ignore", BPQWarning)
+                if known is None:  # a run of one particle has given the same warnings in the same step
+                    warnings.simplefilter("ignore", UserWarning)
                 found = self._run(way)
             runs, reason = found.runs, "" if way.sums else self._differs(found, way, one, known)
             if not reason:

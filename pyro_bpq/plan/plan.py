@@ -10,14 +10,20 @@ from typing import Any
 
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.estimators.q_estimators import CriticBaseline, LambdaReturn, QControlVariate
+from pyro_bpq.estimators.relax import RELAXQ
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips
+from pyro_bpq.plan.rules import SiteFacts
 from pyro_bpq.plan.structure import SumPlan
 from pyro_bpq.record.components import Pattern
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.short import listed, short
 from pyro_bpq.step.layout import Layout
+
+# Estimators that are the score function without a critic. Others raise an error of their own, or do without.
+_PLAIN = CriticBaseline, QControlVariate, LambdaReturn, RELAXQ
 
 
 @dataclass(frozen=True)
@@ -156,3 +162,21 @@ def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None], why:
         return ""
     texts = "; ".join(f"{option} at {listed(names)}" for option, names in found.items())
     return f"Nothing reads the options {texts}: {why}"
+
+
+def unread_baselines(sites: Mapping[str, SiteFacts], estimators: Mapping[str, Estimator]) -> str:
+    """Tells Pyro's options of baselines at sites whose estimator has none, or its own; empty if there are none."""
+    found = [n for n, site in sites.items() if site.options.baseline and estimators[n] != site.score_function]
+    if not found:
+        return ""
+    return f"Nothing reads the option baseline at {listed(found)}: leave it out, or choose ScoreFunction() there. "
+
+
+def without_critic(estimators: Mapping[str, Estimator], critics: Mapping[str, Critic | None]) -> str:
+    """Tells sites that lack a critic, although their estimator is the plain score function then; else empty."""
+    found: dict[str, list[str]] = {}
+    for name, own in estimators.items():
+        if type(own) in _PLAIN and critics[name] is None:
+            found.setdefault(short(own), []).append(name)
+    texts = (f"{text} at {listed(names)} has no critic, and is ScoreFunction() then" for text, names in found.items())
+    return f'{"; ".join(texts)}: write infer={{"bpq": {{"critic": MLPCritic()}}}} there.' if found else ""

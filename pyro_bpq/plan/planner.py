@@ -21,7 +21,7 @@ from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips, held_plan, plan_extra_run
-from pyro_bpq.plan.plan import Plan, unread_options, why_one, written_options
+from pyro_bpq.plan.plan import Plan, unread_baselines, unread_options, why_one, without_critic, written_options
 from pyro_bpq.plan.rules import (
     FEW_PARTICLES,
     MANY_COMPONENTS,
@@ -157,10 +157,11 @@ class Planner:
         layout = self._layout(structure, estimators, critics, flips)
         if self.asks and layout.network is None:
             notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
-        unread = unread_options(traced, given)
+        unread = unread_options(traced, given) + unread_baselines(sites, estimators)
         if self.estimator is not None and unread:
             # Estimators are compared on programs whose sites have options: print tells, and no warning.
             notes, unread = [*notes, unread], ""
+        unread += without_critic(estimators, given)
         return Plan(
             graph,
             layout,

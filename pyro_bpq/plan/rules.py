@@ -130,9 +130,7 @@ class SiteFacts:
         own = self.options.estimator
         if self.options.baseline is None or (own is None and self.info.has_rsample):
             return False
-        if own is None and self.chosen is None:
-            return not (self.has_few_values or self.is_untold)
-        chosen = own or self.chosen
+        chosen = own or self.chosen or ScoreFunction()
         return isinstance(chosen, ScoreFunction) and (own is None or chosen.baseline is None)
 
     @property

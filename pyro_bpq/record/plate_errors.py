@@ -16,7 +16,7 @@ Sites = Mapping[str, Any]
 
 # Words in torch's and Python's errors about shapes.
 ABOUT_SHAPES = re.compile(
-    r"size|shape|dim|unpack|indices|\dD\b|out of bounds|out of range|expected, got", re.IGNORECASE
+    r"size|shape|dim|unpack|indices|\dD\b|out of bounds|out of range|expected, got|elements of source", re.IGNORECASE
 )
 _COLLISION = re.compile(rf'at plates "(.*)" and "{PARTICLES}", collide at dim=(-\d+)')
 _OTHER_SIZE = re.compile(r"Shape mismatch inside plate\('(.*)'\) at site (.*) dim (-\d+), (\d+) vs (\d+)")

@@ -92,7 +92,11 @@ def of_run(error: Exception, watch: Watch) -> BPQError | None:
         line = f"The enumerated sites {enumerated} have a dimension of their own each: loop with pyro.markov(...)."
         return told(UnsupportedProgramError, error, line)
     if named := _ONE_NAME.search(text):
-        return told(UnsupportedProgramError, error, _name_line(text, named[1] or named[2], sites))
+        return told(UnsupportedProgramError, error, _name_line(text, named[1] or named[2], sites, watch))
+    if "used as indices must be" in text:
+        floats = [site["name"] for site in sites if finite_components(site["fn"]) and site["value"].is_floating_point()]
+        line = f"The values of {quoted(dict.fromkeys(floats))} are floating-point numbers: write table[z.long()]."
+        return told(UnsupportedProgramError, error, line if floats else "")
     if type(error) not in EXPLAINED:
         return None
     asks = _ONE_VALUE_ONLY.search(text) is not None
@@ -159,10 +163,12 @@ def _number_line(text: str, watch: Watch) -> str:
     return line + advice if kind else line
 
 
-def _name_line(text: str, name: str, sites: Iterable[Any]) -> str:
+def _name_line(text: str, name: str, sites: Iterable[Any], watch: Watch) -> str:
     """Says that two statements have one name. Pyro's error is a ``RuntimeError``, too."""
     if any(site["name"] == name and cost_options(site) is not None for site in sites):
         return f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
+    if name in watch.subsamples:
+        return f'Make a plate once, {name} = pyro.plate("{name}", ...), and write "with {name}:" wherever it is used.'
     line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
     return line if text.startswith("Multiple") else ""
 

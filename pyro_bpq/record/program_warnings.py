@@ -149,7 +149,8 @@ def _marked(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
     if marked and not traced.enumerated:
         yield (
             f'The sites {marked} are sampled, although infer={{"enumerate": ...}} marks them. Write '
-            'TraceBackpropQ_ELBO(enumeration="exact"), not TraceEnum_ELBO, to sum them out; or remove the mark.'
+            'TraceBackpropQ_ELBO(enumeration="exact"), not TraceEnum_ELBO, to sum them out. To sample them remove the '
+            "mark, or take a guide of your own where AutoDiscreteParallel has put it."
         )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_bpq.errors import OptionError
+
 Schedule = float | Callable[[int], float]
 
 
@@ -28,7 +30,15 @@ class RecordedStep(int):
 
 def scheduled(schedule: Callable[[int], float], number: int) -> Tensor:
     """What a schedule gives at a step, as a scalar tensor."""
-    return torch.tensor(float(schedule(number)), dtype=torch.float64)
+    return torch.tensor(_number(schedule, number), dtype=torch.float64)
+
+
+def _number(schedule: Callable[[int], float], number: int) -> float:
+    found = schedule(number)
+    try:
+        return float(found)
+    except TypeError as error:
+        raise OptionError(f"A schedule gave {found!r} at step {number}: {schedule!r} must return a number.") from error
 
 
 def at(schedule: Schedule | Tensor, number: int) -> float | Tensor:
@@ -41,7 +51,7 @@ def at(schedule: Schedule | Tensor, number: int) -> float | Tensor:
         return schedule
     if not callable(schedule):
         return float(schedule)
-    return number.value(schedule, int(number)) if isinstance(number, RecordedStep) else float(schedule(number))
+    return number.value(schedule, int(number)) if isinstance(number, RecordedStep) else _number(schedule, number)
 
 
 class NoiseSource:

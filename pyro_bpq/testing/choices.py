@@ -230,6 +230,10 @@ def _unwrap(fn: Any) -> Any:
 
 def _support(name: str, core: Any) -> Tensor:
     """Values of one element, shape ``(num_values, 1, ..., 1) + event_shape``."""
+    if isinstance(core, dist.Binomial):
+        # Elements may have total counts of their own.
+        numbers = torch.arange(1.0 + float(core.total_count.max()), dtype=core.probs.dtype, device=core.probs.device)
+        return numbers.reshape(-1, *(1,) * len(core.batch_shape))
     if getattr(core, "has_enumerate_support", False) and not core.has_rsample:
         with contextlib.suppress(NotImplementedError):
             return core.enumerate_support(expand=False)
@@ -242,7 +246,12 @@ def _support(name: str, core: Any) -> Tensor:
 
 def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
-    table: Tensor = core.log_prob(support)
+    if isinstance(core, dist.Binomial):
+        table = core.log_prob(torch.minimum(support, core.total_count)).masked_fill(
+            support > core.total_count, -math.inf
+        )
+    else:
+        table = core.log_prob(support)
     return table.expand((len(support), *core.batch_shape)).reshape(len(support), -1)
 
 

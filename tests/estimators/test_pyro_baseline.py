@@ -14,7 +14,7 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQWarning, OptionError
 
 DATA = torch.tensor([0.3, -0.8, 1.4], dtype=torch.float64)
 
@@ -148,8 +148,9 @@ def test_wrong_options_raise(options: Any, text: str) -> None:
         TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer={"baseline": options}))
 
 
+@pytest.mark.filterwarnings("ignore:Nothing reads the option baseline")
 def test_what_the_site_chooses_itself_comes_first() -> None:
-    """Another estimator ignores the baseline; a baseline of the site's own estimator stays."""
+    """Another estimator ignores the baseline, with a warning; a baseline of the site's own estimator stays."""
     value = {"baseline_value": torch.full((), 50.0)}
 
     def gradient(particles: int = 1, **infer: Any) -> Tensor:
@@ -160,8 +161,10 @@ def test_what_the_site_chooses_itself_comes_first() -> None:
         assert leaf.grad is not None
         return leaf.grad
 
-    assert torch.equal(gradient(baseline=value), gradient())  # finite: AllAction by default
+    assert not torch.equal(gradient(baseline=value), gradient())  # a sum over its values without it
     own = {"bpq": {"estimator": AllAction()}}
+    with pytest.warns(BPQWarning, match="Nothing reads the option baseline at z: leave it out"):
+        gradient(baseline=value, **own)
     assert torch.equal(gradient(baseline=value, **own), gradient(**own))
     own = {"bpq": {"estimator": ScoreFunction(LeaveOneOut())}}
     assert torch.equal(gradient(2, baseline=value, **own), gradient(2, **own))

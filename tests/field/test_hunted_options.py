@@ -1,0 +1,95 @@
+"""Options and mistakes that were passed over without a word, or stopped a step with an error that names nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from steps import text_of, trained, warnings_of
+
+from pyro_bpq import AllAction, KSubset, TraceBackpropQ_ELBO
+from pyro_bpq.diagnostics import compare_estimators
+from pyro_bpq.errors import OptionError, UnsupportedProgramError
+from pyro_bpq.estimators import CriticBaseline
+from pyro_bpq.testing import assert_unbiased
+
+
+def guide() -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+
+def model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(0.4))
+    pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.2))
+
+
+def indexed() -> None:
+    pyro.sample("x", dist.Normal(torch.zeros(2)[pyro.sample("z", dist.Bernoulli(0.4))], 1.0), obs=torch.tensor(0.2))
+
+
+def of_plates() -> None:
+    for name in "zx":
+        with pyro.plate("d", 3):
+            pyro.sample(name, dist.Bernoulli(0.5))
+
+
+def no_number(step: int) -> Any:
+    return None
+
+
+def test_mistakes_are_told() -> None:
+    assert "values of 'z' are floating-point numbers: write table[z.long()]" in text_of(
+        indexed, guide, UnsupportedProgramError
+    )
+    assert 'd = pyro.plate("d", ...)' in text_of(of_plates, of_plates, UnsupportedProgramError)
+    assert "None at step 0" in text_of(model, guide, OptionError, num_particles=1, lam=no_number)
+    given: Any = [AllAction()]
+    for call in (lambda: KSubset(torch.zeros(4), 2.5), lambda: compare_estimators(model, guide, estimators=given)):
+        with pytest.raises(OptionError, match=r"k is whole|write \{"):
+            call()
+
+
+def test_critics_that_are_missing_are_told() -> None:
+    (text,) = warnings_of(model, guide, estimator=CriticBaseline(), critic=None)
+    assert text.startswith("CriticBaseline() at z has no critic")
+
+
+def test_particles_that_are_tried_warn_of_nothing() -> None:
+    def squares() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.4)).to_event(1))
+        pyro.factor("f", -torch.nn.functional.mse_loss(z, torch.ones(3)))
+
+    def bits() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+
+    assert not warnings_of(squares, bits, category=UserWarning)
+
+
+def test_counts_of_a_number_that_is_drawn_are_enumerated() -> None:
+    def program(logits: Any, *, own: bool) -> None:
+        with pyro.plate("d", 2):
+            z = pyro.sample("z", dist.Bernoulli(logits=logits[0]))
+            y = pyro.sample("y", dist.Binomial(2.0 * z, logits=logits[1] + z))
+            if not own:
+                pyro.sample("x", dist.Normal(y, 1.0), obs=torch.tensor([0.2, 0.9]))
+
+    def counts() -> None:
+        program(pyro.param("q", torch.tensor([0.3, -0.2], dtype=torch.float64)), own=True)
+
+    def data() -> None:
+        program(torch.tensor([0.1, 0.6], dtype=torch.float64), own=False)
+
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1), data, counts, steps=3)
+    assert_unbiased(elbo.eval(), data, counts)
+
+
+def test_float32_is_told() -> None:
+    def singles() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3, dtype=torch.float32))))
+
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1), model, singles, steps=1).eval()
+    with pytest.raises(AssertionError, match="Not all parameters are float64"):
+        assert_unbiased(elbo, model, singles, atol=1e-30)
