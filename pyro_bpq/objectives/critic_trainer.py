@@ -153,6 +153,11 @@ class CriticTrainer:
         """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
         if self.learner is None and torch.is_grad_enabled():
             register_critics(self.critics)
+            for weight in self.critics.parameters():
+                # SVI leaves zeros, with which optimisers go on by momentum where a step has no use of a critic. A run
+                # that is resumed has none.
+                if weight.grad is not None and not weight.grad.any():
+                    weight.grad = None
 
     def announce(self) -> None:
         """Shows critics to SVI that it knows already."""

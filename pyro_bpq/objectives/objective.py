@@ -214,8 +214,8 @@ class Objective(CountedELBO, nn.Module):
         """The loss, whose ``backward`` gives the gradient estimate.
 
         In training mode what was learned from the previous call is applied first; what is learned from this
-        one waits for the next, so that nothing changes between forward and backward. Arguments, errors and units are
-        those of :meth:`loss_and_grads`.
+        one waits for the next, so that nothing changes between forward and backward. Second derivatives mean nothing.
+        Arguments, errors and units are those of :meth:`loss_and_grads`.
         """
         with self._turn:
             program = Program(model, guide, args, kwargs)

@@ -243,7 +243,7 @@ class _Step:
     def _given(self) -> Observation:
         """Particles as the user has written; those that do not keep apart in a plate run in another way."""
         count, runner, way = self.count, self.runner, self.count.written
-        draws = runner.recordings.mark()
+        draws, params = runner.recordings.mark(), set(pyro.get_param_store().keys())
         if way.has_plate and isinstance(poutine.unwrap(self.program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
             with torch.no_grad():
@@ -261,6 +261,7 @@ class _Step:
         reason = f"{cost} reads values of other particles"
         if why:
             reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
+        _forget_new(params)
         self._back(draws, found.runs)
         apart = replace(way, is_vectorized=False, nesting=count.nesting)
         ways = [] if found.runs[0].is_dear else [replace(apart, is_hidden=True)]
@@ -329,8 +330,7 @@ class _Step:
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
             reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-        for name in set(pyro.get_param_store().keys()) - params:  # they may have the shape of many particles
-            del pyro.get_param_store()[name]
+        _forget_new(params)
         self._back(draws, runs)
         return None, reason
 
@@ -398,3 +398,9 @@ class _Step:
                 return found, ""
             self.runner.recordings.now.sums, count.now = tuple(others), before
         return None, refused
+
+
+def _forget_new(params: set[str]) -> None:
+    """Forgets parameters that a run has made beyond these: they may have the shape of many particles."""
+    for name in set(pyro.get_param_store().keys()) - params:
+        del pyro.get_param_store()[name]

@@ -8,11 +8,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
 from steps import text_of, trained, warnings_of
 
 from pyro_bpq import AllAction, KSubset, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators
-from pyro_bpq.errors import OptionError, UnsupportedProgramError
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import CriticBaseline
 from pyro_bpq.testing import assert_unbiased
 
@@ -93,3 +95,45 @@ def test_float32_is_told() -> None:
     elbo = trained(TraceBackpropQ_ELBO(num_particles=1), model, singles, steps=1).eval()
     with pytest.raises(AssertionError, match="Not all parameters are float64"):
         assert_unbiased(elbo, model, singles, atol=1e-30)
+
+
+def test_parameters_of_particles_that_mix_have_the_shape_of_one() -> None:
+    def bits() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+        pyro.sample("y", dist.Bernoulli(logits=pyro.param("w", z + 0.1) + z).to_event(1))
+
+    def mixed() -> None:
+        laws = (dist.Bernoulli(torch.full((3,), 0.4)).to_event(1) for _ in range(2))
+        total = sum(pyro.sample(name, law).sum() for name, law in zip("zy", laws, strict=True))
+        pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(0.9))
+
+    pyro.clear_param_store()
+    with pytest.warns(BPQWarning, match="Particles run in one call"):
+        TraceBackpropQ_ELBO(4, vectorize_particles=True).loss_and_grads(mixed, bits)
+    assert pyro.param("w").shape == (3,)
+
+
+def test_critics_that_a_step_has_no_use_of_stay() -> None:
+    def chain(odds: Any) -> None:
+        z, t = torch.tensor(1.0), 0
+        while t < 4 and z.item():
+            z, t = pyro.sample(f"z{t}", dist.Bernoulli(logits=odds[t])), t + 1
+
+    def chain_guide() -> None:
+        chain(pyro.param("q", torch.tensor([0.3, 0.2, 0.1, 0.0])))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    elbo = TraceBackpropQ_ELBO(1, learner=None, structure="dynamic")
+    svi = SVI(lambda: chain(torch.zeros(4)), chain_guide, Adam({"lr": 0.05}), elbo)
+    steps = 0
+    while len(elbo.info) < 4:
+        svi.step()
+        steps += 1
+    assert steps < 100
+    before = {name: weight.detach().clone() for name, weight in elbo.critics.named_parameters()}
+    while len(elbo.info) != 1:
+        before = {name: weight.detach().clone() for name, weight in elbo.critics.named_parameters()}
+        svi.step()
+    moved = [n for n, weight in elbo.critics.named_parameters() if not torch.equal(weight, before[n])]
+    assert 0 < len(moved) < len(before)
