@@ -257,6 +257,8 @@ def assert_unbiased(
     _largest(exact, atol)
     expected = expected_gradient(elbo, model, guide, *args, **kwargs)
     if report := _differences(exact, expected, atol):
+        if any(gradient.dtype != torch.float64 for gradient in exact.values()):
+            report.append("Not all parameters are float64: torch.set_default_dtype(torch.float64), or a larger atol.")
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
 
 

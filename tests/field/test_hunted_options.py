@@ -109,7 +109,7 @@ def test_parameters_of_particles_that_mix_have_the_shape_of_one() -> None:
 
     pyro.clear_param_store()
     with pytest.warns(BPQWarning, match="Particles run in one call"):
-        TraceBackpropQ_ELBO(4, vectorize_particles=True).loss_and_grads(mixed, bits)
+        TraceBackpropQ_ELBO(4, max_plate_nesting=1, vectorize_particles=True).loss_and_grads(mixed, bits)
     assert pyro.param("w").shape == (3,)
 
 
@@ -126,14 +126,10 @@ def test_critics_that_a_step_has_no_use_of_stay() -> None:
     pyro.set_rng_seed(3)
     elbo = TraceBackpropQ_ELBO(1, learner=None, structure="dynamic")
     svi = SVI(lambda: chain(torch.zeros(4)), chain_guide, Adam({"lr": 0.05}), elbo)
-    steps = 0
-    while len(elbo.info) < 4:
-        svi.step()
-        steps += 1
-    assert steps < 100
-    before = {name: weight.detach().clone() for name, weight in elbo.critics.named_parameters()}
-    while len(elbo.info) != 1:
-        before = {name: weight.detach().clone() for name, weight in elbo.critics.named_parameters()}
-        svi.step()
-    moved = [n for n, weight in elbo.critics.named_parameters() if not torch.equal(weight, before[n])]
-    assert 0 < len(moved) < len(before)
+    for wanted in (4, 1):
+        while len(elbo.info) != wanted:
+            before = {name: weight.detach().clone() for name, weight in elbo.critics.named_parameters()}
+            svi.step()
+    after = dict(elbo.critics.named_parameters())
+    still = [name for name, weight in after.items() if weight.grad is None]
+    assert still and all(torch.equal(after[name], before[name]) for name in still)
