@@ -200,7 +200,7 @@ BUDGETS = {
     "step/": 1297,
     "svi/": 277,
     "testing/": 870,
-    "tests": 19978,
+    "tests": 19982,
     "benchmarks": 3000,
     "words of docs": 15972,
 }

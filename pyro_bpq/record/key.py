@@ -217,7 +217,7 @@ class Call:
     def _opaque(self, path: Path, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
         self.note(path, (type(item), id(item)))
-        if isinstance(item, numpy.ndarray):
+        if issubclass(type(item), numpy.ndarray):  # a proxy may raise if it is asked for its class
             self.arrays.append((path, item))
 
     def _of_class(self, path: Path, item: type) -> None:

@@ -22,6 +22,7 @@ from steps import fresh, repeat, stepped, trained
 from torch import nn
 
 from pyro_bpq import CompiledSVI, CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq.record.key import reach
 from pyro_bpq.testing import assert_unbiased
 
 pytestmark = [
@@ -220,6 +221,13 @@ def test_objects_within_reach_and_among_the_arguments(name: str) -> None:
 def test_steps_are_recorded_with_them_in_reach() -> None:
     items = {name: make() for name, make in ODD.items()}
     assert_recorded(*programs(items), *items.values())
+
+
+def test_a_flag_beside_them_is_noticed() -> None:
+    """Each call hands them over in a new tuple."""
+    items = [make() for make in ODD.values()]
+    first, second, third = (reach({"args": (*items, flag)}) for flag in (False, False, True))
+    assert first.difference(second) == "" and "was False and is True" in first.difference(third)
 
 
 @dataclass(slots=True)
