@@ -166,7 +166,7 @@ def test_small_programs_as_large_ones(name: str, monkeypatch: pytest.MonkeyPatch
     # No matrices, sums along runs of rows, a backward pass along the rules.
     for limit in ("DENSE", "FULL", "FEW"):
         monkeypatch.setattr(sums, limit, 0)
-    monkeypatch.setattr("pyro_bpq.step.returns.MOST_SOLVED", 2)
+    monkeypatch.setattr("pyro_bpq.step.learning.MOST_SOLVED", 2)
     case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(1)
     train(elbo, case, 30)
     assert error(elbo, case) < ATOL

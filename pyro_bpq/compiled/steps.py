@@ -75,8 +75,9 @@ class CompiledSteps:
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledSteps, (self.options,)
 
-    def take(self, subject: Subject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
-        """Takes a compiled step; ``None`` if the step has to run eagerly."""
+    def take(self, objective: Any, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
+        """Takes a compiled step of an objective; ``None`` if the step has to run eagerly."""
+        subject = Subject(objective)
         if updates is not None:
             self.outside = updates.refuses()
             if self.outside:

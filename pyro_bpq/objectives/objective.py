@@ -17,7 +17,7 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import LossModule, Recordable, Turn, kept_gradients, together, warn_of_hooks
+from pyro_bpq.objectives.entry import LossModule, Turn, kept_gradients, together, warn_of_hooks
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient, shapes_told
 from pyro_bpq.objectives.particle_count import CountedELBO
 from pyro_bpq.record.traced_run import TracedRun
@@ -266,7 +266,7 @@ class Objective(CountedELBO, nn.Module):
         self._learn_waiting()
         if self.compiled is None or not self._is_learning:
             return None
-        found = self.compiled.take(Recordable(self), self._prepared(program), self.num_steps, updates)
+        found = self.compiled.take(self, self._prepared(program), self.num_steps, updates)
         if found is not None:
             self.info, self._traces = found.info, Transient()
             if math.isfinite(found.loss):

@@ -189,7 +189,7 @@ class HeldRuns:
             log_q, value = batch.means, batch.widened(batch.value)
         elif index is not None and batch.components.kind == "bernoulli":
             log_q, has_bits = batch.log_odds, True
-            value = batch.flat(batch.value).to(log_q.dtype)
+            value = batch.widened(batch.value).to(log_q.dtype)
         else:
             log_q, value = batch.log_probs, batch.index
         shape = log_q.shape[1:] if index is None else (*index.shape[1:], *log_q.shape[value.dim() :])

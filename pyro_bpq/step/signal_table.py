@@ -21,7 +21,7 @@ from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 from pyro_bpq.step.classes import CrossedCosts
 from pyro_bpq.step.critic_step import CriticBatch
-from pyro_bpq.step.returns import by_name, predictions
+from pyro_bpq.step.learning import by_name, predictions
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals

@@ -24,7 +24,7 @@ from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.classes import Known, QGroup
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.layout import TABLES, Layout
-from pyro_bpq.step.returns import bootstrap
+from pyro_bpq.step.learning import bootstrap
 from pyro_bpq.step.site_batch import SiteBatch
 
 T = TypeVar("T")

@@ -78,11 +78,7 @@ class SiteBatch:
         stacked = self.stack(lambda site: self.components.parameters(site.fn), self.components.event_ndim)
         most = min(1e6, torch.finfo(stacked.dtype).max)
         # Its backward pass takes a fraction of the time of that of clamp().
-        return hardtanh(self.flat(stacked), -most, most)
-
-    def flat(self, tensor: Tensor) -> Tensor:
-        """Parameters or values of Bernoulli sites, with one dimension for the components."""
-        return tensor.reshape(*tensor.shape[: tensor.dim() - self.components.event_ndim], self.components.size)
+        return hardtanh(self.widened(stacked), -most, most)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -133,7 +129,7 @@ class SiteBatch:
         return self.stack(lambda site: self.like.new_zeros(()) if scores[id(site)] is None else scores[id(site)], 0)
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """A tensor ``(G, M, plates, event)`` of values, with one event dimension."""
+        """A tensor ``(G, M, plates, event)`` like values, with one event dimension."""
         return tensor.reshape(*tensor.shape[: tensor.dim() - self.cls.value_ndim], self.cls.width)
 
     @property

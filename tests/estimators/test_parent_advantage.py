@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from models import BY_NAME, Case
-from pyro_bpq.targets import advantages as module
 from steps import scramble, stepped, trained
 from test_continuous_q import largest_error, program
 from test_continuous_q import trained as trained_by_nodes
 
 from pyro_bpq import AllAction, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq.critics import targets as module
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import ParentAdvantage, ScoreFunction
 from pyro_bpq.testing import assert_unbiased, expected_moments
