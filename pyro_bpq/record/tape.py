@@ -13,6 +13,8 @@ is a *guard*.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,12 +32,16 @@ from pyro_bpq.record.values import (
     Ledger,
     Node,
     RecordingError,
+    Stack,
     Taken,
     Target,
     Value,
     put_back,
     tensors_in,
 )
+
+# Operators that make stacks, and those that take parts out of them.
+_OF_STACKS = frozenset(("stack", "select", "slice", "unbind"))
 
 
 class Tape(Ledger, TorchDispatchMode):
@@ -67,6 +73,7 @@ class Tape(Ledger, TorchDispatchMode):
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
         self._calls_open: list[tuple[int, set[int]]] = []
         self._states: dict[int, int] = {}  # what objects have been handed, by what is called
+        self._stacks: dict[Value, Stack] = {}
         self._calls = Calls(self)
         self._stack: ExitStack | None = None
         self._outer: FrameType | None = None  # the function that runs the program
@@ -240,12 +247,30 @@ class Tape(Ledger, TorchDispatchMode):
         # The autograd graph of a view holds the view's position as a plain number.
         positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
         mask = self.steering | positions | (0 if kind.is_blank else taken.mask)
-        # Of packed data and batch sizes, the latter read only lengths.
-        own = [mask, sizes] if kind.shape_from is not None else ()
+        is_of_stack = kind.name in _OF_STACKS and kind.is_plain and not positions
+        stack = self._stack_of(kind.name, taken, args) if is_of_stack else None
+        own: Sequence[int] = ()
+        if stack is not None:
+            mask, own = functools.reduce(operator.or_, stack.parts, 0), stack.parts
+        elif kind.shape_from is not None:  # maybe (packed data, batch sizes)
+            own = [mask, sizes]
         out = self.bind_all(result, mask, own)
         self.note(func, taken, out, mask, targets)
+        if stack is not None and kind.name in ("stack", "slice"):
+            self._stacks[out] = stack
         if kind.is_random and not mask:
             self.noise.update({self.value(tensor): tensor for tensor in tensors_in(result)})
+
+    def _stack_of(self, name: str, taken: Taken, args: Any) -> Stack | None:
+        """The stack that an operator makes, or the part of one that it takes out."""
+        stack: Stack | None
+        if name == "stack":
+            tensors, dim = (*args, 0)[:2]
+            stack = Stack(dim % (tensors[0].dim() + 1), [*map(self.mask_of, tensors)])
+        else:
+            stack = None if taken.after else self._stacks.get(taken.args[0])
+            stack = stack and stack.part(name, args[0].dim(), *args[1:])
+        return stack and stack._replace(parts=[part | self.steering for part in stack.parts])
 
     def note(self, func: Any, taken: Taken, out: Any, mask: int, targets: Iterable[Target] = ()) -> None:
         """Adds a node that has made some values, and has written into ``targets``."""

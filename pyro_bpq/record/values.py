@@ -51,6 +51,21 @@ class Guard(NamedTuple):
     read: Any  # a number, or shapes
 
 
+class Stack(NamedTuple):
+    """A stack of tensors: ``torch.stack(zs)[t]`` reads ``z_t`` alone."""
+
+    dim: int
+    parts: list[int]  # the sources of each part
+
+    def part(self, name: str, rank: int, dim: int = 0, *index: Any) -> Stack | None:
+        """What an operator takes out of it; ``None`` if it does so in another dimension."""
+        if dim % rank != self.dim:
+            return None
+        if name == "slice":
+            return Stack(self.dim, self.parts[slice(*(*index, None, None)[:3])])
+        return Stack(self.dim, [self.parts[i] for i in index] or self.parts)
+
+
 @dataclass(eq=False)
 class Notes:
     """What is written down of a run.

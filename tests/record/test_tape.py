@@ -153,8 +153,16 @@ def sparse_values_write(c: Inputs) -> Tensor:
 KEPT: dict[str, tuple[Program, str]] = {
     # elementwise, shapes, reductions
     "add": (lambda c: c.x + c.s, "x s"),
-    "stack": (lambda c: torch.stack([c.x, c.z])[1], "x"),
+    "stack_index": (lambda c: torch.stack([c.s, c.z[0]])[1], ""),
+    "stack_negative": (lambda c: torch.stack([c.x, c.z, c.s + c.z], -1)[..., -1], "s"),
+    "stack_unbind": (lambda c: torch.stack([c.x, c.s + c.z], -1).unbind(-1)[0], "x"),
+    "stack_across": (lambda c: torch.stack([c.x, c.z])[:, 1], "x"),
+    "stack_slice": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:2], "x"),
+    "stack_slice_of_slice": (lambda c: torch.stack([c.x, c.x, c.s + c.z, c.i + c.z], -1)[:, 1:][..., 1::2], "s"),
+    "stack_slice_from": (lambda c: torch.ops.aten.slice(torch.stack([c.x, c.z, c.s + c.z]), 0, 2), "s"),
+    "stack_slice_across": (lambda c: torch.stack([c.x, c.z, c.s + c.z])[:, 1:], "s x"),
     "stack_written": (lambda c: written_stack(c)[0], "s x"),
+    "stack_part_written": (lambda c: torch.stack([inplace(lambda t, c: t.copy_(c.x))(c)[:, 0], c.s + c.z])[0], "x"),
     "one_hot": (lambda c: F.one_hot(c.i, 3), "i"),
     "zeros_like": (lambda c: torch.zeros_like(c.x), ""),
     "new_zeros": (lambda c: c.x.new_zeros(2) + c.s, "s"),
