@@ -8,6 +8,7 @@ a rule makes its results unknown, by its name.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
 from types import MappingProxyType
@@ -24,11 +25,9 @@ from pyro_bpq.record.values import Value
 NONE, MANY = -1, -2
 """``NONE``: reads no element of the source. ``MANY``: reads several, or an unknown one."""
 
-# Largest number of places of a write by index that are followed.
-_MOST_PLACES = 4096
+_MOST_PLACES = 4096  # of a write by index, that are followed
 
 Labels = np.ndarray
-Shape = tuple[int, ...]
 
 
 class Unknown(Exception):
@@ -106,7 +105,7 @@ class Reader:
         # Of a rule that is not exact, each element reads all.
         return over(labels, None, False).reshape((1,) * len(shape))
 
-    def shape(self, item: Any) -> Shape:
+    def shape(self, item: Any) -> tuple[int, ...]:
         """The shape of a value."""
         shape = self.shapes[item]
         if shape is None:
@@ -274,9 +273,8 @@ def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) 
         return combined(read(tensor), chosen[0], read(values))
     shape = np.broadcast_shapes(*map(read.shape, places))
     put = combined(*(own if own.size == 1 else np.broadcast_to(own, shape) for own in chosen))
-    put = combined(
-        np.broadcast_to(put, shape), over(read(values), tuple(range(len(shape) - read(values).ndim, 0)), False)
-    )
+    extra = tuple(range(len(shape) - read(values).ndim, 0))
+    put = combined(np.broadcast_to(put, shape), over(read(values), extra, False))
     is_followed = len(places) == len(index) and put.size <= _MOST_PLACES and any(part is not None for part in known)
     if not is_followed or any(read.dtypes[part] in MASKS for part in places):
         return combined(read(tensor), over(put, None, False))
@@ -294,19 +292,20 @@ def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:
 
 # Elementwise operators that torch does not mark as such.
 _ELEMENTWISE = frozenset(
-    "_to_copy where fill tril triu native_dropout detach alias lift _conj lift_fresh same "
-    "binary_cross_entropy binary_cross_entropy_with_logits mse_loss smooth_l1_loss huber_loss log_sigmoid_forward "
-    "_prelu_kernel hardswish rrelu_with_noise bernoulli normal poisson binomial _standard_gamma".split()
+    "_to_copy where fill tril triu native_dropout detach alias lift _conj lift_fresh same binary_cross_entropy "
+    "binary_cross_entropy_with_logits mse_loss smooth_l1_loss huber_loss log_sigmoid_forward _prelu_kernel hardswish "
+    "rrelu_with_noise rrelu_with_noise_functional polar bernoulli normal poisson binomial _standard_gamma".split()
 )
 _ALONG = frozenset(
-    "sum mean logsumexp amax amin prod var std any all argmax argmin nansum var_mean std_mean median "
-    "nanmedian aminmax max min linalg_vector_norm norm mode kthvalue topk cumsum cumprod logcumsumexp cummax cummin "
-    "sort _softmax _log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c linalg_cross".split()
+    "sum mean logsumexp amax amin prod var std any all argmax argmin nansum var_mean std_mean median nanmedian "
+    "aminmax max min linalg_vector_norm norm mode kthvalue topk cumsum cumprod logcumsumexp cummax cummin sort "
+    "_softmax _log_softmax _safe_softmax _fft_r2c _fft_c2r _fft_c2c linalg_cross".split()
 )
 _MOVING = frozenset(
-    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle reflection_pad1d reflection_pad2d "
-    "replication_pad1d replication_pad2d select_scatter slice_scatter diagonal_scatter unsafe_split "
-    "unsafe_split_with_sizes unsafe_chunk _unsafe_view _reshape_copy view_copy".split()
+    "cat stack flip repeat roll rot90 diag_embed constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle "
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d "
+    "native_channel_shuffle select_scatter slice_scatter diagonal_scatter unsafe_split unsafe_split_with_sizes "
+    "unsafe_chunk _unsafe_view _reshape_copy view_copy".split()
 )
 # Other operators that share a rule.
 _SHARED: Mapping[str, Rule] = MappingProxyType(
@@ -328,15 +327,15 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
         "linalg_solve_triangular": _solve,
         "_linalg_solve_ex _linalg_svd _linalg_eigh linalg_eig linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex "
         "linalg_qr linalg_pinv linalg_matrix_exp cholesky_inverse _linalg_det _linalg_slogdet": _by_matrix,
-        "cholesky_solve triangular_solve max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d max_pool2d "
-        "adaptive_max_pool2d mkldnn_max_pool2d upsample_nearest2d upsample_bilinear2d "
-        "upsample_bicubic2d": _spread((-2, -1)),
+        "cholesky_solve triangular_solve": _spread((-2, -1)),
         "count_nonzero": lambda read, tensor, dim=None: over(read(tensor), dim, False),
         "affine_grid_generator": lambda read, theta, *_: over(read(theta), (-2, -1))[..., None],
         "nll_loss_forward nll_loss2d_forward": lambda read, scores, target, weight, *_: combined(
             over(read(scores), 1, False), read(target), over(read(weight), None, False)
         ),
-        "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d": _spread((-3, -2, -1)),
+        "_trilinear": lambda read, *args: over(
+            combined(*(np.expand_dims(read(args[i]), tuple(args[i + 3])) for i in range(3))), args[6], False
+        ),
         "convolution native_group_norm": _spread((1, 2, 3, 4, 5), None),
         "zero": lambda read, *_: _no_labels(),
         "glu": lambda read, tensor, dim=-1: combined(*np.split(read.whole(tensor), 2, dim)),
@@ -357,6 +356,7 @@ _SHARED: Mapping[str, Rule] = MappingProxyType(
     }
 )
 _RULES = MappingProxyType({name: rule for names, rule in _SHARED.items() for name in names.split()})
+_SPATIAL = re.compile(r"(?:pool|upsample\w*)(\d)d")  # they read along their last dimensions, whose number they name
 
 
 @cache
@@ -369,6 +369,8 @@ def rule_of(func: Any) -> Rule:
         return lambda read, *_, **__: _no_labels()
     if kind.name in _RULES:
         return _RULES[kind.name]
+    if spatial := _SPATIAL.search(kind.name):
+        return _spread(tuple(range(-int(spatial[1]), 0)))
     if kind.name in _ALONG:
         return partial(_along, func)
     if kind.name in _ELEMENTWISE or torch.Tag.pointwise in getattr(func, "tags", ()):

@@ -74,7 +74,7 @@ class Function:
         found = []
         for row in rows_of(number, tensors, self.has_rows):
             with drawing(self):  # the same noise in each row
-                found.append(self._run(row))
+                found.append(self._run([own.clone() for own in row] if self.writes else row))
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -173,10 +173,11 @@ class Function:
         """The same for all rows at once, without writes; some values have rows."""
         given = tuple(dict.fromkeys((*moved, *self.given)))
         row = {value: tensors[value][0] if value in moved else tensors[value] for value in given}
-        plain = replace(self, given=given).without_writes(row)
-        # With noise of its own the row of the sample would differ from the others in more than its value.
-        run = torch.func.vmap(plain, tuple(0 if value in moved else None for value in given), randomness="same")
+        plain, dims = replace(self, given=given), tuple(0 if value in moved else None for value in given)
         try:
+            plain = plain.without_writes(row)
+            # With noise of its own the row of the sample would differ from the others in more than its value.
+            run = torch.func.vmap(plain, dims, randomness="same")
             return flat(run, [tensors[value] for value in given], given)
         except (NotImplementedError, RuntimeError):
             # Torch does not run an operator for many rows at once.

@@ -13,6 +13,7 @@ from pyro.infer import SVI
 from pyro.optim import SGD, Adam
 from steps import filtered, stepped, trained
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pyro_bpq import (
     ExpectedCost,
@@ -84,6 +85,15 @@ def put_by_mask(z: Tensor) -> Tensor:
     return torch.zeros(3, 2, dtype=z.dtype).index_put((torch.tensor([True, False, True]),), z[0])[:, 0]
 
 
+def packed(z: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.RNN(1, 1, batch_first=True).double()
+    whole = z.reshape(-1, 3, 1)
+    found, _ = pad_packed_sequence(layer(pack_padded_sequence(whole, torch.full((len(whole),), 3), True))[0], True)
+    return 2.0 * found.reshape(z.shape)
+
+
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "counts whose rows meet": (in_rows(lambda z: z - z.mean(-1, keepdim=True), 2), {"estimator": Differences()}),
     "bits whose rows meet": (in_rows(lambda z: z.roll(1, -1)), {"estimator": Hindsight()}),
@@ -94,10 +104,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "strides": (in_event(lambda z: z[1:].as_strided((2,), (1,), 0)), PAIRED),
     "numbers of another type": (in_event(lambda z: z[:2].view(torch.int64).double() * 1e-18), PAIRED),
     "a mask that is known": (in_event(put_by_mask), PAIRED),
+    "a packed sequence": (in_rows(packed), {"num_particles": 2, "vectorize_particles": True}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Rows of the plate:pyro_bpq.errors.BPQWarning")
+@pytest.mark.filterwarnings("ignore:Particles run one after the other:pyro_bpq.errors.BPQWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_what_rows_and_components_read(name: str) -> None:
     programs, options = CASES[name]

@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
-from torch.nn.functional import grid_sample, group_norm, one_hot, pad, scaled_dot_product_attention
+from torch.nn.functional import (
+    adaptive_max_pool3d,
+    bilinear,
+    channel_shuffle,
+    grid_sample,
+    group_norm,
+    interpolate,
+    one_hot,
+    pad,
+    pixel_unshuffle,
+    scaled_dot_product_attention,
+)
 
 from pyro_bpq.record.components import labels_of
 from pyro_bpq.record.elements import MANY, NONE, Unknown
@@ -93,18 +104,28 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "grid": lambda z: grid_sample(torch.arange(9.0).view(1, 1, 3, 3), z.view(1, 1, 3, 2) - 0.3, align_corners=False),
 }
+# In layers of decoders rows stay apart.
+LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "upsampled, 1d": lambda z: interpolate(z.view(2, 1, 3), scale_factor=2, mode="linear"),
+    "upsampled, 2d": lambda z: interpolate(z.view(2, 1, 1, 3), scale_factor=2, mode="bilinear", antialias=True),
+    "upsampled, 3d": lambda z: interpolate(z.view(2, 1, 1, 1, 3), scale_factor=2, mode="nearest-exact"),
+    "pooled, 3d": lambda z: adaptive_max_pool3d(z.view(2, 1, 1, 1, 3), 1),
+    "bilinear": lambda z: bilinear(z, 1.5 - z, torch.arange(18.0).view(2, 3, 3)),
+    "shuffled": lambda z: pixel_unshuffle(channel_shuffle(z.view(2, 3, 1, 1).expand(2, 3, 2, 2), 3), 2),
+}
 
 
 def _source() -> Tensor:
     return torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
 
 
-def _positions(function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
+def _positions(function: Callable[[Tensor], Tensor], of_rows: bool = False) -> np.ndarray | None:
     with Tape() as tape:
         z = tape.source("z", _source())
         result = function(z)
         source, wanted = tape.value_of(z), tape.value_of(result)
-    starts = {source: np.arange(6, dtype=np.int32).reshape(SHAPE)}
+    each = np.arange(6, dtype=np.int32).reshape(SHAPE)
+    starts = {source: each[:, :1] // 3 if of_rows else each}
     (found,), _ = labels_of(Recording.of(tape, {source: z}, [wanted]), [wanted], starts)
     assert not tape.escaped
     return None if isinstance(found, Unknown) else np.broadcast_to(found, result.shape)
@@ -143,9 +164,16 @@ def test_elements_that_may_mix_are_not_told_apart(name: str) -> None:
     assert found is None or (found == MANY).all()
 
 
-@pytest.mark.parametrize("name", [*KEPT, *MIXED, *ROUGH])
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_stay_apart_in_layers(name: str) -> None:
+    found = _positions(LAYERS[name], of_rows=True)
+    assert found is not None
+    assert all((found[row] == row).all() for row in range(2))
+
+
+@pytest.mark.parametrize("name", [*KEPT, *MIXED, *ROUGH, *LAYERS])
 def test_nothing_is_missed(name: str) -> None:
-    function = {**KEPT, **MIXED, **ROUGH}[name]
+    function = {**KEPT, **MIXED, **ROUGH, **LAYERS}[name]
     found, truth = _positions(function), _truth(function)
     if found is None:
         return
