@@ -76,20 +76,6 @@ class Coin(nn.Module):
             pyro.sample("x", dist.Bernoulli(0.2 + 0.5 * z), obs=x)
 
 
-def test_bounds_of_a_coin(scripts: dict[str, ModuleType]) -> None:
-    x, coin = torch.tensor([0.0, 1.0] * 1000), Coin()
-    elbo, bound = scripts["common"].bounds(coin, (x,), 500)
-    q = coin.logit.sigmoid().item()
-    log_p, expected = [], []
-    for value in (0.0, 1.0):
-        joint = [p * (one if value else 1.0 - one) for p, one in ((0.6, 0.2), (0.4, 0.7))]
-        log_p.append(math.log(sum(joint)))
-        expected.append(sum(w * math.log(j / w) for w, j in zip((1.0 - q, q), joint, strict=True)))
-    assert bound == pytest.approx(sum(log_p) / 2, abs=3e-3)
-    assert elbo == pytest.approx(sum(expected) / 2, abs=0.06)
-    assert abs(sum(expected) - sum(log_p)) / 2 > 0.1
-
-
 def test_plain_leave_one_out_is_unbiased(scripts: dict[str, ModuleType]) -> None:
     coin, rival, x = Coin(), scripts["common"].PlainLeaveOneOut(3), torch.zeros(2)
     assert bias(rival, coin.model, coin.guide, x, params=lambda: None) < 1e-5

@@ -241,10 +241,6 @@ def shared(own: Any, share: float) -> Any:
     return lambda *given: own(*given[:-1], given[-1]._replace(share=share * given[-1].share))
 
 
-def less_corrected(own: Any) -> Any:
-    return lambda *given: [share * part for share, part in zip((1.0, 0.9), own(*given), strict=True)]
-
-
 # Program, number of particles, what is replaced, and by what.
 FAULTS: dict[str, tuple[Program, int, Any, str, Callable[[Any], Any]]] = {
     "weights": (chain(), 1, estimator_module, "_means", lambda own: weighted(own, 1.01)),

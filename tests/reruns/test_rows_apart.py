@@ -53,7 +53,6 @@ MEETING: dict[str, Read] = {
     "Fourier transform": lambda z, w: torch.fft.fft(z).real,
     "matrix": lambda z, w: torch.mv(torch.diag(torch.tensor([1.0, 0.3, 0.7])).to(z), z),
     "sum over the first dimension": lambda z, w: z.sum(0),
-    "neighbours": lambda z, w: z[..., torch.tensor([2, 0, 0])],
     "an operator that is not known": lambda z, w: avg_pool1d(z.reshape(1, 1, 3), 3, 1, 1).reshape(z.shape),
     # Runs with any number of rows in front, but takes the first one for the rows of the plate.
     "number of dimensions": lambda z, w: z - 0.0 * z.mean(0) + 0.1 * z.dim(),
