@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from selection import NOT_QUICK, THINNED, within
 
-from pyro_bpq.plan import particles
+from pyro_bpq.plan import plan as particles
 
 # Random examples at a desk, where a new one is a find; the same ones each time in CI.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)

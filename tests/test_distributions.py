@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_bpq import AllAction, KSubset, LeaveOneOut, PlackettLuce, ScoreFunction, TraceBackpropQ_ELBO, sample_chain
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Hindsight
-from pyro_bpq.plan import particles as rule
+from pyro_bpq.plan import plan as rule
 from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss, iter_outcomes
 
 LOGITS = torch.tensor([[0.4, -1.1, 0.7, 0.2], [3.0, 0.1, -2.0, -0.6]], dtype=torch.float64)

@@ -35,7 +35,7 @@ from pyro_bpq.errors import (
     is_real,
 )
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
-from pyro_bpq.plan.particles import num_drawn_steps, num_particles_for, num_rows_for
+from pyro_bpq.plan.plan import num_drawn_steps, num_particles_for, num_rows_for
 from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.record.function import Uncut
 from pyro_bpq.record.further import Draws

@@ -26,7 +26,7 @@ from pyro_bpq import (
 )
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Differences, Hindsight, SecondRun
-from pyro_bpq.plan import particles
+from pyro_bpq.plan import plan as particles
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 DATA, WEIGHTS = torch.tensor([0.5, 1.7, -0.4], dtype=torch.float64), torch.tensor([0.9, -0.6, 1.4], dtype=torch.float64)

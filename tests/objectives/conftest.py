@@ -8,7 +8,7 @@ import pytest
 from steps import OPTIONS
 
 from pyro_bpq import CriticLearner, SlowTracking, paper_settings
-from pyro_bpq.plan import particles
+from pyro_bpq.plan import plan as particles
 
 ALL = {**OPTIONS, "slow": {"learner": CriticLearner(slow=SlowTracking(0.1))}, "sweep": paper_settings()}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_particles import ROWS, Chain, Layers, train
 
-from pyro_bpq.plan import particles
+from pyro_bpq.plan import plan as particles
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

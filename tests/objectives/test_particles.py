@@ -20,7 +20,8 @@ from steps import dear, filtered, fresh, repeat, stepped, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, TooManyOutcomesError
-from pyro_bpq.plan import particles, rules
+from pyro_bpq.plan import plan as particles
+from pyro_bpq.plan import rules
 from pyro_bpq.plan.rules import ELEMENTS, FEW_PARTICLES, MANY_SITES, MOST_PARTICLES
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.testing import expected_gradient

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import diagnose, gradient_moments
-from pyro_bpq.plan import particles as rule
+from pyro_bpq.plan import plan as rule
 from pyro_bpq.plan.rules import DRAWN_STEPS
 from pyro_bpq.testing import assert_unbiased, exact_loss
 

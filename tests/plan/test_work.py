@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.plan import particles as work
+from pyro_bpq.plan import structure as work
 from pyro_bpq.record.tape import Tape
 
 

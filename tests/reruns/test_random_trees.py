@@ -70,7 +70,7 @@ def random_tree(seed: int) -> tuple[Callable[[], None], Callable[[], None]]:
 
 @pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 400))])
 def test_sums_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.plan.particles.DRAWN_STEPS", (1, 1))
+    monkeypatch.setattr("pyro_bpq.plan.plan.DRAWN_STEPS", (1, 1))
     programs, elbo = random_tree(seed), TraceBackpropQ_ELBO()
     repeat(4, elbo.loss_and_grads, *programs)
     assert elbo.plan and elbo.plan.sums

@@ -14,7 +14,7 @@ from steps import no_gradients, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.plan import particles
+from pyro_bpq.plan import plan as particles
 from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_gradient, exact_loss
 
 Programs = tuple[Callable[[], Any], Callable[[], Any]]
