@@ -184,18 +184,18 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15350,
-    "modules": 119,
+    "pyro_bpq": 15324,
+    "modules": 118,
     "top": 245,
     "compiled/": 1218,
     "critics/": 782,
     "diagnostics/": 572,
     "estimators/": 1424,
     "graph/": 683,
-    "objectives/": 1718,
-    "plan/": 977,
+    "objectives/": 1715,
+    "plan/": 964,
     "record/": 3681,
-    "reruns/": 1110,
+    "reruns/": 1100,
     "rollout/": 498,
     "step/": 1295,
     "svi/": 277,

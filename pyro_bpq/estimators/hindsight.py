@@ -124,7 +124,7 @@ class Hindsight(Estimator):
     Args:
         draws: Number of components that are evaluated for each row of a particle. Where a site has more components,
             slopes predict those of all sites that have slopes. If that is all sites, a step evaluates one random
-            particle and one random group of sites: those that no cost reads together.
+            particle.
         curvature: Whether predictions use curvatures.
         crossed: Whether the baseline takes the other particles' values beside the particle's own past, as in
             :class:`CrossedLeaveOneOut`.

@@ -234,9 +234,6 @@ def _is_ours(module: str, named: Mapping[str, Tensor], store: ParamStoreDict) ->
     return not stored or (bool(pairs) and all(is_same))
 
 
-# Rollouts of the past.
-
-
 class Replayer:
     """Holds stored rollouts and forms critics' gradients from them."""
 

@@ -205,8 +205,10 @@ class _Step:
         self.count.now = way
         return self.runner.observe(self.program, way, self.mode).staged()
 
-    def _back(self, draws: Draws, runs: Sequence[TracedRun] = ()) -> None:
-        """Takes back what some runs have drawn and written; the programs run again."""
+    def _back(self, draws: Draws, runs: Sequence[TracedRun] = (), params: set[str] | None = None) -> None:
+        """Takes back what runs have drawn and written, and new parameters, which have their shape; they run again."""
+        for name in set() if params is None else set(pyro.get_param_store().keys()) - params:
+            del pyro.get_param_store()[name]
         draws.again(runs)
         self.runner.meet(self.program, self.mode)
 
@@ -261,8 +263,7 @@ class _Step:
         reason = f"{cost} reads values of other particles"
         if why:
             reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
-        _forget_new(params)
-        self._back(draws, found.runs)
+        self._back(draws, found.runs, params)
         apart = replace(way, is_vectorized=False, nesting=count.nesting)
         ways = [] if found.runs[0].is_dear else [replace(apart, is_hidden=True)]
         found, _ = self._first_of(ways, apart)
@@ -330,8 +331,7 @@ class _Step:
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
             reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
-        _forget_new(params)
-        self._back(draws, runs)
+        self._back(draws, runs, params)
         return None, reason
 
     def _differs(self, found: Observation, way: Particles, one: _One | None, known: set[Any] | None) -> str:
@@ -398,9 +398,3 @@ class _Step:
                 return found, ""
             self.runner.recordings.now.sums, count.now = tuple(others), before
         return None, refused
-
-
-def _forget_new(params: set[str]) -> None:
-    """Forgets parameters that a run has made beyond these: they may have the shape of many particles."""
-    for name in set(pyro.get_param_store().keys()) - params:
-        del pyro.get_param_store()[name]

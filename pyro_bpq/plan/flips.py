@@ -23,8 +23,7 @@ from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.particles import work_at, work_of_run
-from pyro_bpq.plan.structure import Structure
+from pyro_bpq.plan.structure import Structure, work_at, work_of_run
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.watch import carried, samples
 from pyro_bpq.rollout.features import Components
@@ -98,12 +97,10 @@ class Moves(NamedTuple):
 
     Args:
         drawn: The components of sites, ``(M, plates, n)``; all of those of sites that are not in it.
-        group: Number of the only group of sites that takes other values; ``None`` for all sites.
         steps: How far counts are from the values next to them, in the shape of their values.
     """
 
     drawn: Mapping[str, Tensor] = MappingProxyType({})
-    group: Tensor | None = None
     steps: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -162,26 +159,14 @@ class Flips:
         terms = (*(site.costs for site in self.sites.values()), *(site.laws for site in self.sites.values()))
         return tuple(dict.fromkeys(name for each in terms for name in each))
 
-    @cached_property
-    def group_of(self) -> Mapping[str, int]:
-        """Numbers of the groups of sites that take other values in the same rows, from 0 on."""
-        starts = sorted(set(self.start.values()))
-        return {name: starts.index(start) for name, start in self.start.items()}
-
-    @property
-    def all_drawn(self) -> bool:
-        """Whether components of all sites are drawn. A step then evaluates one random group of sites."""
-        return bool(self.sites) and all(site.is_drawn for site in self.sites.values())
-
     @property
     def picks_one(self) -> bool:
-        """Whether a step evaluates one random particle. The errors of predictions for counts are too large for that."""
-        return self.all_drawn and all(site.components.kind != "count" for site in self.sites.values())
+        """Whether a step evaluates one random particle: components of all sites are drawn.
 
-    @property
-    def others(self) -> int:
-        """The number of rows of an evaluation, beside the sample."""
-        return max(site.rows for site in self.sites.values()) if self.all_drawn else self.rows - 1
+        The errors of predictions for counts are too large for that.
+        """
+        sites = self.sites.values()
+        return bool(sites) and all(site.is_drawn and site.components.kind != "count" for site in sites)
 
     def moved(self, name: str, value: Tensor, fn: Any, moves: Moves) -> Tensor:
         """Values ``(rows, batch, event)`` of a site, whose distribution is ``fn``.
@@ -193,7 +178,7 @@ class Flips:
         if drawn is None:
             delta = self._of_all(name, value.device).reshape(-1, *(1 for _ in lead), split.size)
         else:
-            delta = self._delta(name, drawn.reshape(*lead, site.number), moves.group)
+            delta = self._delta(name, drawn.reshape(*lead, site.number))
         if split.has_pairs:
             other = 1 - value if step is None else value + step
             return torch.where(delta.reshape(*delta.shape[:-1], *split.event_shape) > 0, other, value)
@@ -204,17 +189,15 @@ class Flips:
         key = (name, device)
         if key not in self._deltas:
             every = torch.arange(self.sites[name].components.size, device=device)
-            self._deltas[key] = self._delta(name, every, None)
+            self._deltas[key] = self._delta(name, every)
         return self._deltas[key]
 
-    def _delta(self, name: str, drawn: Tensor, group: Tensor | None) -> Tensor:
+    def _delta(self, name: str, drawn: Tensor) -> Tensor:
         """How far each row moves each component of a site, ``(rows, ..., D)``, of which ``drawn`` ``(..., n)`` move."""
-        site, others = self.sites[name], self.sites[name].components.cardinality - 1
-        number, start = (self.rows, self.start[name]) if group is None else (1 + self.others, 1)
+        site, start, others = self.sites[name], self.start[name], self.sites[name].components.cardinality - 1
         at = drawn.movedim(-1, 0).repeat_interleave(others, 0).unsqueeze(-1)
         steps = torch.arange(site.rows, device=at.device) % others + 1
-        steps = steps if group is None else steps * (group == self.group_of[name])
-        delta = at.new_zeros(number, *at.shape[1:-1], site.components.size)
+        delta = at.new_zeros(self.rows, *at.shape[1:-1], site.components.size)
         steps = steps.reshape(-1, *(1,) * (at.dim() - 1)).expand_as(at)
         delta[start : start + site.rows].scatter_(-1, at, steps)
         return delta

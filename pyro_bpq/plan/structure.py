@@ -1,4 +1,4 @@
-r"""What a plan is made for: a run, its graph, what else is known of its structure; what this tells, and what it costs."""
+r"""What a plan is made for: a run, its graph, what else is known of its structure; what this tells, what runs cost."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from pyro_bpq.record.watch import carried, samples
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.step.classes import Known
 
-# Seconds of one CPU and one thread: of a call of an operator with Python's share, of an operation of a matrix product, of
-# one of a convolution, of a byte of a result, and of a step's Python that no operator is called for.
+# Seconds of one CPU and thread: of a call of an operator with its Python, of an operation of a matrix product, of one
+# of a convolution, of a byte of a result, and of a step's Python that no operator is called for.
 OPERATOR, FLOP, CONVOLVED, BYTE, STEP = 8.3e-6, 1.3e-11, 3.2e-11, 3.3e-10, 1.8e-3
 
 Shapes = Sequence[Any]

@@ -49,8 +49,6 @@ class HeldRuns:
     Attributes:
         particle: Index ``(1,)`` of the only particle that is evaluated; ``None`` for all. The first dimension of
             ``drawn`` and ``exact`` is then 1.
-        group: Number, a scalar, of the only group of sites that takes other values (:attr:`Flips.group_of`). The
-            changes of other sites are then zero. ``None`` for all sites.
         drawn: The evaluated components ``(G, M, plates, n)`` of classes of sites of which not all are, and the inverse
             of the number of times that each is drawn on average.
         exact: The changes by site and by what changes, ``(M, plates, n, K)``; of drawn bits those of the other values,
@@ -65,7 +63,6 @@ class HeldRuns:
         self.plan, self.graph, self.values = rerun.plan.held, rerun.plan.graph, rerun.values
         self.signals, self.rollout, self.generator = signals, signals.rollout, rerun.generator
         self.particle: Tensor | None = None
-        self.group: Tensor | None = None
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
         self.exact: dict[str, dict[str, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
@@ -74,25 +71,19 @@ class HeldRuns:
         self._predict()
 
     def _choose(self) -> None:
-        """Draws what is evaluated: a particle and a group of sites if that serves all, and components."""
+        """Draws what is evaluated: a particle, if that serves all, and components."""
         plan, number, generator = self.plan, self.rollout.num_particles, self.generator
-        groups, values = 1 + max(plan.group_of.values()), self.values
-        if plan.all_drawn:
+        values = self.values
+        if number > 1 and plan.picks_one and (not values.nesting or values.alone is not None):
             # The first sites may be reparameterised, and have no score.
             like = self.rollout.runs[0].loss.detach()
-            if number > 1 and plan.picks_one and (not values.nesting or values.alone is not None):
-                self.particle = _draw(like.new_full((number,), 1.0 / number), 1, generator)
-            if groups > 1:
-                self.group = _draw(like.new_full((groups,), 1.0 / groups), 1, generator)
+            self.particle = _draw(like.new_full((number,), 1.0 / number), 1, generator)
         for c, cls in enumerate(self.signals.layout.classes):
             # Sites of a class are alike.
             site = plan.sites.get(cls.names[0])
             if site is not None and site.is_drawn:
                 index, share = _drawn(_openness(self.signals.batches[c], self.particle), site.number, generator)
                 share = share if self.particle is None else number * share
-                if self.group is not None:
-                    own = [plan.group_of[name] for name in cls.names]
-                    share = share * groups * _of_group(self.group, own, share)
                 self.drawn[c] = index, share
 
     @torch.no_grad()
@@ -105,9 +96,9 @@ class HeldRuns:
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
-            rows = Rows.of(plan, traced, bound, Moves(drawn, self.group, steps), plan.wanted)
+            rows = Rows.of(plan, traced, bound, Moves(drawn, steps), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
-            before = Rows.of(plan, traced, bound, Moves(drawn, self.group, back), laws) if laws else rows
+            before = Rows.of(plan, traced, bound, Moves(drawn, back), laws) if laws else rows
             for name, site in plan.sites.items():
                 plates, found = self.graph.node(name).plates, parts[name]
                 shape = self.rollout.run_shape(plates)
@@ -234,12 +225,6 @@ class HeldRuns:
 
         pairs = zip(names, costs, strict=True)
         return torch.stack([torch.cat([of_run(traced, *pair) for traced in self.values.traced]) for pair in pairs])
-
-
-def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
-    """1 for the sites of the group that is evaluated, 0 for others; the first axis is that of the sites."""
-    own = torch.tensor(groups, device=like.device) == group
-    return own.to(like.dtype).reshape(-1, *(1,) * (like.dim() - 1))
 
 
 def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:

@@ -135,7 +135,7 @@ class Rows(NamedTuple):
         the other value, ``(M, plates, D)``.
         """
         site, drawn, like = self.flips.sites[name], self.moves.drawn.get(name), self.traced.run.loss.detach()
-        start, split = self.flips.start[name] if self.moves.group is None else 1, site.components
+        start, split = self.flips.start[name], site.components
         kept = ((self.costs[c][start : start + site.rows] - self.costs[c][:1], own) for c, own in terms.items())
         found = summed(kept, plates, shape, like).to(like).expand(site.rows, *shape)
         if split.kind == "count" or (drawn is not None and split.kind == "bernoulli"):
