@@ -10,7 +10,7 @@ References:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import Checked, OptionError, one_of, whole
+from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Run
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,11 @@ class StoredRollout:
     costs: tuple[Mapping[str, Tensor], ...] = ()
     plan: OffPolicyPlan | None = None  # Plan of the critics that learn without new cost evaluations, or `None`
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Sites with a learned Q-node, in program order."""
+        return learned_sites(self.network)
+
 
 class ReplayBuffer:
     """A buffer of the ``capacity`` most recent rollouts.
@@ -181,3 +187,55 @@ class ReplayBuffer:
 
     def __repr__(self) -> str:
         return f"ReplayBuffer({len(self)} of {self.capacity} rollouts, {self.num_dropped} dropped)"
+
+
+# What an update holds. An update of ``Q_X`` holds all of ``An_X + X``, which contains the scope of ``Q_X``; the target
+# also needs the children of ``X`` and their other parents, which are drawn afresh. A Q-node of another site ``Z`` may
+# learn from the same rollout if every held site that affects its costs is in ``An_Z + Z``.
+
+
+def learned_sites(network: BackpropQNetwork) -> tuple[str, ...]:
+    """Sites with a learned Q-node, in program order."""
+    names = {node.site for node in network.learned}
+    return tuple(node.name for node in network.graph.nodes if node.name in names)
+
+
+def known_sites(network: BackpropQNetwork, site: str) -> frozenset[str]:
+    """The sites that the Q-functions of a site condition on: ``An_X + X``, in history form all up to X."""
+    graph = network.graph
+    return frozenset(graph.node_names(graph.known_bits(graph.index[site], network.form)))
+
+
+def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
+    """The sites that an update of the Q-nodes of a site holds at stored values: those of :func:`known_sites`.
+
+    The stored form adds the co-parents, which are the other parents of the site's children, and the rest of the
+    children's scopes, without descendants of the site.
+    """
+    graph, more = network.graph, set[str]()
+    children = {child for node in network.q_nodes(site) for child in network.children(node.name)}
+    for child in children if form == "stored" else ():
+        if child in graph.cost_index:
+            more |= {*graph.parents(child)}
+        else:
+            more |= {*graph.parents(network.q_node(child).site), *network.q_node(child).scope}
+    return known_sites(network, site) | (more - graph.descendants(site))
+
+
+def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
+    """Names of the Q-nodes with correct targets if ``held`` has stored values and other sites are redrawn."""
+    graph, found = network.graph, set()
+    bits = graph.bits_of([name for name in held if name in graph.index])
+    for node in network.learned:
+        reads = graph.cost_set_bits(node.remote)
+        relevant = reads | union(graph.ancestor_bits, reads)
+        if not bits & relevant & ~graph.known_bits(graph.index[node.site], network.form):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def stored_values(network: BackpropQNetwork, run: Run, subsamples: Mapping[str, Any], form: str) -> dict[str, Tensor]:
+    """The tensors of a run that a rollout stores: values that some update holds, and subsample indices."""
+    wanted = frozenset[str]().union(*(held_sites(network, site, form) for site in learned_sites(network)))
+    values = {name: site.value.detach().clone() for name, site in run.sites.items() if name in wanted}
+    return {**values, **{name: index.clone() for name, index in subsamples.items()}}

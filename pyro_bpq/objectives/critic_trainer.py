@@ -16,22 +16,21 @@ from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import CriticBank, Write, named_tensors
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer, SlowTracking, track
-from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout, off_policy_plan
-from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.objectives.observation import Staged, Transient
-from pyro_bpq.record.further import isolated
-from pyro_bpq.record.statements import GiveCosts, SkipCosts, given_costs
-from pyro_bpq.reruns.redraw import (
-    Hold,
-    StaleError,
-    guide_leaves,
+from pyro_bpq.critics.replay_buffer import (
+    Replay,
+    ReplayBuffer,
+    StoredRollout,
     held_sites,
     known_sites,
-    learned_sites,
+    off_policy_plan,
     stored_values,
-    swapped,
     trainable,
 )
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.objectives.observation import Staged, Transient
+from pyro_bpq.record.further import Hold, StaleError, isolated
+from pyro_bpq.record.statements import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.reruns.leaves import guide_leaves, swapped
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.step.layout import Layout
 from pyro_bpq.step.learning import critic_loss
@@ -252,7 +251,7 @@ class Replayer:
         if network is None or not network.learned:
             return
         form = self._form(layout.is_steered)
-        values = tuple(stored_values(network, traced, form) for traced in staged.traced)
+        values = tuple(stored_values(network, own.run, own.subsamples, form) for own in staged.traced)
         key, programs = staged.traced[0].key, staged.programs
         stored = StoredRollout(key, network, values, programs, staged.particles, layout.is_steered)
         if self.replay.costs == "stored":
@@ -276,7 +275,7 @@ class Replayer:
         generator.set_state(self._state)
         losses = []
         for stored in self.buffer.draw(self.replay.batch_size, generator):
-            candidates = [site for site in learned_sites(stored.network) if sites is None or site in sites]
+            candidates = [site for site in stored.learned if sites is None or site in sites]
             first, *seeds = torch.randint(1 << 31, (1 + self.replay.draws,), generator=generator, device="cpu").tolist()
             if not candidates:
                 continue
@@ -335,8 +334,7 @@ class Replayer:
             raise StaleError("The program has another structure.")
         # Other processes have stored other rollouts; the gradients are averaged.
         learning = replace(owner.learning(), ranks=None)
-        own = {node.name for node in network.q_nodes(site)}
-        chosen = own
+        chosen = own = {node.name for node in network.q_nodes(site)}
         if is_whole or (plan is None and form == "redrawn"):
             learners = trainable(network, held) if plan is None else plan.held
             chosen = {name for name in learners if sites is None or network.q_node(name).site in sites}

@@ -27,10 +27,10 @@ from torch.distributions import kl_divergence
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.record.further import Hold
 from pyro_bpq.record.laws import mapped
 from pyro_bpq.record.statements import SkipCosts
-from pyro_bpq.reruns.gradients import gradients_of
-from pyro_bpq.reruns.redraw import Hold, traced_leaves
+from pyro_bpq.reruns.leaves import gradients_of, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.step.site_batch import SiteBatch
 

@@ -1,4 +1,4 @@
-r"""Runs besides the first of a step: of further particles, and of programs that run again and leave no trace.
+r"""Runs besides the first of a step: of further particles, without a trace, and with sites at stored values.
 
 Further particles serve programs that cannot run in a plate. The first particle is the user's own run. What the others
 draw and cost are rows of one flat function, the recording of the first, for many at once. So ``z[0]`` and ``z.sum()``
@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import effectful
+from pyro.poutine.subsample_messenger import _Subsample
 from pyro.poutine.trace_struct import Trace
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
@@ -238,3 +240,28 @@ def _mark() -> Any:
 @effectful(type="bpq_rewind")
 def _rewind(mark: Any) -> Any:
     return None
+
+
+class StaleError(Exception):
+    """A stored value no longer fits the program."""
+
+
+class Hold(Messenger):
+    """Holds latent sites and subsample indices at given values, and records the sites' distributions; others draw."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values, self.fns = values, dict[str, Any]()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        # A recording knows the model's site by the very tensor that the guide has, which replay has put in already.
+        if msg["done"] or msg["is_observed"] or name not in self.values:
+            return
+        value = msg["value"] = self.values[name]
+        msg["done"] = True
+        # The first distribution is the guide's. The model's distribution of the site may have a smaller shape.
+        if not isinstance(fn, _Subsample) and name not in self.fns:
+            self.fns[name] = fn
+            if tuple(value.shape) != tuple(fn.batch_shape + fn.event_shape):
+                raise StaleError(f"Site {name!r} has another shape than when it was stored.")

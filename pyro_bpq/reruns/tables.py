@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_bpq.plan.structure import SumPlan
 from pyro_bpq.record.traced_run import TracedRun, full_mask
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.sums import common_type
+from pyro_bpq.rollout.sums import common_type, total
 
 # Tables of up to so many elements are stacked, because a call takes longer than its computation.
 SMALL = 4096
@@ -101,28 +101,19 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, counts: bool) -> t
     guide, model = traced.guide_trace.nodes, traced.model_trace.nodes
     q, p = rows.log_probs(guide, plan.parents), rows.log_probs(model, plan.priors)
     laws = Laws({name: rows.table(law.exp(), name, plan.parents[name]) for name, law in q.items()})
-    # Tables of the same sites in the same plates are added up.
-    found, tables = list[Tensor](), dict[tuple[tuple[str, ...], Sequence[int]], Tensor]()
-
-    def add(table: Table, plates: Sequence[int], sign: int = 1) -> None:
-        key, numbers = (table.sites, plates), table.values
-        known = tables.get(key)
-        if known is None:
-            tables[key] = numbers if sign > 0 else -numbers
-        else:
-            tables[key] = torch.add(known, numbers, alpha=sign)
-
+    # What is averaged, its law, and its sign.
+    found, pairs = list[Tensor](), list[tuple[Tensor, Tensor, int]]()
     for sign, log_probs, sites, others in ((1, q, guide, plan.parents), (-1, p, model, plan.priors)):
         for name, log_prob in log_probs.items():
             site, other = sites[name], others[name]
-            add(rows.table(rows.weighted(log_prob, site, other), name, other), site["fn"].batch_shape[1:], sign)
+            table = rows.table(rows.weighted(log_prob, site, other), name, other)
+            pairs.append((*_contracted(laws.of(table.sites), table.values, site["fn"].batch_shape[1:]), sign))
     for cost, other in plan.others.items():
         numbers = rows.differing(traced.run.costs[cost], other)
         if other is None:
             found.append(numbers.sum())
         else:
-            add(Table((other,), numbers), numbers.shape[1:])
-    pairs = [_contracted(laws.of(sites), numbers, plates) for (sites, plates), numbers in tables.items()]
+            pairs.append((*_contracted(laws.of((other,)), numbers, numbers.shape[1:]), 1))
     return _averages(pairs, found, counts)
 
 
@@ -193,16 +184,16 @@ def _contracted(law: Tensor, numbers: Tensor, plates: Sequence[int]) -> tuple[Te
     return law.to(dtype), numbers.to(dtype)
 
 
-def _averages(pairs: Sequence[tuple[Tensor, Tensor]], found: list[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
+def _averages(pairs: Sequence[tuple[Tensor, Tensor, int]], found: list[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
     """The sum of what was found and of the expectations of tables under their laws; and the number of zeros."""
     zeros = list[Tensor]()
-    for ids in _alike([law for law, _ in pairs], [law.dtype for law, _ in pairs]):
-        law, numbers = (_stack([pairs[i][side] for i in ids]) for side in (0, 1))
+    for ids in _alike([law for law, *_ in pairs], [(law.dtype, sign) for law, _, sign in pairs]):
+        law, numbers, sign = _stack([pairs[i][0] for i in ids]), _stack([pairs[i][1] for i in ids]), pairs[ids[0]][2]
         zeros += [(law.detach() <= 0.0).sum()] if counts else []
         # A table may be infinite where the law is zero.
         numbers = torch.where(law > 0.0, numbers, numbers.new_zeros(()))
-        found.append(torch.dot(law.reshape(-1), numbers.reshape(-1)))
-    return sum(found[1:], found[0]), sum(zeros, torch.zeros((), dtype=torch.int64))
+        found.append(sign * torch.dot(law.reshape(-1), numbers.reshape(-1)))
+    return total(found), sum(zeros, torch.zeros((), dtype=torch.int64))
 
 
 def _alike(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, OptionError, StructureChangedError
 from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.reruns.gradients import gradients_of
+from pyro_bpq.reruns.leaves import gradients_of
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number, table
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes

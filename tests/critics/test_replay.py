@@ -16,11 +16,10 @@ from tabular import set_policy
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout
+from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout, held_sites, trainable
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Staged
-from pyro_bpq.reruns.redraw import held_sites, trainable
 from pyro_bpq.step.learning import Learning
 
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.

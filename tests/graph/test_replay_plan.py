@@ -7,9 +7,9 @@ import itertools
 import torch
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 
+from pyro_bpq.critics.replay_buffer import held_sites
 from pyro_bpq.critics.targets import lambda_return
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.reruns.redraw import held_sites
 
 build = BackpropQNetwork.build
 CASE_7 = graph_of(

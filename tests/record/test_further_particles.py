@@ -22,12 +22,11 @@ from torch.distributions.transforms import AffineTransform, ExpTransform
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.record.further import further_particles
+from pyro_bpq.record.further import Hold, further_particles
 from pyro_bpq.record.key import reach
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.tracer import trace_run
 from pyro_bpq.record.watch import TraceOptions
-from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.testing import assert_unbiased
 

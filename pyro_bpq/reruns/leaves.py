@@ -1,12 +1,18 @@
-r"""Gradients that torch finds or that are known already, and the leaves that collect them."""
+r"""Leaves: those that a run reaches or a value has gradients to, their gradients, and other values of them."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import contextlib
+import functools
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import leaf_of
 
 
 def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dict[Tensor, Tensor]:
@@ -62,3 +68,35 @@ def inputs_of(*totals: Tensor, blocked: Container[str] = ()) -> list[Tensor]:
         found += [] if getattr(node, "variable", None) is None else [node.variable]
         nodes += [following for following, _ in node.next_functions]
     return found
+
+
+def traced_leaves(trace: Any) -> dict[str, Tensor]:
+    """The leaf parameters in a trace, by name."""
+    values = {name: site["value"] for name, site in trace.nodes.items() if site["type"] == "param"}
+    leaves = {name: leaf_of(value) for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: leaf for name, leaf in leaves.items() if leaf.is_leaf and leaf.requires_grad}
+
+
+def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
+    """The leaf parameters that a run of the guide reached, by name."""
+    leaves = traced_leaves(traced.guide_trace)
+    # One program may wrap a policy and an environment.
+    for part in (guide, *(guide.args if isinstance(guide, functools.partial) else ())):
+        module = poutine.unwrap(part) if callable(part) else part
+        if isinstance(module, nn.Module):
+            seen = {id(leaf) for leaf in leaves.values()}
+            leaves.update({name: p for name, p in module.named_parameters() if id(p) not in seen})
+    return leaves
+
+
+@contextlib.contextmanager
+def swapped(leaves: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gives parameters other values within the context."""
+    own = {name: leaf.data for name, leaf in leaves.items() if name in values}
+    try:
+        for name in own:
+            leaves[name].data = values[name]
+        yield
+    finally:
+        for name, value in own.items():
+            leaves[name].data = value
