@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import effectful
@@ -31,7 +32,7 @@ from pyro_bpq.record.laws import mapped
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.statements import Answers
-from pyro_bpq.record.traced_run import TracedRun, record_run
+from pyro_bpq.record.traced_run import TracedRun, named, record_run
 from pyro_bpq.record.values import Value, put_back
 from pyro_bpq.record.watch import samples
 
@@ -48,7 +49,7 @@ def further_particles(first: TracedRun, bound: Bound | None, number: int) -> lis
     if bound is None or first.untraced or not bound.recorded.traced:
         raise Uncut("a value that no operator has made")
     rows = {value: tensor.unbind(0) for value, tensor in _many(bound, number).items()}
-    return [_particle(first, 1 + number, iter(bound.recorded.traced), rows, i) for i in range(number)]
+    return [_particle(first, bound, 1 + number, rows, i) for i in range(number)]
 
 
 def _many(bound: Bound, number: int) -> dict[Value, Tensor]:
@@ -60,7 +61,7 @@ def _many(bound: Bound, number: int) -> dict[Value, Tensor]:
     own, masks = bound.recorded, bound.recorded.recording.masks
     wanted = tuple(dict.fromkeys(value for value in own.traced if masks[value]))
     try:
-        function = own.kept(("many", number), lambda: _of_many(bound, number, wanted))
+        function = own.kept(("many", number, wanted), lambda: _of_many(bound, number, wanted))
     except (NotImplementedError, RuntimeError) as error:
         raise Uncut(str(error)) from error
     return dict(zip(wanted, function(*(bound.tensors[value] for value in function.asked)), strict=True))
@@ -86,16 +87,32 @@ def _of_many(bound: Bound, number: int, wanted: Sequence[Value]) -> Function:
         return flat(run, [tensors[value] for value in given], given)
 
 
-def _particle(first: TracedRun, number: int, names: Iterator[Any], rows: Any, i: int) -> TracedRun:
+def _particle(first: TracedRun, bound: Bound, number: int, rows: Any, i: int) -> TracedRun:
     """One of them."""
+    names = iter(bound.recorded.traced)
 
     def own(tensor: Tensor) -> Tensor:
         name = next(names)
         return rows[name][i] if name in rows else tensor
 
     guide, model = (_changed(trace, own) for trace in (first.guide_trace, first.model_trace))
+    for cost, site, _ in named(samples(guide), samples(model)):
+        # Scale and mask are those of the run, as they are for costs at other values: the recording may be older.
+        if cost in bound.weights and not (bound.is_plain(cost) and site["log_prob"] is site["unscaled_log_prob"]):
+            _weigh(site, *bound.weights[cost])
     again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
     return replace(again, recorded=first.recorded)
+
+
+def _weigh(site: Any, scale: Any, mask: Any) -> None:
+    """Scales and masks the log-probability of a site."""
+    log_prob, parts = scale_and_mask(site["unscaled_log_prob"], scale, mask), site.get("score_parts")
+    site.update(scale=scale, mask=mask, log_prob=log_prob, log_prob_sum=log_prob.sum())
+    if parts is not None:
+        term = parts.entropy_term
+        site["score_parts"] = parts._replace(
+            log_prob=log_prob, entropy_term=log_prob if isinstance(term, Tensor) else term
+        )
 
 
 def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:

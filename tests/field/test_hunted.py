@@ -380,3 +380,22 @@ def test_rows_stay_apart(name: str) -> None:
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2, 3))).to_event(1))
 
     assert not stepped(1, TraceBackpropQ_ELBO(1), model, guide).runner.recordings.crosses
+
+
+@pytest.mark.filterwarnings("ignore:Particles run in one call:pyro_bpq.errors.BPQWarning")
+def test_scales_of_further_particles_are_those_of_the_run() -> None:
+    """A number that grows from step to step is left out of what calls are told apart by."""
+
+    def guide(scale: float) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
+
+    def model(scale: float) -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
+        with pyro.poutine.scale(scale=scale):
+            pyro.factor("f", -1.0 - 0.0 * z.sum())
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True)
+    losses = [elbo.loss_and_grads(model, guide, 1.0 - 0.1 * step) for step in range(9)]
+    assert elbo.particles.now.is_hidden
+    assert losses == pytest.approx([1.0 - 0.1 * step for step in range(9)])
