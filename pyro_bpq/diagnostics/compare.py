@@ -24,7 +24,7 @@ from pyro_bpq.diagnostics.comparison import DEFAULT, LIMIT, Comparison, Row, rec
 from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.record.plate_errors import own_text
+from pyro_bpq.record.program_errors import own_text
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import short
 from pyro_bpq.testing import exact_gradient

@@ -16,7 +16,7 @@ from pyro_bpq.errors import BPQError
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.further import Draws, further_particles, gradients_agree
 from pyro_bpq.record.key import Call, reach
-from pyro_bpq.record.plate_errors import check_declared
+from pyro_bpq.record.program_errors import check_declared
 from pyro_bpq.record.recordings import Recordings
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError

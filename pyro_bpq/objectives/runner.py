@@ -23,7 +23,7 @@ from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, SumPlan, check_gradients
 from pyro_bpq.record.jumps import is_undecided
 from pyro_bpq.record.laws import AllValues
-from pyro_bpq.record.plate_errors import left_torch
+from pyro_bpq.record.program_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import PlainRun, TracedRun, merged_graph
 from pyro_bpq.record.tracer import run_in_order, run_unscored, trace_run

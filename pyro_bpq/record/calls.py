@@ -64,8 +64,12 @@ class Calls(TorchFunctionMode):
 
     def scalar(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handles reads of a number; ``torch.Tensor([z])`` reads it without an operator."""
-        with self.tape.paused:
-            result = func(*args)
+        try:
+            with self.tape.paused:
+                result = func(*args)
+        except Exception:  # of several elements
+            self.tape.steer(self.tape.mask_of(args[0]))
+            raise
         self.tape.read(args[0], result, check=args[0].dtype is torch.bool)
         return result
 

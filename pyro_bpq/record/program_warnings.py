@@ -15,8 +15,16 @@ from torch import Tensor
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.config import cost_options, option_names
-from pyro_bpq.record.plate_errors import own_plates, pairs, quoted, size_line, support_of, unlike_line
-from pyro_bpq.record.program_errors import number_missing, value_line
+from pyro_bpq.record.program_errors import (
+    number_missing,
+    own_plates,
+    pairs,
+    quoted,
+    size_line,
+    support_of,
+    unlike_line,
+    value_line,
+)
 from pyro_bpq.record.statements import NO_NUMBER
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import distribution_name, leaf_of
