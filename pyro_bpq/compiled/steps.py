@@ -23,7 +23,7 @@ from pyro_bpq.compiled.recorder import Outcome, Recording, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet, first_line
 from pyro_bpq.errors import BPQWarning, Unrecordable
-from pyro_bpq.record.key import Call, in_words, kind_of, reach
+from pyro_bpq.record.key import Call, in_words, reach
 
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3
@@ -124,7 +124,7 @@ class CompiledSteps:
         self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[Any]
     ) -> Recording | None:
         """A new recording, if it is time for one. Python may ``read`` other numbers than in earlier ones."""
-        kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates), *read))
+        kind = hash((tuple(call.spec), id(updates), *read))
         if len(self._seen) >= _MOST_KINDS:
             self._seen.clear()
         self._seen[kind] = self._seen.get(kind, 0) + 1

@@ -29,7 +29,7 @@ from types import (
     NoneType,
     SimpleNamespace,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -56,13 +56,25 @@ _MOST_CHANGES = 4
 
 # Where something is: a name, or a format, the place that it is in, and what tells it apart there. Most are never shown.
 Path = str | tuple[Any, ...]
-Kind = tuple[Any, ...]
-"""Shape, strides, type, device, and whether a gradient is asked for."""
+
+
+class Kind(NamedTuple):
+    """What a recording depends on in an input."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_graded: bool
+
+    def __repr__(self) -> str:
+        shape, more = tuple(self.shape), ", with gradient" if self.is_graded else ""
+        return f"a {self.dtype} tensor of shape {shape} and strides {self.strides} on {self.device}{more}"
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """What a recording depends on in an input."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    """The kind of a tensor."""
+    return Kind(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def in_words(path: Path) -> str:
@@ -103,7 +115,7 @@ def attributes_of(item: Any) -> dict[str, Any]:
         call = Call()
         call._seen[id(item)] = -1
         call.visit(name, value)
-        found[name] = call.spec, [*map(kind_of, call.tensors)]
+        found[name] = call.spec
     return found
 
 
@@ -111,10 +123,9 @@ class Call:
     """What a call looks like.
 
     Attributes:
-        spec: Everything but tensors, in the order in which it is reached.
+        spec: Everything in the order in which it is reached, tensors by their kinds.
         paths: Where each entry of ``spec`` was found.
         tensors: The tensors, in the order in which they are reached, each once.
-        sources: Where each tensor was found.
         modes: Whether gradients are on, and whether torch infers only.
         modules: Modules with buffers.
         arrays: Arrays of numpy, and where each was found; large ones are told apart by identity.
@@ -124,7 +135,6 @@ class Call:
         self.spec: list[Hashable] = []
         self.paths: list[Path] = []
         self.tensors: list[Tensor] = []
-        self.sources: list[Path] = []
         self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.modules: list[nn.Module] = []
         self.arrays: list[tuple[Path, Any]] = []
@@ -142,12 +152,8 @@ class Call:
                 if isinstance(mine, bytes) and isinstance(yours, bytes):
                     return f"{in_words(path)} have changed"
                 return f"{in_words(path)} was {_short(mine)} and is {_short(yours)}"
-        if len(self.spec) != len(other.spec):
-            return "the arguments, or what the programs read besides, have another structure"
-        for path, own, new in zip(self.sources, self.tensors, other.tensors, strict=True):
-            if kind_of(own) != kind_of(new):
-                return f"{in_words(path)} was {_told(own)} and is {_told(new)}"
-        return ""
+        is_alike = len(self.spec) == len(other.spec)
+        return "" if is_alike else "the arguments, or what the programs read besides, have another structure"
 
     def note(self, path: Path, value: Hashable) -> None:
         """Notes a value that has to stay."""
@@ -174,10 +180,8 @@ class Call:
 
     def _inside(self, path: Path, item: Any, kind: type) -> None:
         if isinstance(item, Tensor):
-            kind_of(item)  # a tensor that has none, as a sparse one, stands for itself
-            self.note(path, "tensor")
+            self.note(path, kind_of(item))  # a tensor that has none, as a sparse one, stands for itself
             self.tensors.append(item)
-            self.sources.append(path)
         elif kind is list and item and set(map(type, item)) == {float}:
             self.note(path, (list, tuple(item)))
         elif isinstance(item, (tuple, list)):
@@ -295,8 +299,7 @@ class Keys:
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
         varying = self.counters
-        found = [None if i in varying else entry for i, entry in enumerate(spec)] if varying else spec
-        return (*found, *map(kind_of, call.tensors))
+        return tuple(None if i in varying else entry for i, entry in enumerate(spec)) if varying else tuple(spec)
 
     @property
     def counters(self) -> set[int]:
@@ -360,9 +363,4 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         value = value[1]
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _told(tensor: Tensor) -> str:
-    shape, more = tuple(tensor.shape), ", with gradient" if tensor.requires_grad else ""
-    return f"a {tensor.dtype} tensor of shape {shape} and strides {tensor.stride()} on {tensor.device}{more}"
+    return text if len(text) <= 60 or isinstance(value, Kind) else f"{text[:57]}..."
