@@ -308,7 +308,8 @@ class Recording(Notes):
         return cls(**notes, tensors=tensors, noise=noise, written=tape.written, marked=marks)
 
     @cached_property
-    def _whole(self) -> Function:
+    def whole(self) -> Function:
+        """All operators."""
         return Function(tuple(self.nodes), (), (), self.shapes, self.dtypes)
 
     def lasts(self, values: Iterable[Value]) -> bool:
@@ -345,7 +346,7 @@ class Recording(Notes):
             Uncut: If a value on the way cannot be made again.
         """
         known = {*self.tensors, *given} - redrawn
-        function = self._whole.cut(wanted, known if sees_all else known | self.opaque.keys())
+        function = self.whole.cut(wanted, known if sees_all else known | self.opaque.keys())
         lost = [] if sees_all else [value for value in function.given if value not in known]
         if lost:
             raise Uncut(self.opaque.get(lost[0], "a tensor from elsewhere"))

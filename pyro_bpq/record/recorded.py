@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -48,7 +48,6 @@ class Recorded:
         subsamples: Values of the indices that plates have drawn, by name of the plate.
         stored: Values of the parameters in Pyro's store, by name.
         parameters: Values of the guide's parameters, by name, as ``pyro.param`` has returned them.
-        num_of_guide: Number of operators of the guide.
         traced: The values of the tensors in the traces of the run, in a fixed order.
         differentiable: The sum of all costs through which pathwise gradients flow.
     """
@@ -65,7 +64,6 @@ class Recorded:
     subsamples: Mapping[str, Value]
     stored: Mapping[str, Value]
     parameters: Mapping[str, Value]
-    num_of_guide: int
     traced: tuple[Value, ...] = ()
     differentiable: Value | None = None
     # Functions that were asked for, by what was asked.
@@ -102,9 +100,8 @@ class Recorded:
         return patterns_of(self.recording, self.drawn, self.scored, self.met)
 
     def read_parameters(self) -> frozenset[str]:
-        """The parameters of the guide that its operators read; views read no numbers."""
-        guide = replace(self.core, nodes=tuple(self.recording.nodes[: self.num_of_guide]))
-        reading = {name: guide.reading({value}) for name, value in self.parameters.items()}
+        """The parameters of the guide that operators read; views read no numbers."""
+        reading = {name: self.recording.whole.reading({value}) for name, value in self.parameters.items()}
         return frozenset(n for n, nodes in reading.items() if not all(effects_of(node.func).is_view for node in nodes))
 
     def bound(

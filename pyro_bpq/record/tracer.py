@@ -159,11 +159,11 @@ def _run(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwar
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
         guide(*args, **kwargs)
-        watch.leave_guide()
+        watch.where = "model"
         assert isinstance(messenger, GuideMessenger)
         return messenger.get_traces()
     guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
-    watch.leave_guide()
+    watch.where = "model"
     if model is None:
         return Trace(), guide_trace
     # Replay hides what the model's own statements say of sites that the guide has drawn.
@@ -201,14 +201,9 @@ def _score(trace: Trace, is_guide: bool, watch: Watch) -> Heard:
         for name, site in samples(trace).items():
             one = Trace()
             one.nodes[name] = site
-            try:
-                with tape.steered_by(watch.steering_of(name, is_guide)):
-                    compute(one)
-                    found = tape.steering
-            except ValueError:
-                # The whole trace is computed again, so that the error message shows the shapes of all sites.
-                compute(trace)
-                raise
+            with tape.steered_by(watch.steering_of(name, is_guide)):
+                compute(one)
+                found = tape.steering
             # A user's own object may have kept any value that has left torch so far.
             heard[cost_of_site(site, is_guide)] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard
@@ -286,7 +281,6 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         stored=stored,
         subsamples=subsamples,
         parameters=parameters,
-        num_of_guide=watch.num_of_guide,
         traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_one else (),
         differentiable=tape.value_of(traced.run.differentiable) if is_one else None,
     )

@@ -67,7 +67,6 @@ class Watch(Messenger):
         self.subsamples = dict[str, Any]()
         self.escaped = dict[tuple[bool, str], int]()  # sources, as bits, that had left torch at the end of a statement
         self.drawn = dict[str, Any]()  # values of sites on the tape
-        self.num_of_guide = 0
         # External functions that were called, one of each object, and the attributes of it that they change.
         self.externals = dict[int, tuple[Any, set[str]]]()
         self.memories = dict[int, list[Tensor]]()  # what stands for what they remember, by the object that is called
@@ -81,10 +80,6 @@ class Watch(Messenger):
     def _noise(self) -> torch.Generator:
         """What estimators draw from that attach gradients, made when the first one does."""
         return self.options.noise()
-
-    def leave_guide(self) -> None:
-        """The guide has run, and the model begins."""
-        self.where, self.num_of_guide = "model", 0 if self.tape is None else len(self.tape.nodes)
 
     def _pyro_sample(self, msg: Any) -> None:
         if not self.is_guide:
