@@ -25,8 +25,6 @@ from pyro_bpq.record.values import Value
 NONE, MANY = -1, -2
 """``NONE``: reads no element of the source. ``MANY``: reads several, or an unknown one."""
 
-_MOST_PLACES = 4096  # of a write by index, that are followed
-
 Labels = np.ndarray
 
 
@@ -216,12 +214,9 @@ def _moved(func: Any, read: Reader, *args: Any, **named: Any) -> Any:
 def _index(read: Reader, table: Any, index: Sequence[Any]) -> Labels:
     """Rule for ``table[i, :, j]``: an entry reads its indices, and what it may be taken from."""
     dims = [i for i, part in enumerate(index) if part is not None]
-    kinds = {i: torch.bool if read.dtypes[index[i]] in MASKS else torch.long for i in dims}
-    known = {i: found.to(kinds[i]).cpu().numpy() for i in dims if (found := read.known(index[i])) is not None}
-    if torch.bool in kinds.values():
-        if len(known) < len(dims):
-            raise Unknown("a mask as an index")
-        return read.whole(table)[tuple(known.get(i, slice(None)) for i in range(len(index)))]
+    if any(read.dtypes[index[i]] in MASKS for i in dims):
+        raise Unknown("a mask as an index")
+    known = {i: found.long().cpu().numpy() for i in dims if (found := read.known(index[i])) is not None}
     labels = over(read(table), tuple(i for i in dims if i not in known))
     places: list[Any] = [slice(None)] * len(index)
     for i in dims:
@@ -265,25 +260,13 @@ def _scatter(read: Reader, tensor: Any, dim: int, index: Any, source: Any = None
 
 
 def _put(read: Reader, tensor: Any, index: Sequence[Any], values: Any, *_: Any) -> Labels:
-    """Rule for ``tensor[index] = values``. An index that is not known may lead to any entry of its dimension."""
+    """Rule for ``tensor[index] = values``: an entry keeps its own, and may get any value."""
     places = [part for part in index if part is not None]
-    chosen, known = [read(part) for part in places], [read.known(part) for part in places]
     is_mask = len(places) == 1 and read.dtypes[places[0]] in MASKS and read.shape(places[0]) == read.shape(tensor)
-    if is_mask and read.shape(values) == ():
-        return combined(read(tensor), chosen[0], read(values))
-    shape = np.broadcast_shapes(*map(read.shape, places))
-    put = combined(*(own if own.size == 1 else np.broadcast_to(own, shape) for own in chosen))
-    extra = tuple(range(len(shape) - read(values).ndim, 0))
-    put = combined(np.broadcast_to(put, shape), over(read(values), extra, False))
-    is_followed = len(places) == len(index) and put.size <= _MOST_PLACES and any(part is not None for part in known)
-    if not is_followed or any(read.dtypes[part] in MASKS for part in places):
-        return combined(read(tensor), over(put, None, False))
-    result = np.array(read.whole(tensor))
-    at = [None if part is None else np.broadcast_to(part.cpu().numpy(), shape) for part in known]
-    for each in np.ndindex(shape):
-        where = tuple(slice(None) if part is None else int(part[each]) for part in at)
-        result[where] = combined(result[where], put[each])
-    return result
+    put = [read(part) for part in (*places, values)]
+    if not (is_mask and read.shape(values) == ()):
+        put = [over(part, None, False) for part in put]
+    return combined(read(tensor), *put)
 
 
 def _copied(read: Reader, target: Any, source: Any, *_: Any) -> Labels:

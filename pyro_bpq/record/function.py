@@ -48,7 +48,6 @@ class Function:
         dtypes: Its type.
         fixed: Tensors that are the same in every call, by value.
         asked: What the given values are called in the function that it was made from.
-        has_rows: Which of its tensors have rows, if it runs row by row.
     """
 
     nodes: tuple[Node, ...]
@@ -58,7 +57,6 @@ class Function:
     dtypes: Sequence[torch.dtype] = ()
     fixed: Mapping[Value, Tensor] = field(default_factory=dict)
     asked: tuple[Value, ...] = ()
-    has_rows: tuple[bool, ...] = ()
 
     def at(self, tensors: Mapping[Value, Tensor], seed: int = 0) -> list[Tensor]:
         """The wanted values, from tensors by value, which stay as they are, as do the global generators."""
@@ -68,16 +66,6 @@ class Function:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """The wanted values, from tensors in place of the given ones."""
-        if not self.has_rows:
-            return self._run(tensors)
-        number = next(len(tensor) for tensor, own in zip(tensors, self.has_rows, strict=True) if own)
-        found = []
-        for row in rows_of(number, tensors, self.has_rows):
-            with drawing(self):  # the same noise in each row
-                found.append(self._run([own.clone() for own in row] if self.writes else row))
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
-
-    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         found: dict[Value, Tensor] = {**self.fixed, **dict(zip(self.given, tensors, strict=True))}
 
         def put(item: Any) -> Any:
@@ -170,7 +158,7 @@ class Function:
             return flat(torch.func.functionalize(noted), taken, self.given)
 
     def in_rows(self, moved: Set[Value], tensors: Mapping[Value, Tensor]) -> Function:
-        """The same for all rows at once, without writes; some values have rows."""
+        """The same for all rows at once; some values have rows."""
         given = tuple(dict.fromkeys((*moved, *self.given)))
         row = {value: tensors[value][0] if value in moved else tensors[value] for value in given}
         plain, dims = replace(self, given=given), tuple(0 if value in moved else None for value in given)
@@ -181,7 +169,15 @@ class Function:
             return flat(run, [tensors[value] for value in given], given)
         except (NotImplementedError, RuntimeError):
             # Torch does not run an operator for many rows at once.
-            return replace(plain, has_rows=tuple(value in moved for value in given))
+            def by_rows(*tensors: Tensor) -> list[Tensor]:
+                found = []
+                for row in rows_of(len(tensors[0]), tensors, [dim == 0 for dim in dims]):
+                    with drawing(plain):  # the same noise in each row
+                        found.append(plain(*(own.clone() for own in row) if plain.writes else row))
+                return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+            node = Node(by_rows, plain.given, {}, plain.wanted, plain.given)
+            return replace(plain, nodes=(node,))
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,8 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda z: z[:, torch.tensor([2, 0, 1])],
     "known_rows_of_a_table": lambda z: z[:, :1].expand(2, 3)[torch.arange(2), z[:, 0].long()],
     "known_rows_on_both_sides": lambda z: z[:, :1, None].expand(2, 3, 4)[torch.arange(2), :, z[:, 0].long()],
-    "mask_of_two_dimensions": lambda z: z[torch.tensor([[True, False, True], [False, True, False]])],
-    "mask_of_nothing": lambda z: z + z[:, torch.tensor([False, False, False])].sum(-1, True),
-    "mask_elsewhere": lambda z: z[:, :, None].expand(2, 3, 2)[..., torch.tensor([True, False])],
     "solved_by_rows": lambda z: solve_triangular(torch.ones(1, 1), z.view(1, 6), upper=False),
     "one_hot": lambda z: one_hot(z.long(), 2).float(),
-    "index_put": lambda z: torch.zeros(3).index_put((torch.tensor([2, 0, 1]),), z[0])[:2],
 }
 # Their entries read less than what is found, or nothing.
 ROUGH: dict[str, Callable[[Tensor], Tensor]] = {
