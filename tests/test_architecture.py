@@ -184,8 +184,8 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15330,
-    "modules": 117,
+    "pyro_bpq": 15285,
+    "modules": 116,
     "top": 245,
     "compiled/": 1218,
     "critics/": 813,
@@ -194,13 +194,13 @@ BUDGETS = {
     "graph/": 683,
     "objectives/": 1714,
     "plan/": 964,
-    "record/": 3708,
+    "record/": 3663,
     "reruns/": 1049,
     "rollout/": 498,
     "step/": 1295,
     "svi/": 277,
     "testing/": 870,
-    "tests": 19992,
+    "tests": 19986,
     "benchmarks": 3000,
     "words of docs": 15972,
 }

@@ -261,13 +261,7 @@ def size_line(model: Any, guide: Any) -> str:
 
 
 def row_line(text: str, where: str, declared: int) -> str:
-    """Says that plates are nested too deeply, or that a site has other rows than its plate; else empty.
-
-    Args:
-        text: What Pyro says.
-        where: The program that ran.
-        declared: Number of subsampled plates.
-    """
+    """Says that plates are nested too deeply, or that a site has other rows than one of the ``declared`` plates."""
     among = _OTHER_SIZE.search(text)
     if among is not None and among[1] != PARTICLES:
         plate, site, at, rows, size = among.groups()
