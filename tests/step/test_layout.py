@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.critics.nets import MLPCritic, TabularCritic
 from pyro_bpq.estimators import AllAction, Pathwise
-from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
+from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
@@ -74,23 +74,6 @@ def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     wide = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=6)
     (group,) = wide.groups
     assert group.contexts[0].rest is None and group.shape.features == 6
-
-
-def test_contexts_of_a_steered_program_follow_from_what_was_sampled_before() -> None:
-    long, short = chain(7), chain(4)
-    groups = []
-    for graph in (long, short):
-        specs = {n.name: spec() for n in graph.nodes}
-        found = Layout(graph, sequence_network(graph, {}), specs, {}, window=2, is_steered=True)
-        groups.append({n.site: (g.shape.features, g) for g in found.groups for n in g.nodes})
-    for name, (features, group) in groups[1].items():
-        assert features == groups[0][name][0]
-        i, j = ([n.site for n in g.nodes].index(name) for g in (group, groups[0][name][1]))
-        for here, there in zip(group.contexts, groups[0][name][1].contexts, strict=True):
-            # 4 and 7 stand for nothing.
-            assert [w for w in here.window[i] if w < 4] == [w for w in there.window[j] if w < 7]
-            assert (here.rest is None) == (there.rest is None)
-    assert [groups[0][f"x{i}"][0] for i in range(7)] == [0, 1, 2, 3, 3, 3, 3]
 
 
 def group_of(layout: Layout, site: str) -> QGroup:
