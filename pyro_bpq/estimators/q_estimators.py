@@ -46,10 +46,7 @@ class CriticBaseline(Scaled):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
-        with torch.no_grad():
-            _, score = context.score_table
-            gradient, statistics = self.corrected(context, _critic(context)[1], score, torch.zeros_like(score))
-        return SiteTerm(gradient * context.table[0], statistics)
+        return self.corrected(context, _critic(context)[1])
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,7 @@ class QControlVariate(Scaled):
                 drawn = one_hot((probs / noise).argmax(-1), probs.shape[-1]).to(probs.dtype)
                 advantage = ((drawn - probs) * table).sum((-1, -2))
                 fresh += advantage[..., None, None] * (drawn - probs) / self.num_samples
-            gradient, statistics = self.corrected(context, mean + own, score, fresh)
-        return SiteTerm(gradient * context.table[0], statistics)
+        return self.corrected(context, mean + own, fresh)
 
 
 class LocalCost(Estimator):

@@ -2,6 +2,7 @@ r"""Relaxed values: as control variates (REBAR and RELAX), in place of the value
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,11 +21,23 @@ from pyro_bpq.estimators.variates import (
     Scale,
     Scaled,
     centre,
-    fill,
     network,
     scale_option,
 )
 from pyro_bpq.rollout.features import finite_components
+
+# A function of a relaxed draw ``z`` with values ``(G, M, plates)``.
+Variate = Callable[[Tensor], Tensor]
+
+
+def _slopes(context: SiteContext, variate: Variate, keeps: bool = False) -> tuple[Tensor, Tensor]:
+    """``c(z̃)``, and the derivative of ``c(z) - c(z̃)`` to free logits; ``keeps`` their graph."""
+    log_probs, index = context.table
+    with torch.enable_grad():
+        leaf = relaxation.parameters(log_probs).detach().requires_grad_()
+        free, given = map(variate, relaxation.draw_pair(leaf, index, context.program.generator))
+        (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=keeps)
+    return given, relaxation.of_logits(path, leaf.detach(), index)
 
 
 class Relaxed(Tempered, Scaled):
@@ -33,19 +46,15 @@ class Relaxed(Tempered, Scaled):
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
 
-    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
-        """``c(z̃)``, and the derivative of ``c(z) - c(z̃)`` with respect to the parameters, detached."""
+    def variate(self, context: SiteContext) -> Variate:
+        """The function ``c``, with its derivative."""
         raise NotImplementedError
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Attaches the gradient to the parameters of the relaxation."""
-        log_probs, index = context.table
-        params = relaxation.parameters(log_probs)
-        leaf = params.detach()
-        value, path = self.variate(context, leaf)
-        score, natural = relaxation.score(leaf, index), lambda part: relaxation.natural(part, leaf, index)
-        gradient, statistics = self.corrected(context, value, score, path, natural)
-        return SiteTerm(gradient * params, statistics)
+        """Attaches the gradient to the log-probabilities."""
+        value, path = _slopes(context, self.variate(context))
+        # Without a slope it is no valid control variate: a cost may have one that no gradient shows.
+        return self.corrected(context, value.detach() * path.any(), path)
 
 
 @dataclass(frozen=True)
@@ -81,20 +90,17 @@ class REBAR(Relaxed):
         refused = needs_float_value(self, site)
         return refused and refused.replace("use ", "use OneHotCategorical, RELAX() or " if site.components else "use ")
 
-    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
+    def variate(self, context: SiteContext) -> Variate:
         """The cost-to-go in the program in which sites downstream keep the values of a third run."""
-        program, index = context.program, context.table[1]
-        held = program.held(relaxation.independent_value(params, index, program))
-        with torch.enable_grad():
-            leaf = params.detach().requires_grad_()
-            pair = relaxation.draw_pair(leaf, index, program.generator)
-            values = [relaxation.to_value(relaxation.relax(z, self.tau, index), program) for z in pair]
-            _, slope = held.gradient(values[0])
-            cost, slope_given = held.gradient(values[1])
-            total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
-            (path,) = torch.autograd.grad(total, leaf)
-        # If no gradient flows through the cost, its slope is unknown. Without the slope it is no valid control variate.
-        return cost * (slope.any() | slope_given.any()), path
+        program, (log_probs, index) = context.program, context.table
+        held = program.held(relaxation.independent_value(relaxation.parameters(log_probs), index, program))
+
+        def cost(z: Tensor) -> Tensor:
+            value = relaxation.to_value(relaxation.relax(z, self.tau, index), program)
+            known, slope = held.gradient(value.detach())
+            return known + event_sum(slope * (value - value.detach()), known.dim())
+
+        return cost
 
 
 @dataclass(frozen=True)
@@ -135,21 +141,19 @@ class RELAX(Estimator):
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation, and takes a training step of the network."""
         (log_probs, index), variate = context.table, self.variate
-        params = relaxation.parameters(log_probs)
+        params = relaxation.parameters(log_probs).detach()
         with torch.enable_grad():
-            leaf = params.detach().requires_grad_()
             weights = context.statistics["phi"].detach().requires_grad_()
-            temperature = self.temperature * fill(weights[:, -1].exp(), leaf)
-            pair = relaxation.draw_pair(leaf, index, context.program.generator)
-            features = [_features(z, leaf.detach(), temperature, index) for z in pair]
-            free, given = (variate.evaluate(weights, own, context) for own in features)
-            (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=True)
+            temperature = self.temperature * weights[:, -1].exp().reshape(-1, *(1,) * (params.dim() - 1))
+
+            def cost(z: Tensor) -> Tensor:
+                return variate.evaluate(weights, _features(z, params, temperature, index), context)
+
+            given, path = _slopes(context, cost, keeps=True)
             centred, control = centre(context.cost, given, context)
-            score = relaxation.score(leaf.detach(), index)
-            gradient = fill(centred - control, score) * score + path
-            objective = relaxation.natural(gradient, leaf, index).square().flatten(1).mean(1)
-            statistics = variate.train(weights, objective, given, context)
-        return SiteTerm(gradient.detach() * params, statistics)
+            gradient = (centred - control)[..., None, None] * context.score_table[1] + path
+            statistics = variate.train(weights, gradient.square().flatten(1).mean(1), given, context)
+        return SiteTerm(gradient.detach() * log_probs, statistics)
 
 
 def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
@@ -184,16 +188,11 @@ class RELAXQ(Relaxed):
 
     uses_critic: ClassVar[bool] = True
 
-    def variate(self, context: SiteContext, params: Tensor) -> tuple[Tensor, Tensor]:
+    def variate(self, context: SiteContext) -> Variate:
         """The critic's ``Q``."""
         index, table = context.table[1], q_table(context)
-        with torch.enable_grad():
-            leaf = params.detach().requires_grad_()
-            pair = relaxation.draw_pair(leaf, index, context.program.generator)
-            free, given = ((relaxation.relax(z, self.tau, index) * table).sum((-1, -2)) for z in pair)
-            (path,) = torch.autograd.grad((free - given).sum(), leaf)
-        level = context.cost.new_zeros(()) if context.level is None else context.level
-        return level + given.detach(), path
+        level = 0.0 if context.level is None else context.level
+        return lambda z: level + (relaxation.relax(z, self.tau, index) * table).sum((-1, -2))
 
 
 @dataclass(frozen=True)

@@ -153,18 +153,11 @@ def parameters(log_probs: Tensor) -> Tensor:
     return log_probs[..., 1] - log_probs[..., 0] if log_probs.shape[-1] == 2 else log_probs
 
 
-def score(params: Tensor, index: Tensor) -> Tensor:
-    """Derivative of ``log q`` of the sample with respect to the parameters."""
+def of_logits(slope: Tensor, params: Tensor, index: Tensor) -> Tensor:
+    """The derivative to free logits ``(..., D, K)``, from the one to the parameters."""
     if params.dim() == index.dim():
-        return index.to(params.dtype) - params.sigmoid()
-    return one_hot(index, params.shape[-1]).to(params.dtype)
-
-
-def natural(gradient: Tensor, params: Tensor, index: Tensor) -> Tensor:
-    """Converts a gradient with respect to the parameters to one with respect to free logits."""
-    if params.dim() == index.dim():
-        return gradient
-    return gradient - params.detach().exp() * gradient.sum(-1, keepdim=True)
+        return torch.stack((-slope, slope), -1)
+    return slope - params.exp() * slope.sum(-1, keepdim=True)
 
 
 def relax(z: Tensor, temperature: float | Tensor, index: Tensor) -> Tensor:

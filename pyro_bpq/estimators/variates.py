@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bpq.critics.nets import check_hidden
 from pyro_bpq.errors import Checked, is_real, option, positive
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, past, site_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, past, site_mean
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import leave_one_out
 
@@ -100,11 +100,6 @@ def update_means(cost: Tensor, variate: Tensor, context: SiteContext, decay: flo
     return {"means": context.running_mean("means", new, decay)}
 
 
-def fill(tensor: Tensor, like: Tensor) -> Tensor:
-    """Adds trailing dimensions, up to those of ``like``."""
-    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
-
-
 class Scaled(Estimator):
     """Base of the estimators ``u - a v``, with fields ``scale``, ``a``, and ``decay`` of running means. Unbiased."""
 
@@ -118,24 +113,25 @@ class Scaled(Estimator):
         """Running means and products for the scale."""
         return {"means": (0.0, 0.0), **scale_statistics(self.scale)}
 
-    def corrected(
-        self, context: SiteContext, value: Tensor, score: Tensor, path: Tensor, natural: Any = lambda part: part
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient ``u - a v``, and new running statistics.
+    @torch.no_grad()
+    def corrected(self, context: SiteContext, value: Tensor, path: Tensor | float = 0.0) -> SiteTerm:
+        """The term whose gradient is ``u - a v``, and new running statistics.
 
             u = (C - b) s,   v = (c - b_c) s - p
+
+        ``s`` is the derivative of ``log q`` to free logits.
 
         Args:
             context: Tensors of the sites.
             value: The predicted cost ``c``, ``(G, M, plates)``.
-            score: The derivative ``s`` of ``log q`` to parameters, ``(G, M, plates, ...)``.
-            path: The derivative ``p`` of the expectation of ``c`` to them.
-            natural: Converts gradients to those with respect to free logits.
+            path: The derivative ``p`` of the expectation of ``c`` to free logits, ``(G, M, plates, D, K)``.
         """
-        centred, control = (fill(part, score) for part in centre(context.cost, value, context))
+        log_probs, score = context.table[0], context.score_table[1]
+        centred, control = (part[..., None, None] for part in centre(context.cost, value, context))
         plain, variate = centred * score, control * score - path
-        gradient = plain - fill(read_scale(self.scale, context), plain) * variate
-        return gradient, self.updated(context, value, natural(plain), natural(variate))
+        gradient = plain - read_scale(self.scale, context)[..., None, None] * variate
+        with torch.enable_grad():
+            return SiteTerm(gradient * log_probs, self.updated(context, value, plain, variate))
 
     def updated(self, context: SiteContext, value: Tensor, *parts: Tensor) -> dict[str, Tensor]:
         """New running statistics, from the predicted cost and, if known, from ``u`` and ``v``."""

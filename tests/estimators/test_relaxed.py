@@ -26,16 +26,17 @@ from pyro_bpq.estimators import (
     ScoreFunction,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
-from pyro_bpq.estimators.relaxation import score
+from pyro_bpq.estimators.relaxation import of_logits
 from pyro_bpq.rollout.features import Components
 
 
-def test_score_is_the_derivative_of_the_log_probability() -> None:
-    logits, index = real(0.3, -0.7).requires_grad_(), torch.tensor([1, 0])
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, index.double(), reduction="sum")
-    torch.testing.assert_close(score(logits.detach(), index), -torch.autograd.grad(loss, logits)[0])
-    # Log-probabilities are parameters themselves.
-    assert score(real([0.1, 0.5, -0.3]).log_softmax(-1), torch.tensor([2])).tolist() == [[0.0, 0.0, 1.0]]
+def test_slopes_are_those_of_free_logits() -> None:
+    index = torch.tensor([1])
+    assert of_logits(real(0.3), real(0.7), index).tolist() == [[-0.3, 0.3]]
+    logits = real([0.1, 0.5, -0.3]).requires_grad_()
+    slope, log_probs = real([0.2, -0.4, 0.9]), logits.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((slope * log_probs).sum(), logits)
+    torch.testing.assert_close(of_logits(slope, log_probs.detach(), index), wanted)
 
 
 def quadratic(value: Tensor) -> Tensor:
