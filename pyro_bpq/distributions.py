@@ -57,29 +57,13 @@ class _Choices(TorchDistribution):
         return values.expand(-1, *self.batch_shape, *self.event_shape) if expand else values
 
 
-class _HasItems(constraints.Constraint):
-    """Vectors of zeros and ``k`` ones."""
+class _Values(constraints.Constraint):
+    """Vectors of whole numbers that pass a test."""
 
     is_discrete, event_dim = True, 1
 
-    def __init__(self, k: int) -> None:
-        self.k = k
-
-    def check(self, value: Tensor) -> Tensor:
-        return ((value == 0) | (value == 1)).all(-1) & (value.sum(-1) == self.k)
-
-
-class _AreDistinct(constraints.Constraint):
-    """Vectors of different numbers below ``n``."""
-
-    is_discrete, event_dim = True, 1
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def check(self, value: Tensor) -> Tensor:
-        is_inside, ordered = ((value >= 0) & (value < self.n)).all(-1), value.sort(-1).values
-        return is_inside & (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+    def __init__(self, check: Callable[[Tensor], Tensor]) -> None:
+        self.check = check  # type: ignore[method-assign]
 
 
 def _log_sums(logits: Tensor, k: int) -> Tensor:
@@ -122,7 +106,7 @@ class KSubset(_Choices):
     @property
     def support(self) -> constraints.Constraint:
         """Vectors of zeros and ``k`` ones."""
-        return _HasItems(self.k)
+        return _Values(lambda value: ((value == 0) | (value == 1)).all(-1) & (value.sum(-1) == self.k))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probability of subsets, ``(batch,)``, in nats."""
@@ -217,7 +201,11 @@ class PlackettLuce(_Choices):
     @property
     def support(self) -> constraints.Constraint:
         """Vectors of different whole numbers below ``n``."""
-        return _AreDistinct(self.n)
+        return _Values(self._are_distinct)
+
+    def _are_distinct(self, value: Tensor) -> Tensor:
+        is_inside, ordered = ((value >= 0) & (value < self.n)).all(-1), value.sort(-1).values
+        return is_inside & (ordered[..., 1:] != ordered[..., :-1]).all(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probability of orders, ``(batch,)``, in nats."""

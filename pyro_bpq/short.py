@@ -1,9 +1,10 @@
-"""Short texts: option objects without what has its default value, aligned tables, and short numbers."""
+"""Short texts, of options, tables and numbers, and snapshots: small things that import nothing."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NoReturn
@@ -106,3 +107,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table; the first column is left-aligned, the others are right-aligned."""
     rule = ["-" * max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return aligned([head, rule, *rows], str.rjust)
+
+
+# Snapshots of objects and dictionaries, by which a step that fails is undone.
+
+
+def snapshot(part: Any) -> dict[Any, Any]:
+    """The items of a dictionary; or the attributes of an object, whose collections are copied, not what they hold."""
+    own = part if isinstance(part, dict) else vars(part)
+    kinds = () if own is part else (dict, list, set, deque)
+    return {name: value.copy() if isinstance(value, kinds) else value for name, value in own.items()}
+
+
+def restore(part: Any, mark: Mapping[Any, Any]) -> None:
+    """Takes an object or a dictionary back to a snapshot."""
+    own = part if isinstance(part, dict) else vars(part)
+    own.clear()
+    own.update(mark)

@@ -27,11 +27,11 @@ MAX_LINES = 500
 
 # A folder imports from those before it; modules of one folder import each other without cycles.
 ORDER = (
-    *("errors", "short", "snapshots", "distributions", "graph", "rollout", "critics", "estimators"),
+    *("errors", "short", "distributions", "graph", "rollout", "critics", "estimators"),
     *("record", "step", "plan", "reruns", "compiled", "objectives", "svi", "testing", "diagnostics"),
     "__init__",
 )
-TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
+TENSOR_FREE = frozenset(("errors", "short", "graph"))
 MAY_IMPORT_PYRO = frozenset(
     ("distributions", "record", "plan", "reruns", "compiled", "objectives", "svi", "testing", "diagnostics")
 )
@@ -184,13 +184,13 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15285,
-    "modules": 116,
-    "top": 245,
+    "pyro_bpq": 15237,
+    "modules": 114,
+    "top": 239,
     "compiled/": 1218,
-    "critics/": 813,
+    "critics/": 811,
     "diagnostics/": 572,
-    "estimators/": 1424,
+    "estimators/": 1392,
     "graph/": 683,
     "objectives/": 1714,
     "plan/": 964,
@@ -199,7 +199,7 @@ BUDGETS = {
     "rollout/": 498,
     "step/": 1295,
     "svi/": 277,
-    "testing/": 870,
+    "testing/": 862,
     "tests": 19963,
     "benchmarks": 3000,
     "words of docs": 15972,

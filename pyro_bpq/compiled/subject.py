@@ -29,7 +29,7 @@ from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.further import Draws, LentBuffers
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
-from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.short import restore, snapshot
 from pyro_bpq.step.surrogate import Step
 
 # Those of torch whose own code takes the step size as a tensor.

@@ -240,12 +240,10 @@ def advantages(
             "different readers. Write gamma=1.0, or leave out of the graph the edges that a longer way leads around."
         )
     returns = lambda_return(network, q, costs, lam, gamma, expected)
-    totals, plates = {name: cost.detach() for name, cost in costs.items()}, network.plates
+    backups = Backups(network, costs, 0.0, gamma)
     for node in network.nodes:
-        own = plates[node.name]
-        found_here = [sum_to_plates(totals[c], plates[c], own) for c in node.immediate]
-        immediate = gamma * sum(found_here, torch.zeros(()))
-        totals[node.name] = immediate + (q[node.name].detach() if node.name in q else returns[node.name])
+        backups.put(node, returns[node.name], q[node.name].detach() if node.name in q else None)
+    totals = backups.found
     ahead = totals | {name: value.detach() for name, value in (expected or {}).items()}
     found = {}
     for site in network.graph.index:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import Block, CriticBank, Selection
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.short import restore, snapshot
 
 
 class Weight(nn.Module):

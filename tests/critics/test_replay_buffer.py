@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout
-from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.short import restore, snapshot
 
 
 def stored(number: int) -> StoredRollout:

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from pyro_bpq import SlowTracking, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import RELAX, CriticBaseline, CrossedLeaveOneOut, NetworkVariate, QProp, ReinMax
-from pyro_bpq.estimators.all_action import _moment_terms
+from pyro_bpq.estimators.all_action import CRITIC, SIZE, _moment_terms, _partial
 from pyro_bpq.estimators.relax import _features
 from pyro_bpq.estimators.relaxation import signs
-from pyro_bpq.estimators.scales import CRITIC, SIZE, _partial
 from pyro_bpq.rollout.features import Standardised
 from pyro_bpq.testing.contract import default_problems, with_statistics
 

@@ -16,7 +16,7 @@ from steps import assert_equal
 
 from pyro_bpq import CriticLearner
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.scales import SIZE
+from pyro_bpq.estimators.all_action import SIZE
 from pyro_bpq.rollout.distributed import Ranks
 
 pytestmark = [
