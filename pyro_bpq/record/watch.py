@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.record.config import SiteOptions, site_options
+from pyro_bpq.record.config import SiteOptions, cost_options, site_options
 from pyro_bpq.record.key import Call, attributes_of
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.statements import Answers, Given, check_particles, link, linked, owner_of
@@ -83,6 +83,10 @@ class Watch(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         if not self.is_guide:
+            drawn = self.met["guide"].get(msg["name"])
+            if msg["is_observed"] and not (drawn is None or drawn["is_observed"] or cost_options(msg)):
+                # The value that it scores is not the one that the guide has drawn.
+                msg["name"] += " (observed)"
             return
         if msg["done"]:
             self.given.add(msg["name"])

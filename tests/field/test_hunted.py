@@ -117,6 +117,21 @@ def test_what_rows_and_components_read(name: str) -> None:
     assert_unbiased(elbo.eval(), *programs)
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_site_of_the_guide_that_the_model_observes(is_hidden: bool) -> None:
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=logits()[0]))
+        pyro.sample("x", dist.Bernoulli(logits=logits()[1] + z), infer={"is_auxiliary": True})
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(prior()[0]))
+        pyro.sample("x", dist.Bernoulli(logits=2.0 * z), obs=torch.ones((), dtype=torch.float64))
+
+    elbo = TraceBackpropQ_ELBO(2 if is_hidden else 1)
+    elbo.particles.change(is_hidden=is_hidden)
+    assert_unbiased(trained(elbo, model, guide, steps=2).eval(), model, guide)
+
+
 KEPT = torch.tensor([True, False])
 
 
