@@ -184,7 +184,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15240,
+    "pyro_bpq": 15234,
     "modules": 114,
     "top": 239,
     "compiled/": 1218,
@@ -192,7 +192,7 @@ BUDGETS = {
     "diagnostics/": 572,
     "estimators/": 1392,
     "graph/": 683,
-    "objectives/": 1714,
+    "objectives/": 1708,
     "plan/": 964,
     "record/": 3666,
     "reruns/": 1049,

@@ -284,18 +284,15 @@ def _check_options(given: Mapping[str, Any]) -> None:
     """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     number, lam, gamma = given["num_particles"], given["lam"], given["gamma"]
     hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(number) else ""
-    lam_holds = callable(lam) or (is_real(lam) and 0.0 <= lam <= 1.0)
-    gamma_holds = callable(gamma) or (is_real(gamma) and 0.0 < gamma <= 1.0)
+    is_number = number is None or is_whole(number, 1)
+    is_lam = callable(lam) or (is_real(lam) and 0.0 <= lam <= 1.0)
+    is_gamma = callable(gamma) or (is_real(gamma) and 0.0 < gamma <= 1.0)
     for name, holds, advice in (
-        (
-            "num_particles",
-            number is None or is_whole(number, 1),
-            f"a positive integer, or None to leave it open.{hint}",
-        ),
+        ("num_particles", is_number, f"a positive integer, or None to leave it open.{hint}"),
         ("window", is_whole(given["window"], 1), "a positive integer."),
         ("seed", is_whole(given["seed"]), "a whole number."),
-        ("lam", lam_holds, "a number in [0, 1] or a function of the step."),
-        ("gamma", gamma_holds, "a number in (0, 1] or a function of the step."),
+        ("lam", is_lam, "a number in [0, 1] or a function of the step."),
+        ("gamma", is_gamma, "a number in (0, 1] or a function of the step."),
         ("learner", isinstance(given["learner"], CriticLearner | None), "CriticLearner(lr=...) or None."),
     ):
         if not holds:

@@ -126,8 +126,8 @@ class Objective(CountedELBO, nn.Module):
 
     @property
     def _needs_nesting(self) -> bool:
-        """Whether dimensions to the left of all plates are used."""
-        return self.vectorize_particles
+        """Whether dimensions to the left of all plates are used: by particles, or by enumerated values."""
+        return self.vectorize_particles or self.runner.enumerates
 
     @property
     def learner(self) -> CriticLearner | None:

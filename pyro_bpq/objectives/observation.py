@@ -121,9 +121,10 @@ class Runner(ABC):
         noise: Source of what estimators draw themselves.
         is_settled: Whether the next run does what the last one did, as far as is known.
         looks_for_jumps: Whether runs in which pathwise gradients miss jumps are taken once more, with scores.
+        enumerates: Whether marked sites are summed out, in dimensions of their own.
     """
 
-    is_settled, looks_for_jumps = True, False
+    is_settled, looks_for_jumps, enumerates = True, False, False
 
     def __init__(self, structure: str, seed: int) -> None:
         self.recordings, self.noise = Recordings(structure), NoiseSource(seed)

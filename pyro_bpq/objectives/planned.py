@@ -90,11 +90,6 @@ class PlannedObjective(Objective):
         graphs = [known.graph for known in self.runner.recordings.known.values()]
         return {"planner": self.planner, "graphs": graphs, "kl": self.analytic_kl}
 
-    @property
-    def _needs_nesting(self) -> bool:
-        # Dimensions of enumerated values lie to the left of all plates, too.
-        return self.vectorize_particles or self.runner.enumerates
-
     # More ways to learn.
 
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
