@@ -168,7 +168,7 @@ def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
     for node in recorded.core.nodes:
         found.append((node.func, put(node.args), put(sorted(node.kwargs.items(), key=str)), put(node.result)))
     # A run that makes parameters has their first numbers.
-    constants = {*recorded.core.given} & recording.constants - {*recorded.stored.values()}
+    constants = {*recorded.core.given} & recording.constants - {*recorded.come_from("parameter").values()}
     found += [(put(value), put(recording.tensors[value].tolist())) for value in sorted(constants)]
     return Path([read for mask, read in recording.told if mask & ~bits], found)
 

@@ -31,6 +31,9 @@ _MOST_READ = 4096
 _LOST, _NOISE, _FIRST_SITE = 1, 2, 4
 
 
+Outside = tuple[str, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """A recording whose values have names.
@@ -44,9 +47,7 @@ class Recorded:
         costs: The value of each cost in nats, before it is scaled and masked if no site decides how.
         unweighted: Costs that are to be scaled and masked.
         laws: The log-probability of the value of each site of the guide, neither scaled nor masked.
-        reached: Values of tensors of the call, by their position in it.
-        subsamples: Values of the indices that plates have drawn, by name of the plate.
-        stored: Values of the parameters in Pyro's store, by name.
+        outside: Values of what comes from elsewhere, by what it is, see :func:`outside_of`.
         parameters: Values of the guide's parameters, by name, as ``pyro.param`` has returned them.
         traced: The values of the tensors in the traces of the run, in a fixed order.
         differentiable: The sum of all costs through which pathwise gradients flow.
@@ -60,9 +61,7 @@ class Recorded:
     costs: Mapping[str, Value]
     unweighted: frozenset[str]
     laws: Mapping[str, Value]
-    reached: Mapping[int, Value]
-    subsamples: Mapping[str, Value]
-    stored: Mapping[str, Value]
+    outside: Mapping[Outside, Value]
     parameters: Mapping[str, Value]
     traced: tuple[Value, ...] = ()
     differentiable: Value | None = None
@@ -119,17 +118,18 @@ class Recorded:
             call: The call that it was.
             weights: Scale and mask of each of its costs.
         """
-        found = dict(self.recording.tensors)
-        stored = dict(pyro.get_param_store().named_parameters())
-        found.update({value: stored[name] for name, value in self.stored.items()})
-        found.update({value: call.tensors[i] for i, value in self.reached.items()})
-        found.update({value: subsamples[name] for name, value in self.subsamples.items() if name in subsamples})
+        found, now = dict(self.recording.tensors), outside_of(call, subsamples)
+        found.update({value: now[key] for key, value in self.outside.items() if key in now})
         found.update({site.value: values[name].detach() for name, site in self.drawn.items() if name in values})
         return Bound(self, found, {name: weight for name, weight in weights.items() if name in self.unweighted})
 
+    def come_from(self, place: str) -> dict[Any, Value]:
+        """The values of what comes from a call, from parameters, or from plates."""
+        return {name: value for (own, name), value in self.outside.items() if own == place}
+
     def check(self) -> Check | None:
         """The check of the calls of such runs; ``None`` if what Python has read cannot be told in advance."""
-        recording, stored = self.recording, tuple(self.stored)
+        recording, stored = self.recording, tuple(self.come_from("parameter"))
         wanted = tuple(dict.fromkeys(guard.value for guard in recording.guards))
         if not wanted:
             return Check(stored=stored)
@@ -137,10 +137,10 @@ class Recorded:
             function = recording.cut(wanted)
         except Uncut:
             return None
-        place = {value: i for i, value in self.reached.items()}
+        place = {value: i for i, value in self.come_from("call").items()}
         others = {value: recording.tensors[value] for value in function.given if value not in place}
         size = sum(math.prod(recording.shapes[value]) for value in wanted)
-        lasts = recording.lasts(others) and others.keys().isdisjoint(self.subsamples.values())
+        lasts = recording.lasts(others) and others.keys().isdisjoint(self.come_from("plate").values())
         if function.draws or size > _MOST_READ or not lasts:
             return None
         counts = (own.value for own in recording.guards if isinstance(own.read, tuple))
@@ -288,17 +288,19 @@ def doubled(tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
     return {value: own.double() if own.is_floating_point() else own for value, own in tensors.items()}
 
 
-def inputs_in(tape: Tape, call: Call) -> tuple[dict[int, Value], dict[str, Value], dict[Value, Tensor]]:
-    """The tensors of a call that a tape has met, by position, and the parameters; none that was written into.
+def outside_of(call: Call, subsamples: Mapping[str, Any]) -> dict[Outside, Tensor]:
+    """What a run takes from elsewhere: tensors of its call, by position; parameters and indices of plates, by name."""
+    found: dict[Outside, Tensor] = {("call", i): own for i, own in enumerate(call.tensors)}
+    found.update({("parameter", name): own for name, own in pyro.get_param_store().named_parameters()})
+    found.update({("plate", name): own for name, own in subsamples.items() if isinstance(own, Tensor)})
+    return found
 
-    Also the tensors of these parameters: the run may have made them.
-    """
+
+def inputs_in(tape: Tape, call: Call, subsamples: Mapping[str, Any]) -> dict[Outside, Tensor]:
+    """Of these what a tape has met, and nothing that was written into."""
     written = {id(tape.inputs[value]) for value in tape.before}
 
     def is_input(own: Tensor) -> bool:
         return tape.knows(own) and id(own) not in written and not tape.mask_of(own)
 
-    reached = {i: tape.value_of(own) for i, own in enumerate(call.tensors) if is_input(own)}
-    stored = {name: own for name, own in pyro.get_param_store().named_parameters() if is_input(own)}
-    values = {name: tape.value_of(own) for name, own in stored.items()}
-    return reached, values, {values[name]: own for name, own in stored.items()}
+    return {key: own for key, own in outside_of(call, subsamples).items() if key[0] == "plate" or is_input(own)}

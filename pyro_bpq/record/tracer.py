@@ -260,16 +260,17 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         if (bare := unmasked(fn)) is not fn:
             law = unchecked(bare).log_prob(site["value"])
         laws[name] = tape.value_of(law)
-    subsamples = {name: tape.value_of(own) for name, own in watch.subsamples.items() if isinstance(own, Tensor)}
-    values.update({subsamples[name]: watch.subsamples[name] for name in subsamples})
-    reached, stored, made = inputs_in(tape, watch.options.call)
+    inputs = inputs_in(tape, watch.options.call, watch.subsamples)
+    outside = {key: tape.value_of(own) for key, own in inputs.items()}
+    # Parameters that the run has made are among them.
+    values.update({outside[key]: own for key, own in inputs.items()})
     own = {name: site["value"] for name, site in traced.guide_trace.nodes.items() if site["type"] == "param"}
     parameters = {name: tape.value_of(value) for name, value in own.items() if isinstance(value, Tensor)}
     # From such runs those of further particles are computed.
     is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
     marked = [own.elements for part in (scored, drawn) for own in part.values()]
     return Recorded(
-        recording=Recording.of(tape, values | made, marked),
+        recording=Recording.of(tape, values, marked),
         reads=Reads.over(tape.bits, traced.reads or {}),
         self_read=_self_read(tape, model_sites),
         drawn=drawn,
@@ -277,9 +278,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         costs=costs,
         unweighted=frozenset(unweighted),
         laws=laws,
-        reached=reached,
-        stored=stored,
-        subsamples=subsamples,
+        outside=outside,
         parameters=parameters,
         traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_one else (),
         differentiable=tape.value_of(traced.run.differentiable) if is_one else None,
