@@ -184,7 +184,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15234,
+    "pyro_bpq": 15227,
     "modules": 114,
     "top": 239,
     "compiled/": 1218,
@@ -194,7 +194,7 @@ BUDGETS = {
     "graph/": 683,
     "objectives/": 1708,
     "plan/": 964,
-    "record/": 3666,
+    "record/": 3659,
     "reruns/": 1049,
     "rollout/": 498,
     "step/": 1295,

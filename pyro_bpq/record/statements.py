@@ -68,14 +68,12 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
         raise OptionError(f'cost({name!r}, ...): the name comes first. Write cost("loss", function, z).')
     if args and not is_function:
         raise OptionError(f"Cost {name!r}: arguments {args!r} without a function; write cost({name!r}, function, ...).")
-    if is_function:
-        found = _call(name, exact, value, *args, name=name, infer={"exact": exact})
-    else:
-        found = _tensor(name, exact, value, ())
-    # What is no tensor is of a handler that skipped the function, or gave the result of an earlier call.
-    tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
+    # A handler may skip the function, or give the result of an earlier call.
+    asked = {"exact": exact, "is_called": True}
+    found = _call(name, exact, value, *args, name=name, infer=asked) if is_function else _tensor(name, exact, value, ())
+    tensor = torch.zeros(()) if found is None else found
     if am_i_wrapped():
-        size = tensor.numel() if isinstance(found, Tensor) else 0
+        size = tensor.numel() if asked["is_called"] else 0
         infer = {"is_auxiliary": True, "bpq_cost": CostOptions(exact, is_function, size)}
         try:
             fn = _Cost(tensor)
@@ -84,13 +82,6 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
             raise UnsupportedSiteError(f"The cost {name!r} is NaN at {count} elements. {NO_NUMBER}") from error
         pyro.sample(name, fn, obs=tensor.detach().new_empty((*tensor.shape, 0)), infer=infer)  # type: ignore[arg-type]
     return tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """Wraps an earlier result, in place of a call that was not made."""
-
-    value: Tensor
 
 
 @effectful(type="bpq_cost")
@@ -183,7 +174,7 @@ class SkipCosts(_Further):
     """Skips the functions of costs."""
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        msg["done"] = True
+        msg["done"], msg["infer"]["is_called"] = True, False
 
 
 class GiveCosts(_Further):
@@ -195,7 +186,8 @@ class GiveCosts(_Further):
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if msg["name"] in self.values:
-            msg["value"], msg["done"] = Given(self.values[msg["name"]].clone()), True
+            msg["value"], msg["done"] = self.values[msg["name"]].clone(), True
+            msg["infer"]["is_called"] = False
 
 
 def given_costs(trace: Any) -> dict[str, Tensor]:

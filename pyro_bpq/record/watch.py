@@ -21,7 +21,7 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.config import SiteOptions, cost_options, site_options
 from pyro_bpq.record.key import Call, attributes_of
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
-from pyro_bpq.record.statements import Answers, Given, check_particles, link, linked, owner_of
+from pyro_bpq.record.statements import Answers, check_particles, link, linked, owner_of
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.record.values import tensors_in
 from pyro_bpq.rollout.features import base_distribution, count_components, finite_components
@@ -150,8 +150,7 @@ class Watch(Messenger):
                 check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
         # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
         if self.tape is not None and not msg["infer"]["exact"]:
-            value = msg["value"]
-            result = value.value if isinstance(value, Given) else value
+            result = msg["value"]
             mask = self.tape.close_call(owner_of(msg["args"][2]), msg["args"][3:], result)
             self.tape.made(same, (result,), result, mask)
             self.tape.hide(result, "a function of a cost")
