@@ -185,7 +185,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
     "pyro_bpq": 15227,
-    "modules": 114,
+    "modules": 113,
     "top": 239,
     "compiled/": 1218,
     "critics/": 811,

@@ -35,7 +35,7 @@ from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.values import Node, RecordingError, Value
 from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.reruns.leaves import gradients_of, inputs_of
-from pyro_bpq.rollout.schedule import RecordedStep, scheduled
+from pyro_bpq.rollout.runs import RecordedStep, scheduled
 
 # Number of shapes that are shown.
 _SHOWN = 6

@@ -27,8 +27,7 @@ from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.further import Draws, LentBuffers
-from pyro_bpq.rollout.runs import Program
-from pyro_bpq.rollout.schedule import RecordedStep
+from pyro_bpq.rollout.runs import Program, RecordedStep
 from pyro_bpq.short import restore, snapshot
 from pyro_bpq.step.surrogate import Step
 

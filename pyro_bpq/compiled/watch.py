@@ -30,7 +30,7 @@ from pyro_bpq.record.key import Call, is_library
 from pyro_bpq.record.operators import effects_of, has_scalars, one_hot, put, selected, sizing
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.record.values import Guard, Value, put_back, tensors_in
-from pyro_bpq.rollout.schedule import scheduled
+from pyro_bpq.rollout.runs import scheduled
 
 _ATEN = torch.ops.aten
 # Numbers of Python become tensors here.

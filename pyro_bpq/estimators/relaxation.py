@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot, softplus
 
 from pyro_bpq.errors import OptionError, is_real, option
 from pyro_bpq.estimators.base import Estimator, SiteProgram
-from pyro_bpq.rollout.schedule import at
+from pyro_bpq.rollout.runs import at
 
 # A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
 Temperature = float | Tensor | Callable[[int], float]

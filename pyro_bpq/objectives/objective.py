@@ -22,8 +22,7 @@ from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.objectives.particle_count import CountedELBO
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.leaves import add_gradients, inputs_of, with_gradients
-from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.rollout.schedule import Schedule, at
+from pyro_bpq.rollout.runs import Particles, Program, Schedule, at
 from pyro_bpq.short import Pending, restore, snapshot
 from pyro_bpq.step.learning import Learning
 from pyro_bpq.step.surrogate import Step

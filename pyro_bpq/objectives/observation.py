@@ -22,8 +22,7 @@ from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.record.watch import PARTICLES, samples
 from pyro_bpq.reruns.values import Values, is_alike
-from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.rollout.schedule import NoiseSource
+from pyro_bpq.rollout.runs import NoiseSource, Particles, Program
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step
