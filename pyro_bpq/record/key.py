@@ -301,6 +301,10 @@ class Keys:
         varying = self.counters
         return tuple(None if i in varying else entry for i, entry in enumerate(spec)) if varying else tuple(spec)
 
+    def left_out(self) -> list[Hashable]:
+        """The numbers of the last call that its key leaves out."""
+        return [self._last[i] for i in sorted(self.counters)]
+
     @property
     def counters(self) -> set[int]:
         """Positions of the numbers that are left out."""

@@ -35,6 +35,8 @@ STRUCTURES = ("auto", "dynamic", "dense")
 _LONGEST = 64
 # Largest numbers of structures and of kinds of calls that are kept.
 _CAPACITY = 256
+# What a run may have that recorded ones do not.
+_OTHER_COSTS, _OTHER_NUMBERS = "other costs, as of a number that is no tensor,", "another number"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,8 @@ class Alike:
         unscored: Plans of structures without scores, by how particles run and by their sites.
         recorded: The last recorded run, by modes of torch, structure and number of particles in it.
         looks: Number of recorded runs that were looked at for jumps; ``paths`` what Python has done in the first ones.
+        numbers: Numbers of the last recorded call that tell no calls apart, since they change from step to step;
+            ``counts`` whether they have changed, and no operator has shown it.
     """
 
     particles: dict[Any, Particles] = field(default_factory=dict)
@@ -81,6 +85,8 @@ class Alike:
     recorded: dict[Any, Recorded] = field(default_factory=dict)
     looks: int = 0
     paths: list[Path] = field(default_factory=list)
+    numbers: list[Hashable] = field(default_factory=list)
+    counts: bool = False
 
 
 _Kind = list[tuple[Check, dict[Any, Alike]]]
@@ -171,7 +177,8 @@ class Recordings:
 
     def is_new(self, what: str) -> None:
         """Notes that a run has something that no run of such calls had: from now on they are recorded."""
-        self.now.always = self.now.always or f"it has {what} from step to step"
+        if what is not _OTHER_NUMBERS:
+            self.now.always = self.now.always or f"it has {what} from step to step"
 
     def look_again(self) -> None:
         """Records the next run: what is known may no longer be so."""
@@ -240,13 +247,27 @@ class Recordings:
         """
         if not all(self.knows(run, particles.in_call) for run in runs):
             return "another structure"
-        # What further particles cost is no control variate: it must not be outdated.
-        return "" if bound is None or costs_agree(runs[0], bound) else "other costs, as of a number that is no tensor,"
+        # What further particles cost is no control variate: it must not be outdated. Their values may show another
+        # number where those of the first particle do not. Once more recorded, the run shows if an operator has it.
+        if bound is None or (self._counts_only and costs_agree(runs[0], bound)):
+            return ""
+        return _OTHER_COSTS if self._counts_only else _OTHER_NUMBERS
+
+    @property
+    def _counts_only(self) -> bool:
+        """Whether numbers that have changed since the last recorded run are no operator's, as far as is known."""
+        return self.now.counts or self._keys.left_out() == self.now.numbers
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""
         before, new = self.now.recorded.get(self._key(traced, number)), traced.recorded
-        if before is None or new is None or not before.is_like(new):
+        if before is None or new is None:
+            return False
+        is_like = before.is_like(new)
+        if self._keys.left_out() != self.now.numbers:
+            self.now.counts = is_like
+            self.now.always = self.now.always or ("" if is_like else f"it has {_OTHER_COSTS} from step to step")
+        if not is_like:
             return False
         new.take_over(before)
         return True
@@ -311,7 +332,7 @@ class Recordings:
         now = self.now
         if now.steps or not now.next:  # else another run of the same step was recorded
             now.next = min(4 * now.next, _LONGEST) or 4
-        now.steps = 0
+        now.steps, now.numbers = 0, self._keys.left_out()
         if traced.escaped_sites and not self.escapes:
             self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is recorded.")
         self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))

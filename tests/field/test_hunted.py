@@ -27,6 +27,7 @@ from pyro_bpq import (
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Differences, Hindsight, SecondRun
 from pyro_bpq.plan import plan as particles
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 DATA, WEIGHTS = torch.tensor([0.5, 1.7, -0.4], dtype=torch.float64), torch.tensor([0.9, -0.6, 1.4], dtype=torch.float64)
@@ -414,3 +415,24 @@ def test_scales_of_further_particles_are_those_of_the_run() -> None:
     losses = [elbo.loss_and_grads(model, guide, 1.0 - 0.1 * step) for step in range(9)]
     assert elbo.particles.now.is_hidden
     assert losses == pytest.approx([1.0 - 0.1 * step for step in range(9)])
+
+
+@pytest.mark.filterwarnings("ignore:Particles run in one call:pyro_bpq.errors.BPQWarning")
+def test_numbers_that_the_first_particle_does_not_show() -> None:
+    """Where its values are zero it costs the same with another factor; further particles do not."""
+
+    def guide(factor: float) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=logits() - 2.0).to_event(1))
+
+    def model(factor: float) -> None:
+        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
+        pyro.factor("f", -factor * z.sum())
+
+    for seed in range(12):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True)
+        for step in range(6):
+            elbo.loss_and_grads(model, guide, 0.1 * step)
+        for run in elbo.observe(Program(model, guide, (0.7,), {}), shows=False).runs:
+            assert float(run.run.costs["-log p(f)"]) == pytest.approx(0.7 * float(run.run.sites["z"].value.sum()))
