@@ -317,7 +317,7 @@ def _reads(tape: Tape, guide_sites: Sites, model_sites: Sites, watch: Watch, hea
 def _only_costs(traced: TracedRun, is_first: bool) -> TracedRun:
     """Returns the run with its cost statements as the only costs."""
     for name, site in samples(traced.guide_trace).items():
-        if site["is_observed"] and cost_options(site) is None:
+        if site["is_observed"] and cost_options(site) is None and not site["infer"].get("_deterministic"):
             raise UnsupportedProgramError(
                 f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
                 f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."

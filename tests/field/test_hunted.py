@@ -359,6 +359,15 @@ def test_errors_in_the_run_that_looks_for_plates_are_told() -> None:
         TraceBackpropQ_ELBO(enumeration="exact").loss_and_grads(model, lambda: None)
 
 
+def test_deterministic_statements_have_a_place_in_expected_costs() -> None:
+    def guide() -> None:
+        z = pyro.deterministic("y", 2.0 * pyro.sample("z", dist.Bernoulli(logits=logits()[0])))
+        cost("c", z)
+
+    objective = trained(ExpectedCost(num_particles=1), None, guide, steps=1)
+    assert_unbiased(objective.eval(), None, guide)  # type: ignore[arg-type]
+
+
 def test_a_cost_without_a_name_is_refused() -> None:
     with pytest.raises(OptionError, match="the name comes first"):
         ExpectedCost().loss_and_grads(None, lambda: cost(lambda z: z, torch.ones(())))  # type: ignore[arg-type]
