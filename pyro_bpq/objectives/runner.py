@@ -22,7 +22,6 @@ from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, SumPlan, check_gradients
 from pyro_bpq.record.jumps import is_undecided
-from pyro_bpq.record.laws import AllValues
 from pyro_bpq.record.program_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import PlainRun, TracedRun, merged_graph
@@ -31,7 +30,7 @@ from pyro_bpq.record.watch import TraceOptions
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.leaves import gradients_of, inputs_of
-from pyro_bpq.reruns.tables import exact_sum
+from pyro_bpq.reruns.tables import AllValues, exact_sum
 from pyro_bpq.reruns.values import Values, flipped_costs, is_alike
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.rollout.sums import in_single
