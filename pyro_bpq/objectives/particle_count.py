@@ -250,14 +250,14 @@ class _Step:
             # Such guides of Pyro make parameters in the shape of their first run.
             with torch.no_grad():
                 self._back(draws, [runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
-        found, mixed = self._run(way), None
+        found, mixed = self._settled(way), None
         if way.has_plate:
             # Without a score no particle is charged with the costs of others: they run as the user has written.
             first, failed = found.runs[0], runner.recordings.failed
             mixed = ("the program", failed) if failed else first.mixes if first.scored else None
         if mixed is None:
             if not self.mode.is_recorded:
-                count.use(runner, way)
+                count.use(runner, count.now)
             return found
         cost, why = mixed
         reason = f"{cost} reads values of other particles"
