@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, programs_of
+from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, checked_rows, programs_of
 from pyro_bpq.plan.planner import PlanCache, Planner
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts, SumPlan, check_gradients
@@ -41,9 +41,6 @@ _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
     'pyro.infer.config_enumerate, or write enumeration="sample".'
 )
-
-# Most rows of values whose costs are compared with those of a run of their own.
-MOST_CHECKED = 8
 
 
 class StepRunner(Runner):
@@ -290,9 +287,9 @@ class StepRunner(Runner):
         loss = self._sum(traced, particles, mode)
         if record:
             assert traced.recorded is not None
-            alone, checked = self.alone(program, particles, traced), torch.linspace(0, rows - 1, MOST_CHECKED).int()
+            alone = self.alone(program, particles, traced)
             values = Values((traced.recorded,), alone, (traced,), recordings.call, nesting)
-            if not all(is_alike(values, row) for row in {*checked.tolist()}):
+            if not all(is_alike(values, row) for row in checked_rows(rows)):
                 self._refuse("a row of values costs something else alone")
             # A program may read a shape. In a recorded run values are as large as their plates. The last run counts:
             # autograd refuses buffers that were put back.

@@ -445,3 +445,18 @@ def test_numbers_that_the_first_particle_does_not_show() -> None:
             elbo.loss_and_grads(model, guide, 0.1 * step)
         for run in elbo.observe(Program(model, guide, (0.7,), {}), shows=False).runs:
             assert float(run.run.costs["-log p(f)"]) == pytest.approx(0.7 * float(run.run.sites["z"].value.sum()))
+
+
+def test_a_plate_of_particles_is_refused_whatever_the_first_values() -> None:
+    """In one ``z[:, None]`` means another row; where all bits of a particle agree, it costs the same."""
+
+    def program(odds: Tensor) -> None:
+        with pyro.plate("d", 3):
+            z = pyro.sample("z", dist.Bernoulli(logits=odds))
+            pyro.sample("y", dist.Categorical(logits=odds[:, None] * DATA + z[:, None]))
+
+    for seed in range(16):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        elbo = stepped(1, TraceBackpropQ_ELBO(), lambda: program(prior()), lambda: program(logits()))
+        assert not elbo.particles.now.has_plate
