@@ -21,9 +21,9 @@ from pyro_bpq.graph.bitsets import named as names_in
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode, cost_of_guide, cost_of_model
 from pyro_bpq.record.config import CostOptions, SiteOptions, check_context, cost_options, site_options
 from pyro_bpq.record.key import Call
-from pyro_bpq.record.laws import unmasked
+from pyro_bpq.record.laws import is_scored_by_pyro, score_of
 from pyro_bpq.record.recorded import Bound, Recorded
-from pyro_bpq.record.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
+from pyro_bpq.record.watch import PARTICLES, has_rsample, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 
@@ -219,7 +219,7 @@ def plain_run(model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any]
     model_sites, scored = samples(model_trace), dict[str, Tensor]()
     for name, site in guide_sites.items():
         fn = site["fn"]
-        if site["is_observed"] or unmasked(fn) is not fn or not _OPTIONS.isdisjoint(site["infer"]):
+        if site["is_observed"] or not is_scored_by_pyro(fn) or not _OPTIONS.isdisjoint(site["infer"]):
             return None
         score = site["score_parts"].score_function
         if not _is_zero(score):
@@ -291,9 +291,9 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
 
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
     score, fn = site["score_parts"].score_function, site["fn"]
-    if (drawn := unmasked(fn)) is not fn and not site["value"].requires_grad:
-        # What a mask hides is drawn, but Pyro gives no score for all of it.
-        score = drawn.score_parts(site["value"]).score_function
+    # A value to which an estimator has attached a gradient has the score that the estimator gives.
+    if not is_scored_by_pyro(fn) and (has_rsample(site) or not site["value"].requires_grad):
+        score = score_of(fn, site["value"])
     if options.context is not None:
         check_context(info.name, options.context, site["log_prob"].shape)
     own = options.baseline

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
 from steps import filtered, stepped, trained
@@ -150,6 +151,25 @@ def test_what_a_mask_within_an_event_hides_is_drawn(mask: Any, is_hidden: bool) 
     elbo.particles.change(is_hidden=is_hidden)
     with filtered("error"):
         assert_unbiased(trained(elbo, model, guide, steps=2).eval(), model, guide)
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_rejections_have_a_score(is_scored: bool) -> None:
+    shape = torch.tensor([1.2, 2.0], dtype=torch.float64)
+
+    def program() -> None:
+        law = RejectionStandardGamma(pyro.param("shape", shape))
+        if is_scored:
+            with pyro.plate("d", 2):
+                pyro.sample("x", law, infer={"bpq": {"estimator": ScoreFunction()}})
+        else:
+            pyro.sample("x", law.to_event(1))
+
+    elbo = trained(TraceBackpropQ_ELBO(1), program, program, steps=1)
+    run = elbo.runner.trace(Program(program, program, (), {}), elbo.particles.one, step=1)
+    law, value = RejectionStandardGamma(shape), run.run.sites["x"].value
+    score = law.log_prob(value) if is_scored else law.score_parts(value).score_function
+    torch.testing.assert_close(run.scored["x"].sum(), score.sum())
 
 
 def test_a_flow_that_scores_what_it_remembers_hides_no_row() -> None:
