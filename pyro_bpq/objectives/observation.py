@@ -28,6 +28,8 @@ from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step
 
+MOST_OPERATORS = 2000  # of runs alone with which particles among others are compared
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -158,8 +160,9 @@ class Runner(ABC):
         if recorded is None or one is None or one[0].recorded is None:
             return True
         values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
-        # Of a single one the values may be such that another meaning of the program costs the same.
-        return all(is_alike(values, row) for row in checked_rows(particles.number))
+        # Few values may be such that another meaning of the program costs the same. In long programs there are many.
+        most = max(2, MOST_OPERATORS // len(one[0].recorded.recording.nodes))
+        return all(is_alike(values, row) for row in checked_rows(particles.number, most))
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool = False
@@ -207,9 +210,9 @@ class Runner(ABC):
         """Runs model and guide, given as for one particle, for all particles of a step."""
 
 
-def checked_rows(number: int) -> set[int]:
-    """Some of so many rows, whose costs are compared with those of a run of their own."""
-    return {*torch.linspace(0, number - 1, min(number, 8)).int().tolist()}
+def checked_rows(number: int, most: int = 8) -> set[int]:
+    """Some of so many rows, at most eight, whose costs are compared with those of a run of their own."""
+    return {*torch.linspace(0, number - 1, min(number, most, 8)).int().tolist()}
 
 
 def programs_of(program: Program, particles: Particles) -> list[Program]:
