@@ -51,9 +51,9 @@ class Differences(Estimator):
 
     A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
     one all changes are predicted: from slopes and curvatures, and from the mean error of each component in earlier
-    steps. ``draws`` components of each row, drawn with probability ``π``, are
-    evaluated and add ``(exact - predicted) / π``. This is unbiased for any prediction. Costs that are not known at
-    other values multiply the score, with a baseline. So does all that a ``total_count`` with a gradient costs.
+    steps. ``draws`` components of each row, drawn with probability ``π``, are evaluated and add ``(exact - predicted) /
+    π``. This is unbiased for any prediction. Costs that are not known at other values multiply the score, with a
+    baseline. So does all that a ``total_count`` with a gradient costs.
 
     It pays where a count has little effect on what is drawn next. If a child shows its parent's value, ``λ`` is zero,
     and later costs multiply the score.

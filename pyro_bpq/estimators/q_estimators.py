@@ -28,8 +28,8 @@ class CriticBaseline(Scaled):
 
         g = (C - a E_q[Q] - b) ∇log q(x)
 
-    The critic sees the site's context and, in a plate, the parameters of its distribution. ``b`` is the mean of
-    ``C - a E_q[Q]`` over the other particles or, with one particle, over earlier steps.
+    The critic sees the site's context and, in a plate, the parameters of its distribution. ``b`` is a mean of
+    ``C - a E_q[Q]`` over earlier steps and the other particles.
 
     Args:
         scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.

@@ -64,8 +64,8 @@ class REBAR(Relaxed):
         g = (C - a C(z̃) - b) ∇log q(x) + a ∇C(z) - a ∇C(z̃)
 
     ``z`` and ``z̃`` are Gumbel-softmax (binary: logistic) relaxations drawn given the sample ``x``. The derivative of
-    ``z`` is that of the unconditional draw; the derivative of ``z̃`` is that of the conditional draw. ``b`` is the mean
-    over the other particles or, with one particle, over earlier steps.
+    ``z`` is that of the unconditional draw; the derivative of ``z̃`` is that of the conditional draw. ``b`` is a mean
+    over earlier steps and the other particles.
 
     For Bernoulli and OneHotCategorical, also in ``to_event``. The costs must be defined and continuous between the
     values of the support: a program that rounds the value or uses it as an index gives a biased gradient. It takes two

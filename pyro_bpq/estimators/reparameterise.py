@@ -115,8 +115,7 @@ class LAX(Estimator):
     For continuous univariate distributions, in plates and ``to_event``, whose value can be reparameterised. The costs
     need no gradient; if they have one, :class:`Pathwise` is better. The network ``c_φ`` sees the value and the mean of
     its distribution, detached. It learns along the gradient of ``|g|²``; each parameter of the distribution is measured
-    in units of its own score. ``b`` is the mean over the other particles or, with one particle, over earlier steps.
-    There is no extra run.
+    in units of its own score. ``b`` is a mean over earlier steps and the other particles. There is no extra run.
 
     Args:
         variate: The network and its training options.
@@ -221,9 +220,8 @@ class LAXQ(Scaled):
 
     For continuous values that can be reparameterised; the costs need no gradient. The critic is fitted to the costs of
     all runs, where the network of :class:`LAX` is trained to lower the variance. It is a :class:`ValueCritic` unless
-    another is chosen. ``b`` is the mean of ``C - a Q(x)`` over the other particles or, with one particle, over earlier
-    steps. An :class:`OptimalScale` is that of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal
-    distribution.
+    another is chosen. ``b`` is a mean of ``C - a Q(x)`` over earlier steps and the other particles. An
+    :class:`OptimalScale` is that of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal distribution.
 
     Args:
         scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.

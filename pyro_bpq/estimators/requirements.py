@@ -40,7 +40,8 @@ def requirement(needed: str, other: Callable[[SiteInfo], str] = alternative) -> 
     """Makes of a condition on a site a method ``unsupported`` that refuses the sites for which it does not hold.
 
     Args:
-        needed: What the site has to have, in words; ``{}`` stands for the name of its distribution.
+        needed: What the site has to have, in words; ``{}`` stands for the name of its distribution, a second one for
+            its number of components.
         other: Gives the estimators that serve where the condition does not hold.
     """
 
@@ -55,7 +56,8 @@ def requirement(needed: str, other: Callable[[SiteInfo], str] = alternative) -> 
             Returns:
                 Why the estimator cannot serve the site, and what to use; ``None`` if it can.
             """
-            lacks = f"{type(owner).__name__}() needs {needed.format(site.distribution)}"
+            number = site.components.size if site.components else "none"
+            lacks = f"{type(owner).__name__}() needs {needed.format(site.distribution, number)}"
             return None if holds(site) else f"{lacks}; use {other(site)}"
 
         unsupported.__name__, unsupported.__doc__ = holds.__name__, f"{holds.__doc__} {unsupported.__doc__}"
@@ -94,7 +96,7 @@ def needs_counts(site: SiteInfo) -> bool:
     return site.counts is not None
 
 
-@requirement("a single finite component, which {} lacks", _without_values)
+@requirement("a single finite component, and this {} has {}", _without_values)
 def needs_single(site: SiteInfo) -> bool:
     """Refuses sites without a single finite component."""
     return site.components is not None and site.components.size == 1

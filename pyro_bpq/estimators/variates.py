@@ -86,18 +86,48 @@ def running_means(context: SiteContext) -> tuple[Tensor, Tensor]:
     return context.per_site(first), context.per_site(second)
 
 
+def means_statistics() -> dict[str, tuple[float, ...]]:
+    """Running means of cost and control variate; products of two particles' residuals, and their squares."""
+    return {"means": (0.0, 0.0), "pairs": (0.0, 0.0)}
+
+
 def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor, Tensor]:
-    """Subtracts from cost and control variate their means over the other particles or, with one, over earlier steps."""
-    if cost.shape[1] > 1:
-        return leave_one_out(cost), leave_one_out(variate)
-    means = running_means(context)
-    return cost - means[0], variate - means[1]
+    r"""Subtracts from cost and control variate their predictions by earlier steps and the other particles.
+
+        C_i - m - ρ (1/(M-1) Σ_{j≠i} C_j - m),   ρ = c / (c + (s - c) / (M-1))
+
+    ``m`` is the running mean, ``c`` the running product of two particles' residuals, and ``s`` their running square.
+    ``ρ = 1`` is leave-one-out. ``ρ`` is 0 if the residuals of a row's particles are not correlated: with two particles
+    leave-one-out then has twice the variance.
+    """
+    means, particles = running_means(context), cost.shape[1]
+    if particles == 1:
+        return cost - means[0], variate - means[1]
+    product, square = context.statistics["pairs"].unbind(1)
+    noise = (square - product).clamp(min=0.0) / (particles - 1.0)
+    weight = product.clamp(min=0.0) / (product.clamp(min=0.0) + noise).clamp(min=torch.finfo(noise.dtype).tiny)
+    weight = context.per_site(torch.where(context.count > 0, weight, torch.ones_like(weight)))
+    pairs = zip((cost, variate), means, strict=True)
+    first, second = ((1.0 - weight) * (part - mean) + weight * leave_one_out(part) for part, mean in pairs)
+    return first, second
 
 
-def update_means(cost: Tensor, variate: Tensor, context: SiteContext, decay: float) -> dict[str, Tensor]:
-    """New running means of cost and control variate."""
-    new = torch.stack((site_mean(cost), site_mean(variate)), 1)
-    return {"means": context.running_mean("means", new, decay)}
+def update_means(
+    cost: Tensor, variate: Tensor, context: SiteContext, decay: float, scale: Tensor | float = 1.0
+) -> dict[str, Tensor]:
+    """New running means; ``scale`` is the scale of the control variate."""
+    found = {"means": context.running_mean("means", torch.stack((site_mean(cost), site_mean(variate)), 1), decay)}
+    particles = cost.shape[1]
+    if particles > 1:
+        residual, means = cost - scale * variate, running_means(context)
+        known = means[0] - scale * means[1]
+        start = context.per_site(site_mean(residual))
+        residual = residual - torch.where(context.per_site(context.count > 0), known, start)
+        square = residual.square().mean(1, keepdim=True)
+        product = (particles * residual.mean(1, keepdim=True).square() - square) / (particles - 1.0)
+        pairs = torch.stack((site_mean(product), site_mean(square)), 1)
+        found["pairs"] = context.running_mean("pairs", pairs, decay)
+    return found
 
 
 class Scaled(Estimator):
@@ -111,7 +141,7 @@ class Scaled(Estimator):
 
     def statistics(self) -> Statistics:
         """Running means and products for the scale."""
-        return {"means": (0.0, 0.0), **scale_statistics(self.scale)}
+        return {**means_statistics(), **scale_statistics(self.scale)}
 
     @torch.no_grad()
     def corrected(self, context: SiteContext, value: Tensor, path: Tensor | float = 0.0) -> SiteTerm:
@@ -135,8 +165,8 @@ class Scaled(Estimator):
 
     def updated(self, context: SiteContext, value: Tensor, *parts: Tensor) -> dict[str, Tensor]:
         """New running statistics, from the predicted cost and, if known, from ``u`` and ``v``."""
-        scale = update_scale(self.scale, context, *parts) if parts else {}
-        return update_means(context.cost, value, context, self.decay) | scale
+        means = update_means(context.cost, value, context, self.decay, read_scale(self.scale, context))
+        return means | (update_scale(self.scale, context, *parts) if parts else {})
 
 
 @dataclass(frozen=True)
@@ -180,7 +210,7 @@ class NetworkVariate(Checked):
             parts += [weight.flatten(), torch.zeros(fan_out, dtype=torch.float64, device="cpu")]
         flat = torch.cat([*parts, torch.tensor(extra, dtype=torch.float64, device="cpu")])
         zero = torch.zeros_like(flat)
-        return {"phi": flat, "first": zero, "second": zero, "spread": 1.0, "square": 0.0, "means": (0.0, 0.0)}
+        return {"phi": flat, "first": zero, "second": zero, "spread": 1.0, "square": 0.0, **means_statistics()}
 
     def evaluate(self, weights: Tensor, features: Tensor, context: SiteContext) -> Tensor:
         """``c_φ`` in nats, ``(G, M, plates)``, from features ``(G, M, plates, F)``."""

@@ -1,4 +1,4 @@
-r"""How an objective is entered: by one thread at a time, as a module, by compiled steps; overridden or not."""
+r"""How an objective is entered: by one thread at a time, not in a trace of torch, as a module, overridden or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -18,9 +18,6 @@ from torch import Tensor
 from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
 from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.short import listed
-
-if TYPE_CHECKING:
-    pass
 
 
 class Turn:

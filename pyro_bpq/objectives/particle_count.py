@@ -319,8 +319,8 @@ class _Step:
         runs: Sequence[TracedRun] = ()
         try:
             with warnings.catch_warnings():
-                if known is None:  # a run of one particle has given the same warnings in the same step
-                    warnings.simplefilter("ignore", UserWarning)
+                if known is None:  # another run has given the same ones in this step, or our own before later sums
+                    warnings.simplefilter("ignore", BPQWarning if way.sums else UserWarning)
                 found = self._run(way)
             runs, reason = found.runs, "" if way.sums else self._differs(found, way, one, known)
             if not reason:

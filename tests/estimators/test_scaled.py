@@ -9,7 +9,14 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import REBAR
 from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.estimators.variates import OptimalScale, read_scale, scale_statistics, update_scale
+from pyro_bpq.estimators.variates import (
+    OptimalScale,
+    centre,
+    read_scale,
+    scale_statistics,
+    update_means,
+    update_scale,
+)
 
 
 def context(count: float, products: tuple[float, float] = (0.0, 0.0), scale: float = 1.0) -> SiteContext:
@@ -47,3 +54,15 @@ def test_fixed_scales_have_no_statistics() -> None:
     assert read_scale(OptimalScale(), context(1.0, scale=0.3)).flatten().tolist() == pytest.approx([0.3])
     with pytest.raises(OptionError, match=r"REBAR\(scale=True\)"):
         REBAR(scale=True)
+
+
+@pytest.mark.parametrize(("product", "share"), [(-1.0, 0.0), (0.0, 0.0), (2.0, 0.5), (4.0, 1.0)])
+def test_particles_centre_each_other_as_far_as_their_costs_go_together(product: float, share: float) -> None:
+    cost = torch.tensor([[[7.0], [6.0]]])
+    statistics = {"means": torch.tensor([[5.0, 0.0]]), "pairs": torch.tensor([[product, 4.0]])}
+    made = SiteContext(("z",), cost, cost, num_particles=2, statistics=statistics, count=torch.tensor([9.0]))
+    # Less the mean of earlier steps they are 2 and 1; less each other 1 and -1.
+    expected = [2.0 - share * 1.0, 1.0 - share * 2.0]
+    assert centre(cost, torch.zeros_like(cost), made)[0].flatten().tolist() == pytest.approx(expected)
+    new = update_means(cost, torch.zeros_like(cost), made, decay=0.0)
+    assert new["pairs"].tolist() == [[2.0, 2.5]] and new["means"].tolist() == [[6.5, 0.0]]
