@@ -18,7 +18,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.further import Draws, further_particles, gradients_agree
 from pyro_bpq.record.key import Call, reach
 from pyro_bpq.record.program_errors import check_declared
-from pyro_bpq.record.recordings import Recordings
+from pyro_bpq.record.recordings import Alike, Recordings
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.record.watch import PARTICLES, samples
@@ -136,11 +136,15 @@ class Runner(ABC):
         """The objects in which a step notes what it finds out."""
         return self, self.recordings, self.noise
 
-    def meet(self, program: Program, mode: Mode) -> None:
-        """Looks at a call before its programs run; a step that is compiled was looked at before."""
+    def meet(self, program: Program, mode: Mode, known: Alike | None = None) -> None:
+        """Looks at a call before its programs run; a step that is compiled was looked at before.
+
+        What is ``known`` of it is, if it runs once more, what the step has shown.
+        """
         if not mode.is_recorded:
             states = [(each.owner, state) for each, state in self.recordings.externals.values()]
             self.recordings.meet(reach(program._asdict(), states))
+            self.recordings.now = known or self.recordings.now
 
     def refuses_recording(self) -> str:
         """Why the programs are not compiled, as the end of a sentence; empty if they are."""

@@ -207,10 +207,11 @@ class _Step:
 
     def _back(self, draws: Draws, runs: Sequence[TracedRun] = (), params: set[str] | None = None) -> None:
         """Takes back what runs have drawn and written, and new parameters, which have their shape; they run again."""
-        for name in set() if params is None else set(pyro.get_param_store().keys()) - params:
+        for name in () if params is None else pyro.get_param_store().keys() - params:
             del pyro.get_param_store()[name]
         draws.again(runs)
-        self.runner.meet(self.program, self.mode)
+        # Where parameters have left, the call is still no other one.
+        self.runner.meet(self.program, self.mode, None if params is None else self.runner.recordings.now)
 
     def _settled(self, way: Particles) -> Observation:
         """The step of particles that run in a settled way, as long as they can be computed from a recording."""
@@ -253,16 +254,15 @@ class _Step:
         found, mixed = self._settled(way), None
         if way.has_plate:
             # Without a score no particle is charged with the costs of others: they run as the user has written.
-            first, failed = found.runs[0], runner.recordings.failed
+            first, failed = runner.recordings.shown(found.runs[0], way.in_call), runner.recordings.failed
             mixed = ("the program", failed) if failed else first.mixes if first.scored else None
         if mixed is None:
             if not self.mode.is_recorded:
                 count.use(runner, count.now)
             return found
         cost, why = mixed
-        reason = f"{cost} reads values of other particles"
-        if why:
-            reason = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
+        unknown = f"it is not known that particles stay apart in {cost}: it reads them by {why!r}"
+        reason = unknown if why else f"{cost} reads values of other particles"
         self._back(draws, found.runs, params)
         apart = replace(way, is_vectorized=False, nesting=count.nesting)
         ways = [] if found.runs[0].is_dear else [replace(apart, is_hidden=True)]

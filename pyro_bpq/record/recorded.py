@@ -78,6 +78,13 @@ class Recorded:
         """Whether another run did the same: the same operators on the same values, with the same numbers."""
         return self._made is other._made or (self.named == other.named and self.core.nodes == other.core.nodes)
 
+    def has_constants_of(self, other: Recorded) -> bool:
+        """Whether tensors that a run which did the same has made of numbers, as by ``torch.tensor``, are equal."""
+        recording, sites = self.recording, {site.value for site in self.drawn.values()}
+        made = {value for value in self.core.given if value in recording.tensors and recording.lasts([value])}
+        pairs = ((recording.tensors[v], other.recording.tensors[v]) for v in made - {*self.outside.values()} - sites)
+        return all(torch.equal(*pair) for pair in pairs)
+
     @cached_property
     def core(self) -> Function:
         """The operators of all that may be asked for: scales and masks may change from run to run."""

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, check_choice
@@ -236,6 +236,10 @@ class Recordings:
         """The recording in force for a run of so many particles."""
         return traced.recorded or self.now.recorded.get(self._key(traced, number))
 
+    def shown(self, traced: TracedRun, number: int) -> TracedRun:
+        """A run of so many particles with the recording in force for it."""
+        return replace(traced, recorded=self.recorded(traced, number))
+
     def _key(self, traced: TracedRun, number: int) -> tuple[Any, ...]:
         """Modes of torch, structure, and number of particles."""
         return self.call.modes, traced.key, number
@@ -265,8 +269,9 @@ class Recordings:
             return False
         is_like = before.is_like(new)
         if self._keys.left_out() != self.now.numbers:
-            self.now.counts = is_like
-            self.now.always = self.now.always or ("" if is_like else f"it has {_OTHER_COSTS} from step to step")
+            self.now.counts = is_like and new.has_constants_of(before)
+            if not self.now.counts:
+                self.now.always = self.now.always or f"it has {_OTHER_COSTS} from step to step"
         if not is_like:
             return False
         new.take_over(before)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import text_of, trained, warnings_of
+from steps import text_of, told, trained, warnings_of
 
 from pyro_bpq import AllAction, KSubset, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators
@@ -111,6 +111,25 @@ def test_parameters_of_particles_that_mix_have_the_shape_of_one() -> None:
     with pytest.warns(BPQWarning, match="Particles run in one call"):
         TraceBackpropQ_ELBO(4, max_plate_nesting=1, vectorize_particles=True).loss_and_grads(mixed, bits)
     assert pyro.param("w").shape == (3,)
+
+
+def test_particles_that_mix_do_so_in_later_steps_too() -> None:
+    """The law reads its number of draws on the host: then runs in a plate, and of one, are checked by other numbers."""
+
+    def program(odds: torch.Tensor) -> None:
+        z = pyro.sample("z", dist.Binomial(2, logits=odds[:2]).to_event(1))
+        pyro.sample("y", dist.Bernoulli(logits=odds[2] + z.reshape(-1)[0]))
+
+    elbo, options = TraceBackpropQ_ELBO(2, max_plate_nesting=1, vectorize_particles=True), {"dtype": torch.float64}
+    pyro.clear_param_store()
+    for step in range(3):
+        with told(BPQWarning) as texts:
+            elbo.loss_and_grads(
+                lambda: program(torch.tensor([0.1, 0.6, 0.2], **options)),
+                lambda: program(pyro.param("q", torch.tensor([0.3, -0.2, 0.5], **options))),
+            )
+        assert elbo.particles.now.is_hidden
+        assert len(texts) == (step == 0)
 
 
 def test_critics_that_a_step_has_no_use_of_stay() -> None:
