@@ -217,7 +217,7 @@ Sites = Mapping[str, Any]
 ABOUT_SHAPES = re.compile(
     r"size|shape|dim|unpack|indices|\dD\b|out of bounds|out of range|expected, got|elements of source", re.IGNORECASE
 )
-_TOO_DEEP = re.compile(rf'and "{PARTICLES}", collide at dim|plate stack overflow')
+_TOO_DEEP = re.compile(rf'(?s:and "{PARTICLES}", collide at dim=-|plate stack overflow.*at least )(\d+)')
 _OTHER_SIZE = re.compile(r"Shape mismatch inside plate\('(.*)'\) at site (.*) dim (-\d+), (\d+) vs (\d+)")
 _OF_PYRO = re.compile(r"invalid log_prob shape|disagree at site|inside plate\(")
 
@@ -270,11 +270,12 @@ def row_line(text: str, where: str, declared: int) -> str:
             f"there. If these {size} belong to each row, write .to_event(1) behind a distribution, or .sum({at}) "
             "behind a cost or factor. If they are rows, make plate and parameters anew, with the same number."
         )
-    is_deeper = among is not None and declared >= -int(among[3])
-    if is_deeper or _TOO_DEEP.search(text):
+    deep = _TOO_DEEP.search(text)
+    least = deep[1] if deep else among[3].strip("-") if among and declared >= -int(among[3]) else ""
+    if least:
         return (
-            "Plates are nested more deeply than max_plate_nesting says. Write a larger number, or leave it out: then "
-            "it is found in the first step. Particles need no dimension of their own there."
+            f"Plates are nested more deeply than max_plate_nesting says. Write max_plate_nesting={least}, or leave it "
+            "out: then it is found in the first step. Particles need no dimension of their own there."
         )
     return ""
 
