@@ -92,7 +92,7 @@ def contracts() -> Iterator[Any]:
     every = default_problems()
     for n, estimator in enumerate(ESTIMATORS):
         served = [p for p in every if estimator.unsupported(p.info) is None and not estimator.is_pathwise]
-        for i, problem in enumerate(served or every[:1]):
+        for i, problem in enumerate(served or every[: estimator.is_pathwise]):
             is_slow = "program" in estimator.needs and len(served) > 2 and (i + n) % 3
             name = f"{problem.kind}-{problem.size}-{problem.is_scalar}-{problem.is_smooth}"
             yield pytest.param(

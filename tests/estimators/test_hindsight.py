@@ -251,7 +251,6 @@ FAULTS: dict[str, tuple[Program, int, Any, str, Callable[[Any], Any]]] = {
         "_drawn",
         lambda own: lambda *given: (own(*given)[0], 0.9 * own(*given)[1]),
     ),
-    "group": (layers("bits"), 1, module, "_of_group", lambda own: lambda *given: 0.9 * own(*given)),
     "costs of children": (chain(), 1, plans, "_is_immediate", lambda own: lambda *given: True),
     "particle": (pair(), 2, estimator_module, "_corrected", lambda own: shared(own, 0.5)),
 }

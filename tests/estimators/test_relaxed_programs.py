@@ -30,7 +30,7 @@ SERVED = [
     # A one-hot site with a site downstream of it, in the same plateless program.
     *(("onehot", REBAR(scale=1.0)), ("vector_layers", REBAR(scale=0.6)), ("global_local", RELAX())),
     *(("onehot", RELAX()), ("plate", REBAR()), ("nested_plates", REBAR(scale=0.5)), ("mask_scale", REBAR())),
-    *(("chain", RELAX()), ("vector_layers", RELAXQ()), ("chain", QControlVariate())),
+    *(("chain", RELAX()), ("chain", RELAXQ()), ("chain", QControlVariate())),
 ]
 
 

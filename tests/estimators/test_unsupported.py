@@ -61,6 +61,7 @@ def named(message: str, own: str) -> list[Any]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.* has no critic, and is ScoreFunction:pyro_bpq.errors.BPQWarning")
 @pytest.mark.parametrize("site", SITES)
 def test_first_step_names_what_serves(site: str) -> None:
     refused, alternatives = 0, set()
