@@ -23,7 +23,7 @@ from pyro_bpq.record.config import CostOptions, SiteOptions, check_context, cost
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import is_scored_by_pyro, score_of
 from pyro_bpq.record.recorded import Bound, Recorded
-from pyro_bpq.record.watch import PARTICLES, has_rsample, is_enumerated, is_untraced, samples, site_info
+from pyro_bpq.record.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 
@@ -292,7 +292,7 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
     score, fn = site["score_parts"].score_function, site["fn"]
     # A value to which an estimator has attached a gradient has the score that the estimator gives.
-    if not is_scored_by_pyro(fn) and (has_rsample(site) or not site["value"].requires_grad):
+    if not (is_scored_by_pyro(fn) or site.get("is_attached")):
         score = score_of(fn, site["value"])
     if options.context is not None:
         check_context(info.name, options.context, site["log_prob"].shape)

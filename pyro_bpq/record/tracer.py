@@ -267,7 +267,11 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     own = {name: site["value"] for name, site in traced.guide_trace.nodes.items() if site["type"] == "param"}
     parameters = {name: tape.value_of(value) for name, value in own.items() if isinstance(value, Tensor)}
     # From such runs those of further particles are computed.
-    is_one = follows and not traced.is_dear and all(plate.name != PARTICLES for plate in traced.plate_sizes)
+    is_one = (
+        follows
+        and not (traced.is_dear or watch.attached)
+        and all(plate.name != PARTICLES for plate in traced.plate_sizes)
+    )
     marked = [own.elements for part in (scored, drawn) for own in part.values()]
     return Recorded(
         recording=Recording.of(tape, values, marked),

@@ -252,7 +252,7 @@ class Watch(Messenger):
             site, estimator = sites[name], self.attached[name]
             score = estimator.correction(site["fn"], site["value"]) if estimator.corrects else 0.0
             parts: Any = (site["log_prob"], score, site["log_prob"])
-            sites[name] = {**site, "score_parts": ScoreParts(*parts)}
+            sites[name] = {**site, "score_parts": ScoreParts(*parts), "is_attached": True}
         if not self.untraced:
             return sites
         met = (name for name, msg in self.met["guide"].items() if not msg["is_observed"])

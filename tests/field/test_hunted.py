@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -26,7 +26,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError
-from pyro_bpq.estimators import CrossedLeaveOneOut, Differences, Hindsight, SecondRun
+from pyro_bpq.estimators import CrossedLeaveOneOut, Differences, Hindsight, Pathwise, SecondRun, StraightThrough
 from pyro_bpq.plan import plan as particles
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased, expected_moments
@@ -501,3 +501,46 @@ def test_numbers_that_a_tensor_holds_and_the_first_particle_does_not_show() -> N
             elbo.loss_and_grads(model, guide, 0.1 * step)
         for run in elbo.observe(Program(model, guide, (0.7,), {}), shows=False).runs:
             assert float(run.run.costs["-log p(f)"]) == pytest.approx(0.7 * float(run.run.sites["z"].value.sum()))
+
+
+class Corrected(Pathwise):
+    """Attaches a part of the gradient, and gives the rest."""
+
+    attaches: ClassVar[bool] = True
+    corrects: ClassVar[bool] = True
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        return value.detach() + 0.0 * logits().sum()
+
+    def correction(self, fn: Any, value: Tensor) -> Tensor:
+        return 2.0 * logits().sum()
+
+
+@pytest.mark.parametrize("mask", [True, False, KEPT])
+def test_what_an_estimator_corrects_stays_under_a_mask(mask: Any) -> None:
+    def program() -> None:
+        law = dist.Normal(logits()[:2], 1.0).mask(mask).to_event(1)
+        pyro.sample("z", law, infer={"bpq": {"estimator": Corrected()}})
+
+    elbo = trained(TraceBackpropQ_ELBO(1), program, program, steps=1)
+    run = elbo.runner.trace(Program(program, program, (), {}), elbo.particles.one, step=1)
+    torch.testing.assert_close(run.scored["z"], 2.0 * logits().sum())
+
+
+def test_particles_whose_values_are_given_a_gradient_have_it_in_each_of_them() -> None:
+    """From the recording of one they would be drawn without it; in a plate this program fails."""
+
+    def program(odds: Tensor) -> None:
+        infer = {"bpq": {"estimator": StraightThrough()}}
+        z = pyro.sample("z", dist.Bernoulli(logits=odds[:2]).to_event(1), infer=infer)
+        pyro.sample("y", dist.Bernoulli(logits=odds[2] + 0.0 * z[0]))
+
+    def guide() -> None:
+        program(logits())
+
+    def model() -> None:
+        program(prior())
+
+    elbo = stepped(2, TraceBackpropQ_ELBO(), model, guide)
+    runs = elbo.observe(Program(model, guide, (), {}), shows=False).runs
+    assert all(run.run.sites["z"].value.requires_grad for run in runs)
