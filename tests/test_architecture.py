@@ -200,7 +200,7 @@ BUDGETS = {
     "step/": 1295,
     "svi/": 277,
     "testing/": 862,
-    "tests": 20086,
+    "tests": 20096,
     "benchmarks": 3000,
     "words of docs": 15998,
 }

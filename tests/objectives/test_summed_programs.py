@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import dear, fresh, repeat
+from steps import dear, fresh, repeat, told
 from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
@@ -214,3 +215,17 @@ def test_recorded_steps_are_those_of_eager_ones() -> None:
         losses.append(repeat(20, SVI(programs.model, programs.guide, Adam({"lr": 0.05}), elbo).step))
     assert elbo.compiled is not None and "1 recordings" in repr(elbo.compiled)
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+
+
+def test_what_the_program_warns_of_is_told_in_each_step() -> None:
+    programs, elbo = Chain(), TraceBackpropQ_ELBO()
+
+    def model() -> None:
+        warnings.warn("by the program", UserWarning, stacklevel=1)
+        programs.model()
+
+    for _ in range(4):
+        with told() as texts:
+            elbo.loss_and_grads(model, programs.guide)
+        assert "by the program" in texts
+    assert elbo.particles.now.sums
