@@ -181,7 +181,7 @@ class Runner(ABC):
             recordings.give_up(error)
             draws.again()
             return programs, take(False)
-        if self.looks_for_jumps and any([recordings.finds_jumps(run) for run in runs if run.recorded]):
+        if self.looks_for_jumps and any(recordings.finds_jumps(run) for run in runs if run.recorded):
             draws.again(runs)
             runs = take(True)
         return programs, runs

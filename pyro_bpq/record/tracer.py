@@ -201,9 +201,13 @@ def _score(trace: Trace, is_guide: bool, watch: Watch) -> Heard:
         for name, site in samples(trace).items():
             one = Trace()
             one.nodes[name] = site
-            with tape.steered_by(watch.steering_of(name, is_guide)):
-                compute(one)
-                found = tape.steering
+            try:
+                with tape.steered_by(watch.steering_of(name, is_guide)):
+                    compute(one)
+                    found = tape.steering
+            except ValueError:
+                compute(trace)  # The error shows the shapes of all sites.
+                raise
             # A user's own object may have kept any value that has left torch so far.
             heard[cost_of_site(site, is_guide)] = found | (everything if everything and _is_own(site["fn"]) else 0)
     return heard

@@ -14,7 +14,7 @@ from steps import text_of, told, trained, warnings_of
 
 from pyro_bpq import AllAction, KSubset, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators
-from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import CriticBaseline
 from pyro_bpq.testing import assert_unbiased
 
@@ -52,6 +52,15 @@ def test_mistakes_are_told() -> None:
     for call in (lambda: KSubset(torch.zeros(4), 2.5), lambda: compare_estimators(model, guide, estimators=given)):
         with pytest.raises(OptionError, match=r"k is whole|write \{"):
             call()
+
+
+def test_errors_of_data_show_the_shapes_of_all_sites() -> None:
+    def outside() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Bernoulli(0.1 + 0.5 * z), obs=torch.tensor(2.0))
+
+    text = text_of(outside, guide, UnsupportedSiteError, num_particles=1)
+    assert "z dist" in text and "x dist" in text
 
 
 def test_critics_that_are_missing_are_told() -> None:
