@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from torch import Tensor
 from tqdm import tqdm
@@ -68,7 +69,7 @@ def compare_estimators(
         estimators: ELBOs (of this package or of Pyro) or estimators, by name. An estimator becomes
             ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same with one
             particle and without critics, leave-one-out, sums over the values of each site, and Pyro's ``Trace_ELBO``,
-            also with ``num_particles``, and ``TraceGraph_ELBO``.
+            also with ``num_particles``, and ``TraceGraph_ELBO``, with and without decaying averages as baselines.
         num_particles: Number of particles of estimators that are not ELBOs, and of those of the default
             ``estimators`` that have several. The others have the number that they choose themselves.
         num_samples: Number of steps if outcomes are not enumerated.
@@ -140,11 +141,14 @@ def candidates(num_particles: int, has_plate: bool) -> dict[str, partial[Any]]:
         "Trace_ELBO": partial(Trace_ELBO),
         f"Trace_ELBO, {number}": partial(Trace_ELBO, **several),
         "TraceGraph_ELBO": partial(TraceGraph_ELBO),
+        "TraceGraph_ELBO, baselines": partial(AveragedGraphELBO),
     }
 
 
 def written(maker: partial[Any]) -> str:
-    """What to write for an ELBO."""
+    """What to write for an ELBO; empty for a class of this module, which is not to be imported."""
+    if maker.func is AveragedGraphELBO:
+        return ""
     return f"{maker.func.__name__}({', '.join(f'{name}={short(value)}' for name, value in maker.keywords.items())})"
 
 
@@ -177,6 +181,29 @@ def took(elbo: Any) -> dict[str, str]:
 def _specs(elbo: Any) -> Mapping[str, Any] | None:
     """What the plan says of each site; ``None`` for ELBOs of other libraries, and before the first step."""
     return elbo.plan.layout.specs if isinstance(elbo, TraceBackpropQ_ELBO) and elbo.plan else None
+
+
+class AveragedGraphELBO(TraceGraph_ELBO):
+    """Pyro's ``TraceGraph_ELBO`` with its decaying averages as baselines; they move in ``train`` mode only."""
+
+    training = True
+
+    def train(self, mode: bool = True) -> None:
+        """Lets averages move, or keeps them."""
+        self.training = mode
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """A step of Pyro's."""
+        before = pyro.get_param_store().get_state()
+        guide = poutine.infer_config(guide, _with_average)  # type: ignore[arg-type]
+        loss = super().loss_and_grads(model, guide, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.training:
+            pyro.get_param_store().set_state(before)
+        return float(loss)
+
+
+def _with_average(site: Any) -> dict[str, Any]:
+    return {"baseline": site["infer"].get("baseline") or {"use_decaying_avg_baseline": True}}
 
 
 # How it is measured.
@@ -222,10 +249,11 @@ def _truth(program: Program, num_particles: int, num_warmup: int, limits: dict[s
 
 def _warm_up(elbo: Any, program: Program, steps: int) -> int:
     """Lets an ELBO's critics learn with fixed parameters; returns the number of steps."""
-    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo.learner is None:
+    is_own = isinstance(elbo, TraceBackpropQ_ELBO)
+    if not (elbo.learner is not None if is_own else isinstance(elbo, AveragedGraphELBO)):
         return 0
     elbo.train()
-    taken, is_open = 0, elbo.particles.is_open
+    taken, is_open = 0, is_own and elbo.particles.is_open
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The number of particles has to stay: moments and times would be those of different numbers.
         while taken < steps or (taken < _SETTLING and is_open and not elbo.particles.is_settled(elbo.runner)):
@@ -262,7 +290,7 @@ def _times(elbos: Mapping[str, Any], program: Program, rounds: int, seed: int) -
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         # The first turn is not counted: it may build objects that later turns use.
         for turn, (name, elbo) in itertools.product(range(rounds + 1), elbos.items()):
-            if isinstance(elbo, torch.nn.Module):
+            if isinstance(elbo, (torch.nn.Module, AveragedGraphELBO)):
                 elbo.train()
             pyro.set_rng_seed(seed + turn)
             start = time.perf_counter()

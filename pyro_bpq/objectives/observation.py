@@ -28,7 +28,7 @@ from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step
 
-MOST_OPERATORS = 2000  # of runs alone with which particles among others are compared
+MOST_OPERATORS = 1000  # of runs alone with which particles among others are compared
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pyro_bpq.diagnostics import (
     plot_comparison,
     plot_run,
 )
+from pyro_bpq.diagnostics.compare import AveragedGraphELBO
 from pyro_bpq.diagnostics.comparison import recommend
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import DisARM
@@ -134,7 +135,7 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
 
 
 OURS = ["default", "default, one particle", "default, no critic", "leave-one-out", "sums over values"]
-ALL = [*OURS, "Trace_ELBO", "Trace_ELBO, 4 particles", "TraceGraph_ELBO"]
+ALL = [*OURS, "Trace_ELBO", "Trace_ELBO, 4 particles", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
 
 
 @pytest.mark.parametrize(("name", "is_few"), [("chain", True), ("vector", True), ("chain", False)])
@@ -151,6 +152,7 @@ def test_rivals_are_pyros_own(name: str, is_few: bool, monkeypatch: pytest.Monke
         found["none such"]
     assert all(row.ran and not row.is_biased for row in found.rows), str(found)
     assert found["leave-one-out"].num_particles == 4 and found["default"].num_particles == MOST_PARTICLES
+    assert found["Trace_ELBO"].variance > found["TraceGraph_ELBO, baselines"].variance
     # It is Pyro's own.
     theirs = gradient_moments(TraceGraph_ELBO(), case.model, case.guide, *case.args)
     assert found["TraceGraph_ELBO"].variance == pytest.approx(theirs.total_variance, rel=1e-12)
@@ -161,6 +163,21 @@ def test_rivals_are_pyros_own(name: str, is_few: bool, monkeypatch: pytest.Monke
     assert "not detected" in text
     assert ("'default' took AllAction() with MLPCritic() at a, b" in text) == (not is_few)
     assert ("'default' took ScoreFunction(baseline=LeaveOneOut()) at" in text) == is_few
+
+
+def test_averages_of_pyros_baselines_stand_still_while_they_are_measured() -> None:
+    def model() -> None:
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0), obs=torch.tensor(3.0))
+
+    elbo = trained(AveragedGraphELBO(), model, coin_guide, steps=3)
+    average = "__baseline_avg_downstream_cost_z"
+    before = pyro.param(average).clone()
+    elbo.train(False)
+    elbo.loss_and_grads(model, coin_guide)
+    assert torch.equal(pyro.param(average), before) and before != 0.0
+    elbo.train()
+    elbo.loss_and_grads(model, coin_guide)
+    assert not torch.equal(pyro.param(average), before)
 
 
 def test_recommendation_weighs_variance_and_time() -> None:
