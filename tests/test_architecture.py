@@ -202,7 +202,7 @@ BUDGETS = {
     "testing/": 862,
     "tests": 20115,
     "benchmarks": 3000,
-    "words of docs": 15998,
+    "words of docs": 15999,
 }
 
 

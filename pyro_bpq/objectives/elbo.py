@@ -52,8 +52,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
 
     Args:
         num_particles: Number of particles ``M``. ``None`` leaves it open: up to eight run in one vectorised call if
-            :func:`~pyro_bpq.plan.plan.num_particles_for` asks for several, and if a particle among others has the
-            same costs as one alone, for which the first step runs the programs twice. One particle runs if you choose
+            :func:`~pyro_bpq.plan.plan.num_particles_for` asks for several, and if particles among others have the
+            same costs as alone, for which the first step runs the programs twice. One particle runs if you choose
             an estimator or ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or several
             processes, and if sampled values steer the program. If the loss is summed over all values, there are no
             particles; options about critics turn that sum off. ``print(elbo)`` says which option did what.
