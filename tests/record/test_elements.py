@@ -89,6 +89,7 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "overwritten": lambda z: _overwritten(z)[:, 0],
     "own_rows": lambda z: z - z.mean(0),
     "max": lambda z: z.max(),
+    "an operator without a rule": lambda z: z.renorm(2, 0, 1.0),
     "row_times_matrix": lambda z: z[0] @ torch.arange(1.0, 7.0).reshape(3, 2),
     "count_nonzero": lambda z: z.count_nonzero(-1),
     "attention": lambda z: scaled_dot_product_attention(*(z.view(1, 1, 6, 1),) * 3),
