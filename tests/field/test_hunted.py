@@ -447,21 +447,25 @@ def test_scales_of_further_particles_are_those_of_the_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Particles run in one call:pyro_bpq.errors.BPQWarning")
-def test_numbers_that_the_first_particle_does_not_show() -> None:
-    """Where its values are zero it costs the same with another factor; further particles do not."""
+@pytest.mark.parametrize(("held", "steps"), [(float, 6), (torch.tensor, 7)])
+def test_numbers_that_the_first_particle_does_not_show(held: Callable[[float], Any], steps: int) -> None:
+    """Where its values are zero it costs the same with another factor; further particles do not.
+
+    Operators are the same where a number has become a tensor.
+    """
 
     def guide(factor: float) -> None:
         pyro.sample("z", dist.Bernoulli(logits=logits() - 2.0).to_event(1))
 
     def model(factor: float) -> None:
         z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
-        pyro.factor("f", -factor * z.sum())
+        pyro.factor("f", -held(factor) * z.sum())
 
     for seed in range(12):
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
         elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True)
-        for step in range(6):
+        for step in range(steps):
             elbo.loss_and_grads(model, guide, 0.1 * step)
         for run in elbo.observe(Program(model, guide, (0.7,), {}), shows=False).runs:
             assert float(run.run.costs["-log p(f)"]) == pytest.approx(0.7 * float(run.run.sites["z"].value.sum()))
@@ -480,27 +484,6 @@ def test_a_plate_of_particles_is_refused_whatever_the_first_values() -> None:
         pyro.set_rng_seed(seed)
         elbo = stepped(1, TraceBackpropQ_ELBO(), lambda: program(prior()), lambda: program(logits()))
         assert not elbo.particles.now.has_plate
-
-
-@pytest.mark.filterwarnings("ignore:Particles run in one call:pyro_bpq.errors.BPQWarning")
-def test_numbers_that_a_tensor_holds_and_the_first_particle_does_not_show() -> None:
-    """Operators are the same where a number has become a tensor."""
-
-    def guide(factor: float) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=logits() - 2.0).to_event(1))
-
-    def model(factor: float) -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
-        pyro.factor("f", -torch.tensor(factor) * z.sum())
-
-    for seed in range(12):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(seed)
-        elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True)
-        for step in range(7):
-            elbo.loss_and_grads(model, guide, 0.1 * step)
-        for run in elbo.observe(Program(model, guide, (0.7,), {}), shows=False).runs:
-            assert float(run.run.costs["-log p(f)"]) == pytest.approx(0.7 * float(run.run.sites["z"].value.sum()))
 
 
 class Corrected(Pathwise):
