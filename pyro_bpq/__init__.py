@@ -33,11 +33,11 @@ from pyro_bpq.record.config import config_bpq as config_bpq
 from pyro_bpq.record.statements import CostCounter as CostCounter
 from pyro_bpq.record.statements import cost as cost
 from pyro_bpq.record.statements import external as external
-from pyro_bpq.rollout.distributed import Ranks as Ranks
-from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
-from pyro_bpq.svi.compiled_svi import CompiledSVI as CompiledSVI
+from pyro_bpq.rollout.sums import Ranks as Ranks
 from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
 from pyro_bpq.svi.controlled import TrustRegionSVI as TrustRegionSVI
+from pyro_bpq.svi.loops import ActorCriticSVI as ActorCriticSVI
+from pyro_bpq.svi.loops import CompiledSVI as CompiledSVI
 
 __version__ = "0.2.0"
 

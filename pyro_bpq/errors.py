@@ -151,6 +151,16 @@ def check_whole(owner: object, name: str, least: int) -> None:
     check_option(owner, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
 
 
+def check_hidden(owner: object, least: int = 0, name: str = "hidden") -> None:
+    """Turns a number in a field into a tuple, and checks that it holds at least ``least`` layer sizes."""
+    if isinstance(getattr(owner, name), int):
+        object.__setattr__(owner, name, (getattr(owner, name),))
+    sizes = getattr(owner, name)
+    # A list has no hash, which a critic needs.
+    is_valid = isinstance(sizes, tuple) and len(sizes) >= least and all(isinstance(h, int) and h > 0 for h in sizes)
+    check_option(owner, name, is_valid, "a tuple of positive layer sizes, e.g. (32,)")
+
+
 def is_real(value: object) -> bool:
     """Whether something is a real number: of Python or of NumPy."""
     return isinstance(value, Real)

@@ -33,8 +33,7 @@ from pyro_bpq.errors import Unrecordable
 from pyro_bpq.record.function import results_of
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.values import Node, RecordingError, Value
-from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.reruns.leaves import gradients_of, inputs_of
+from pyro_bpq.record.watch import gradients_of, inputs_of, leaf_of
 from pyro_bpq.rollout.runs import RecordedStep, scheduled
 
 # Number of shapes that are shown.
@@ -70,6 +69,40 @@ class Outcome(NamedTuple):
     leaves: Sequence[Tensor]  # the tensors that collect gradients
     gradients: Sequence[Tensor]  # their gradients
     info: LastInfo  # what is known of each site
+
+    def differentiable_loss(self) -> Tensor:
+        """The loss, whose ``backward`` gives the gradients."""
+        if not self.leaves:
+            return self.loss
+        return _Known.apply(self.loss, self.gradients, *self.leaves)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Adds the gradients to ``.grad``, as ``backward`` does."""
+        given = set[int]()
+        for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
+            if leaf.grad is not None:
+                leaf.grad.add_(gradient)
+                continue
+            # Two leaves may not share a gradient, which optimisers write into.
+            is_own = gradient.is_contiguous() and gradient.data_ptr() not in given
+            leaf.grad = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
+            given.add(leaf.grad.data_ptr())
+
+
+class _Known(torch.autograd.Function):
+    """A value with known gradients to some leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        # The scalar may be on another device than the gradient.
+        return None, None, *(gradient * outer.to(gradient.device) for gradient in ctx.gradients)
 
 
 class Cut(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.errors import Checked, OptionError, option, optional, whole
-from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.rollout.sums import Ranks
 
 # Number of samples in a step from which the learning rate is no longer lowered for noise.
 _MANY_ROWS = 100.0

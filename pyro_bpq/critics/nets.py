@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.errors import Checked, OptionError, check_option, positive
+from pyro_bpq.errors import Checked, OptionError, check_hidden, positive
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,6 @@ class TabularCritic(Checked):
                 f"states (max_cells={self.max_cells}); write critic=MLPCritic() instead."
             )
         return _Table(shape, self.dueling)
-
-
-def check_hidden(owner: Any, least: int = 0, name: str = "hidden") -> None:
-    """Turns a number in a field into a tuple, and checks that it holds at least ``least`` layer sizes."""
-    if isinstance(getattr(owner, name), int):
-        object.__setattr__(owner, name, (getattr(owner, name),))
-    sizes = getattr(owner, name)
-    # A list has no hash, which a critic needs.
-    is_valid = isinstance(sizes, tuple) and len(sizes) >= least and all(isinstance(h, int) and h > 0 for h in sizes)
-    check_option(owner, name, is_valid, "a tuple of positive layer sizes, e.g. (32,)")
 
 
 class Perceptron(nn.Module):

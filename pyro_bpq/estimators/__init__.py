@@ -2,7 +2,7 @@
 
 They read the tensors of a class of sites and return a term of the surrogate. An option that is out of range raises
 ``OptionError``. The functions are for estimators of your own, such as those in ``examples/estimators/``. Imports
-``rollout`` and ``critics``. Read ``base.py`` first, then ``score_function.py``.
+``rollout``. Read ``base.py`` first, then ``score_function.py``.
 """
 
 from pyro_bpq.estimators.all_action import AllAction as AllAction

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import Checked, option
-from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.features import Components, Standardised
+from pyro_bpq.rollout.sums import Ranks, joint_mean
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
 Statistics = Mapping[str, float | tuple[float, ...] | Tensor]

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.nets import check_hidden
-from pyro_bpq.errors import Checked, is_real, option, positive
+from pyro_bpq.errors import Checked, check_hidden, is_real, option, positive
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, past, site_mean
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.score_function import leave_one_out

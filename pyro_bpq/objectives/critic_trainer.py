@@ -27,11 +27,10 @@ from pyro_bpq.critics.replay_buffer import (
     trainable,
 )
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.objectives.observation import Staged, Transient
+from pyro_bpq.objectives.observation import Staged, Transient, guide_leaves, swapped
 from pyro_bpq.record.further import Hold, StaleError, isolated
 from pyro_bpq.record.statements import GiveCosts, SkipCosts, given_costs
-from pyro_bpq.reruns.leaves import guide_leaves, swapped
-from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.rollout.sums import Ranks
 from pyro_bpq.step.layout import Layout
 from pyro_bpq.step.learning import critic_loss
 from pyro_bpq.step.program_order import RecentCosts

@@ -30,7 +30,7 @@ from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.record.further import Hold
 from pyro_bpq.record.laws import mapped
 from pyro_bpq.record.statements import SkipCosts
-from pyro_bpq.reruns.leaves import gradients_of, traced_leaves
+from pyro_bpq.record.watch import gradients_of, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.step.site_batch import SiteBatch
 

@@ -21,7 +21,7 @@ from pyro_bpq.objectives.entry import LossModule, Turn, kept_gradients, together
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient, shapes_told
 from pyro_bpq.objectives.particle_count import CountedELBO
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.reruns.leaves import add_gradients, inputs_of, with_gradients
+from pyro_bpq.record.watch import inputs_of
 from pyro_bpq.rollout.runs import Particles, Program, Schedule, at
 from pyro_bpq.short import Pending, restore, snapshot
 from pyro_bpq.step.learning import Learning
@@ -205,7 +205,7 @@ class Objective(CountedELBO, nn.Module):
             found = self._compiled_step(Program(model, guide, args, kwargs), updates)
             if found is None:
                 return None
-            add_gradients(found.leaves, found.gradients)
+            found.add_gradients()
             return found.loss
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -219,7 +219,7 @@ class Objective(CountedELBO, nn.Module):
             program = Program(model, guide, args, kwargs)
             found = self._compiled_step(program)
             if found is not None:
-                return with_gradients(found.loss, found.leaves, found.gradients)
+                return found.differentiable_loss()
             with self.undoing():
                 loss, surrogate = self._eager_step(program)
             return loss + (surrogate - surrogate.detach())

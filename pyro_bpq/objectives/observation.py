@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
 import torch
-from torch import Tensor
+from pyro import poutine
+from torch import Tensor, nn
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.plan.plan import Plan
@@ -21,7 +22,7 @@ from pyro_bpq.record.program_errors import check_declared
 from pyro_bpq.record.recordings import Alike, Recordings
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
-from pyro_bpq.record.watch import PARTICLES, samples
+from pyro_bpq.record.watch import PARTICLES, samples, traced_leaves
 from pyro_bpq.reruns.values import Values, is_alike
 from pyro_bpq.rollout.runs import NoiseSource, Particles, Program
 from pyro_bpq.step.program_order import RunInOrder
@@ -226,3 +227,28 @@ def programs_of(program: Program, particles: Particles) -> list[Program]:
     number, dim = particles.number, -int(particles.nesting)
     model, guide = (pyro.plate(PARTICLES, number, dim=dim)(part) for part in program[:2])
     return [program._replace(model=model, guide=guide)]
+
+
+def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
+    """The leaf parameters that a run of the guide reached, by name."""
+    leaves = traced_leaves(traced.guide_trace)
+    # One program may wrap a policy and an environment.
+    for part in (guide, *(guide.args if isinstance(guide, functools.partial) else ())):
+        module = poutine.unwrap(part) if callable(part) else part
+        if isinstance(module, nn.Module):
+            seen = {id(leaf) for leaf in leaves.values()}
+            leaves.update({name: p for name, p in module.named_parameters() if id(p) not in seen})
+    return leaves
+
+
+@contextlib.contextmanager
+def swapped(leaves: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gives parameters other values within the context."""
+    own = {name: leaf.data for name, leaf in leaves.items() if name in values}
+    try:
+        for name in own:
+            leaves[name].data = values[name]
+        yield
+    finally:
+        for name, value in own.items():
+            leaves[name].data = value

@@ -26,10 +26,9 @@ from pyro_bpq.record.program_errors import left_torch
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import PlainRun, TracedRun, merged_graph
 from pyro_bpq.record.tracer import run_in_order, run_unscored, trace_run
-from pyro_bpq.record.watch import TraceOptions
+from pyro_bpq.record.watch import TraceOptions, gradients_of, inputs_of
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
-from pyro_bpq.reruns.leaves import gradients_of, inputs_of
 from pyro_bpq.reruns.tables import AllValues, exact_sum
 from pyro_bpq.reruns.values import Values, flipped_costs, is_alike
 from pyro_bpq.rollout.runs import Particles, Program, Rollout

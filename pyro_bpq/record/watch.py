@@ -1,10 +1,13 @@
-r"""Watches a run of guide and model: values that leave torch, draws, and values that carry gradients."""
+r"""Watches a run of guide and model: values that leave torch, draws, and values that carry gradients.
+
+Below stand what others ask of the sites of a trace, and of the leaves that collect gradients.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,6 +289,34 @@ def leaf_of(value: Any) -> Any:
     """The unconstrained parameter behind a value of ``pyro.param``, or the value itself if there is none."""
     unconstrained = getattr(value, "unconstrained", None)
     return value if unconstrained is None else unconstrained()
+
+
+def traced_leaves(trace: Any) -> dict[str, Tensor]:
+    """The leaf parameters in a trace, by name."""
+    values = {name: site["value"] for name, site in trace.nodes.items() if site["type"] == "param"}
+    leaves = {name: leaf_of(value) for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: leaf for name, leaf in leaves.items() if leaf.is_leaf and leaf.requires_grad}
+
+
+def gradients_of(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> dict[Tensor, Tensor]:
+    """The gradient of a scalar to each of the leaves that it reads; ``options`` are those of ``torch.autograd``."""
+    if not (leaves and value.requires_grad):
+        return {}
+    found = torch.autograd.grad(value, leaves, allow_unused=True, **options)
+    return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+def inputs_of(*totals: Tensor, blocked: Container[str] = ()) -> list[Tensor]:
+    """The leaves of an autograd graph that collect gradients; no way leads through ``blocked`` operators."""
+    seen, nodes, found = set[Any]((None,)), [total.grad_fn for total in totals], list[Tensor]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node in seen or (blocked and node.name().partition("Backward")[0].lower() in blocked):
+            continue
+        seen.add(node)
+        found += [] if getattr(node, "variable", None) is None else [node.variable]
+        nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def plates_of(site: Any) -> tuple[Any, ...]:

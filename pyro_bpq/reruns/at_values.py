@@ -21,9 +21,8 @@ from pyro_bpq.record.function import Uncut
 from pyro_bpq.record.jumps import STEPS
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun, named
-from pyro_bpq.record.watch import samples
+from pyro_bpq.record.watch import gradients_of, inputs_of, samples
 from pyro_bpq.reruns.hindsight import HeldRuns
-from pyro_bpq.reruns.leaves import gradients_of, inputs_of
 from pyro_bpq.reruns.slopes import Wanted, expansions
 from pyro_bpq.reruns.values import Values
 from pyro_bpq.rollout.runs import Run

@@ -17,9 +17,8 @@ from pyro_bpq.critics.bank import Selection, Write
 from pyro_bpq.critics.targets import Backups, check_discount, lambda_return, network_rules, solve_rules
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.rollout.distributed import Ranks, joint_mean, writes_of_ranks
 from pyro_bpq.rollout.runs import sum_to_plates
-from pyro_bpq.rollout.sums import common_type, total
+from pyro_bpq.rollout.sums import Ranks, common_type, joint_mean, total, writes_of_ranks
 from pyro_bpq.step.classes import QGroup
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.layout import Layout

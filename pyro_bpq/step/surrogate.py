@@ -17,9 +17,8 @@ from torch import Tensor
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
-from pyro_bpq.rollout.distributed import Ranks, writes_of_ranks
 from pyro_bpq.rollout.features import Standardised
-from pyro_bpq.rollout.sums import total
+from pyro_bpq.rollout.sums import Ranks, total, writes_of_ranks
 from pyro_bpq.step.classes import SiteClass
 from pyro_bpq.step.learning import Info, Learning, Notes, critic_loss, sweep
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS

@@ -19,8 +19,7 @@ from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import warn_of_overrides
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
-from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.reruns.leaves import gradients_of
+from pyro_bpq.record.watch import gradients_of, leaf_of
 from pyro_bpq.rollout.runs import Program
 
 _T = TypeVar("_T")

@@ -17,8 +17,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, OptionError, StructureChangedError
-from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.reruns.leaves import gradients_of
+from pyro_bpq.record.watch import gradients_of, leaf_of
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number, table
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes

@@ -17,7 +17,7 @@ from steps import assert_equal
 from pyro_bpq import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import SIZE
-from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.rollout.sums import Ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
