@@ -10,7 +10,6 @@ import pytest
 import torch
 from models import real
 from problems import total_variance, worst_z, wrong_sign
-from relaxed_problems import Problem, learned_statistics, next_step, width_of, with_initial
 from torch import Tensor
 
 from pyro_bpq.estimators import (
@@ -28,6 +27,7 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.relaxation import of_logits
 from pyro_bpq.rollout.features import Components
+from pyro_bpq.testing.contract import Problem, gradient_of, with_statistics
 
 
 def test_slopes_are_those_of_free_logits() -> None:
@@ -39,42 +39,44 @@ def test_slopes_are_those_of_free_logits() -> None:
     torch.testing.assert_close(of_logits(slope, log_probs.detach(), index), wanted)
 
 
-def quadratic(value: Tensor) -> Tensor:
-    """A cost without symmetry, of Bernoulli or one-hot values; its level is far from zero."""
-    flat = value.flatten(-2) if value.dim() > 4 or (value.dim() == 3 and value.shape[-2:] == (2, 3)) else value
-    weight = 0.9 * torch.cos(1.3 * torch.arange(flat.shape[-1]) + 0.2)
-    return ((flat * weight).sum(-1) - 0.45) ** 2 + 0.3 * flat[..., 0] * flat[..., -1] + 2.0
-
-
 PROBLEMS = {
-    "bernoulli": Problem(Components("bernoulli", (3,), 2), real(0.4, -0.8, 1.1), quadratic),
-    "one_hot": Problem(Components("one_hot", (), 4), real([0.4, -0.8, 1.1, 0.1]), quadratic),
-    "one_hot_vector": Problem(Components("one_hot", (2,), 3), real([0.4, -0.8, 1.1], [0.9, 0.2, -0.3]), quadratic),
+    "bernoulli": Problem("bernoulli", 3, sites=1),
+    "one_hot": Problem("one_hot", 1, 4, is_scalar=True, sites=1),
+    "one_hot_vector": Problem("one_hot", 2, 3, sites=1),
 }
-TABLE = {
-    "bernoulli": real([0.1, 0.9], [0.3, -0.2], [0.0, 0.6]),
-    "one_hot": real([0.6, -0.1, 0.4, 0.2]),
-    "one_hot_vector": real([0.6, -0.1, 0.4], [0.2, 0.5, -0.3]),
-}
-# What the critic's level is wrong by.
-NOISE = {"level": 0.1}
 ROWS, CALLS = 20_000, 12
 
 
-def contexts(name: str, estimator: Any, rows: int, seed: int, particles: int) -> tuple[SiteContext, Tensor]:
-    problem = PROBLEMS[name]
-    made, logits = problem.context(rows, seed, particles)
+def table_of(problem: Problem) -> Tensor:
+    """A critic's table: for each value of a component the mean cost over the other components, less the mean cost."""
+    index, chances = problem.outcomes(1)
+    costs = problem.cost(problem.components.value(index[:, 0]).to(chances))
+    mean, at = (chances[0] * costs).sum(), torch.nn.functional.one_hot(index[:, 0], problem.cardinality).to(chances)
+    return torch.einsum("n,ndk->dk", chances[0] * (costs - mean), at) / torch.einsum("n,ndk->dk", chances[0], at)
+
+
+# What the critic's table is multiplied by, and how far its level is wrong.
+CRITIC = {"table": 1.0, "level": 0.1}
+
+
+def contexts(name: str, estimator: Any, rows: int, seed: int, particles: int = 1) -> tuple[SiteContext, Tensor]:
+    problem = replace(PROBLEMS[name], particles=particles)
+    made, logits = problem.context((rows,), seed)
+    known: dict[str, Any] = dict.fromkeys(("exact", "exact_cost", "correction", "exact_correction", "learned", "level"))
     if estimator.uses_critic:
-        table = TABLE[name].expand(*made.cost.shape, *TABLE[name].shape)
-        noise = torch.randn(made.cost.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        made = replace(made, learned=table, level=1.8 + NOISE["level"] * noise)
-    return made, logits
+        noise = torch.randn(made.cost.shape, generator=torch.Generator().manual_seed(seed))
+        known |= {"learned": (CRITIC["table"] * table_of(problem)).expand(logits.shape)}
+        known |= {"level": 1.8 + CRITIC["level"] * noise}
+    return replace(made, **known), logits
 
 
 def learned(name: str, estimator: Any, particles: int = 1, steps: int = 150) -> dict[str, Tensor]:
     """Statistics after some steps at fixed logits."""
-    width = width_of(PROBLEMS[name].components)
-    return learned_statistics(estimator, lambda n: contexts(name, estimator, 64, 8 + 2 * n, particles)[0], width, steps)
+    state: dict[str, Tensor] = {}
+    for n in range(steps):
+        made, _ = contexts(name, estimator, 64, 8 + 2 * n, particles)
+        state |= estimator(with_statistics(estimator, made, n, state)).statistics
+    return state
 
 
 def gradients(name: str, estimator: Any, state: dict[str, Tensor], particles: int = 1, calls: int = CALLS) -> Tensor:
@@ -82,9 +84,12 @@ def gradients(name: str, estimator: Any, state: dict[str, Tensor], particles: in
     found = []
     for call in range(calls):
         made, logits = contexts(name, estimator, ROWS, 100_000 + 2 * call, particles)
-        term = estimator(next_step(made, state, 150))
-        found.append(torch.autograd.grad(term.surrogate.sum(), logits)[0][0].mean(0))
+        found.append(gradient_of(estimator, with_statistics(estimator, made, 150, state), logits)[1][0].mean(0))
     return torch.cat(found)
+
+
+def exact(name: str) -> Tensor:
+    return PROBLEMS[name].exact_gradient()[0]
 
 
 ESTIMATORS = [
@@ -103,13 +108,13 @@ ESTIMATORS = [
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 def test_gradient_is_unbiased_with_a_trained_variate(estimator: Any, name: str) -> None:
     state = learned(name, estimator)
-    assert worst_z(PROBLEMS[name].exact(), gradients(name, estimator, state)) < 4
+    assert worst_z(exact(name), gradients(name, estimator, state)) < 4
 
 
 @pytest.mark.parametrize("estimator", [REBAR(), RELAX(), RELAXQ(), CriticBaseline(), QControlVariate()], ids=repr)
 def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
     state = learned("bernoulli", estimator, particles=3)
-    assert worst_z(PROBLEMS["bernoulli"].exact(), gradients("bernoulli", estimator, state, particles=3, calls=6)) < 4
+    assert worst_z(exact("bernoulli"), gradients("bernoulli", estimator, state, particles=3, calls=6)) < 4
 
 
 # Planted errors.
@@ -127,7 +132,7 @@ class OwnValueInLevel(RELAXQ):
 
 @pytest.mark.parametrize(("fault", "honest"), [(wrong_sign(REBAR()), REBAR()), (OwnValueInLevel(), RELAXQ())])
 def test_worst_z_sees_a_planted_bias(fault: Any, honest: Any) -> None:
-    assert worst_z(PROBLEMS["bernoulli"].exact(), gradients("bernoulli", fault, learned("bernoulli", honest))) > 6
+    assert worst_z(exact("bernoulli"), gradients("bernoulli", fault, learned("bernoulli", honest))) > 6
 
 
 # Less noise.
@@ -150,8 +155,8 @@ def test_rebar_is_below_the_score_function_with_its_best_baseline(name: str) -> 
 
 @pytest.mark.parametrize("kind", [RELAXQ, QControlVariate, CriticBaseline])
 def test_optimal_scale_is_below_scale_one_with_a_poor_critic(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, "bernoulli", -3.0 * TABLE["bernoulli"])
-    monkeypatch.setitem(NOISE, "level", 1.0)
+    monkeypatch.setitem(CRITIC, "table", -3.0)
+    monkeypatch.setitem(CRITIC, "level", 1.0)
     optimal = variance("bernoulli", kind(scale=OptimalScale()), 1, 200)
     assert_below(optimal, variance("bernoulli", kind(scale=1.0), 1, 200), 0.7)
     # And no worse than without a critic.
@@ -162,21 +167,22 @@ def test_optimal_scale_is_below_scale_one_with_a_poor_critic(kind: Any, monkeypa
 # By hand.
 
 
-def test_relax_runs_nothing_and_rebar_twice() -> None:
-    for estimator, calls in ((RELAX(), 0), (REBAR(), 2)):
-        made, _ = PROBLEMS["bernoulli"].context(5, 0)
-        estimator(with_initial(estimator, made, 3))
-        assert len(made.program.calls) == calls
+@pytest.mark.parametrize(("estimator", "number"), [(RELAX(), 0), (REBAR(), 2)], ids=repr)
+def test_relax_runs_nothing_and_rebar_twice(estimator: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, cost = [], Problem.cost
+    made, _ = contexts("bernoulli", estimator, 5, 0)
+    monkeypatch.setattr(Problem, "cost", lambda self, value: calls.append(value.requires_grad) or cost(self, value))
+    estimator(with_statistics(estimator, made))
+    assert sum(calls) == number and bool(calls) == bool(number)
 
 
 def test_network_does_not_see_the_step_that_it_corrects() -> None:
-    made, logits = PROBLEMS["bernoulli"].context(5, 0)
-    state = learned("bernoulli", RELAX(), steps=20)
-    term = RELAX()(next_step(made, state, 20))
-    assert not torch.equal(term.statistics["phi"], state["phi"])
-    again = replace(made, signals={"program": replace(made.program)})
-    other = RELAX(NetworkVariate(lr=0.5))(next_step(again, state, 20))
-    found = [torch.autograd.grad(t.surrogate.sum(), logits, retain_graph=True)[0] for t in (term, other)]
+    state, found = learned("bernoulli", RELAX(), steps=20), []
+    for estimator in (RELAX(), RELAX(NetworkVariate(lr=0.5))):
+        made, logits = contexts("bernoulli", estimator, 5, 0)
+        term, gradient = gradient_of(estimator, with_statistics(estimator, made, 20, state), logits)
+        assert not torch.equal(term.statistics["phi"], state["phi"])
+        found.append(gradient)
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
