@@ -125,6 +125,12 @@ class Calls(TorchFunctionMode):
         num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs, one_hot, args[0])
 
+    def cond(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Handles ``torch.cond`` as the ``if`` that it stands for: without a compiler it has no gradient."""
+        holds, first, second, operands = args
+        with self:
+            return first(*operands) if holds else second(*operands)
+
     def index(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handles ``x[index]`` and ``x[index] = y``, which read the scalars in the index to make a view."""
         is_write = func is Tensor.__setitem__
@@ -162,6 +168,7 @@ def handlers() -> Mapping[Any, str]:
             *(cls.data.__set__, _LIFT),
         ),
         "one_hot": (torch.nn.functional.one_hot,),
+        "cond": (torch.ops.higher_order.cond,),
         "index": (cls.__getitem__, cls.__setitem__),
     }
     return MappingProxyType({call: name for name, group in calls.items() for call in group})

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import FrameType
@@ -49,7 +48,7 @@ class Tape(Ledger, TorchDispatchMode):
 
     It does not see the following, because nothing in torch reports it:
 
-    - work in other threads; the first use of :func:`torch.compile` in a process (later ones run eagerly);
+    - work in other threads;
     - ``to_dlpack``; ``tolist`` and ``numpy`` inside a scripted function or a backward pass;
     - numpy arrays that shared memory with a tensor before the tape was entered;
     - an exception that depends on a value and that a context manager of the user's own swallows;
@@ -89,8 +88,7 @@ class Tape(Ledger, TorchDispatchMode):
             super().__enter__()  # type: ignore[no-untyped-call]
             stack.push(super().__exit__)
             stack.enter_context(self._calls)
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
         self._outer = entering()
         return self

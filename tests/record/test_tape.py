@@ -244,6 +244,7 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     "storage_offset": (lambda c: c.p[c.i].storage_offset(), "i"),
     "legacy_constructor": (lambda c: torch.Tensor([c.s]), "s"),
     "math": (lambda c: math.exp(c.s), "s"),
+    "cond": (lambda c: torch.cond(c.s > 0.0, torch.sin, torch.cos, (c.p,)), "s"),
     "from_dlpack_then_written": (lambda c: exposed_by(np.from_dlpack, c), "s"),
     "equal": (lambda c: torch.equal(c.x, c.v), "x"),
     "is_nonzero": (lambda c: torch.is_nonzero(c.s), "s"),
@@ -521,6 +522,16 @@ def test_compiled_functions_with_the_eager_backend() -> None:
     with Tape() as tape:
         z = tape.source("z", torch.ones(3))
         assert tape.sources_of(torch.compile(lambda x: x.sin() + 1, backend="eager")(z)) == {"z"}
+
+
+def test_cond_is_an_if_and_has_its_gradient() -> None:
+    p = torch.ones(3, requires_grad=True)
+    with Tape() as tape:
+        z = tape.source("z", torch.ones(()))
+        y = torch.cond(z > 0.0, lambda p: 2.0 * p, lambda p: 3.0 * p, (p,))
+        assert tape.sources_of(y) == {"z"}
+    y.sum().backward()
+    assert p.grad is not None and p.grad.tolist() == [2.0] * 3
 
 
 APART: dict[str, Callable[[Tensor], list[Tensor]]] = {
