@@ -24,6 +24,8 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.step.signal_table import SIGNALS
 
 _WARM_UP = 3
+# Standard deviation of the noise from sites downstream, as a share of a cost.
+_LATER = 0.1
 _POWER = 0.005
 # How much of the costs an outdated program knows.
 _OUTDATED = 0.7
@@ -38,17 +40,19 @@ class FakeProgram:
 
     problem: Problem
     value: Tensor
-    generator: torch.Generator  # of the estimator's noise
+    generator: torch.Generator  # of noise, the estimator's and that from sites downstream
+    later: float = 0.0  # the standard deviation of the latter, as a share of a cost
     share: float = 1.0  # how much of the costs it knows; less if it is outdated
     rows_meet: ClassVar[bool] = False
 
     @torch.no_grad()
     def cost(self, value: Tensor) -> Tensor:
-        """The costs."""
-        return self.share * self.problem.cost(value)
+        """The costs, with noise."""
+        cost = self.share * self.problem.cost(value)
+        return cost * (1.0 + self.later * torch.randn(cost.shape, generator=self.generator, dtype=cost.dtype))
 
     def independent(self) -> Tensor:
-        """Costs of values drawn afresh."""
+        """Costs of values drawn afresh, with noise."""
         index, probabilities = self.problem.outcomes(1)
         lead = self.value.shape[: self.value.dim() - self.problem.components.value_ndim]
         drawn = torch.multinomial(probabilities, lead[1:].numel(), True, generator=self.generator)
@@ -59,11 +63,11 @@ class FakeProgram:
         return self
 
     def held(self, value: Tensor) -> FakeProgram:
-        """The program itself: nothing is sampled downstream."""
-        return self
+        """The program in which sites downstream keep their values: without their noise."""
+        return replace(self, later=0.0)
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The costs and their slopes."""
+        """The costs, with noise, and their slopes."""
         if not self.problem.is_smooth:
             return self.cost(value), torch.zeros_like(value)
         with torch.enable_grad():
@@ -132,13 +136,15 @@ class Problem:
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         index: Tensor | None = None,
+        later: float = 0.0,
         share: float = 1.0,
     ) -> tuple[SiteContext, Tensor]:
         """Draws values and makes the context of a call, and the leaf ``(G, M, rows, D, K)`` of logits below it.
 
         Half of the cost counts as immediate, with an exact table. The critic's predictions and the correction are
         meaningless numbers that do not depend on the values. ``index`` gives values ``(G, M, rows, D)`` in place of
-        draws. ``share`` is how much of the costs the program knows.
+        draws. Sites downstream make noise in a cost, whose standard deviation is the share ``later`` of it. ``share``
+        is how much of the costs the program knows.
         """
         generator, batch = torch.Generator().manual_seed(seed), (self.sites, self.particles, *rows)
         fixed = self.logits(dtype).reshape(self.sites, *(1,) * (len(rows) + 1), self.size, self.cardinality)
@@ -148,7 +154,7 @@ class Problem:
             probs = log_probs.detach().double().exp().reshape(-1, self.cardinality)
             index = torch.multinomial(probs, 1, generator=generator).reshape(*batch, self.size)
         value = self.components.value(index).to(dtype)
-        program = FakeProgram(self, value, generator, share)
+        program = FakeProgram(self, value, generator, later, share)
 
         def nonsense(*shape: int) -> Tensor:
             table = torch.randn(self.sites, *shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -242,10 +248,11 @@ def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: S
     The estimator must be an immutable value. For a site that it does not support it must say what to write instead. It
     must give finite gradients in both precisions, for all shapes of plates. It must keep sites apart. It must return
     detached statistics of the right shape. An unbiased estimator must have the exact gradient as its mean. The mean is
-    over all values of two particles, and over samples of its own noise, within four standard errors. These are small
-    enough to show a bias of two percent. With ``takes_outdated`` the program's costs are others than those of the run.
-    The check uses sites of one and of several Bernoulli, Categorical and OneHotCategorical components, with smooth and
-    non-smooth costs, meaningless critics, and running statistics that earlier steps have moved.
+    over all values of two particles, and over samples of its own noise and of noise from downstream, within four
+    standard errors. These are small enough to show a bias of two percent. With ``takes_outdated`` the program's costs
+    are others than those of the run. The check uses sites of one and of several Bernoulli, Categorical and
+    OneHotCategorical components, with smooth and non-smooth costs, meaningless critics, and running statistics that
+    earlier steps have moved.
 
     Args:
         estimator: The estimator.
@@ -284,7 +291,7 @@ def check_unbiased(estimator: Estimator, problem: Problem, num_rows: int = 40_00
 def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_000) -> tuple[float, float]:
     """Distance of an estimator's mean gradient from the exact gradient.
 
-    The values of all particles are enumerated; noise of the estimator is sampled.
+    The values of all particles are enumerated; noise of the estimator and from downstream is sampled.
 
     Returns:
         Largest distance in standard errors, and the largest standard error in units of the gradient's largest
@@ -293,14 +300,14 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
     has_noise, statistics = "program" in estimator.needs, dict[str, Tensor]()
     share = _OUTDATED if estimator.takes_outdated else 1.0
     for step in range(_WARM_UP):
-        context, _ = problem.context((64,), seed=101 + step, share=share)
+        context, _ = problem.context((64,), seed=101 + step, later=_LATER, share=share)
         term = estimator.at(step)(with_statistics(estimator, context, step, statistics))
         statistics.update(term.statistics)
     outcomes, probabilities = problem.outcomes(problem.particles)
     rows = (len(outcomes), max(num_rows // len(outcomes), 2) if has_noise else 2)
     index = outcomes.transpose(0, 1).reshape(1, problem.particles, rows[0], 1, problem.size)
     index = index.expand(problem.sites, -1, -1, rows[1], -1)
-    context, leaf = problem.context(rows, seed=7, index=index, share=share)
+    context, leaf = problem.context(rows, seed=7, index=index, later=_LATER * has_noise, share=share)
     gradient = gradient_of(estimator.at(_WARM_UP), with_statistics(estimator, context, _WARM_UP, statistics), leaf)[1]
     samples, exact = gradient.sum(1), problem.particles * problem.exact_gradient()
     weights = probabilities[..., None, None]

@@ -158,6 +158,13 @@ class BelievesTheProgram(DisARM):
 
 
 @dataclass(frozen=True)
+class TakesTheSmallerCost(SecondRun):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        again = context.program.cost(context.program.value)
+        return super().__call__(replace(context, cost=torch.minimum(context.cost, again)))
+
+
+@dataclass(frozen=True)
 class Silent(DisARM):
     def unsupported(self, site: Any) -> str | None:
         return None if super().unsupported(site) is None else "no"
@@ -181,6 +188,7 @@ class ChangesTheValue(StraightThrough):
         (wrong_sign(DisARM()), "biased"),
         (ThreePercentOff(), "biased"),
         (BelievesTheProgram(), "biased"),
+        (TakesTheSmallerCost(), "biased"),
         (Differences(), "supports none"),
         (Silent(), "what to write"),
         (MixesSites(), "another"),
