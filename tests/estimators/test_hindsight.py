@@ -501,3 +501,20 @@ def test_program_with_noise_of_its_own_warns(reads_site: bool) -> None:
 def test_plan_tells_what_is_known_with_other_sites_held() -> None:
     elbo = trained(chain(), 1, steps=1)
     assert re.search(r"a: Hindsight.*known with all other sites held: .*log q\(b\).* rows", str(elbo.plan), re.DOTALL)
+
+
+def test_sites_that_one_cost_reads_move_apart_also_where_it_is_known_for_one_of_them_only() -> None:
+    """The cost of all rows is known for ``a``, and not for a row of ``b``."""
+
+    def guide() -> None:
+        pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa", torch.tensor(0.3))))
+        with pyro.plate("rows", 2):
+            pyro.sample("b", dist.Bernoulli(logits=pyro.param("qb", torch.tensor([-0.4, 0.9]))))
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.4)))
+        with pyro.plate("rows", 2):
+            b = pyro.sample("b", dist.Bernoulli(torch.tensor([0.7, 0.2])))
+        pyro.factor("f", 2.0 * a * b.sum() - a + 0.3 * b[0] * b[1])
+
+    assert bias(trained((model, guide), 1).eval(), model, guide) < 1e-6

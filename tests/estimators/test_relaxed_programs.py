@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
-from models import BY_NAME
+import torch
+from models import BY_NAME, Case
 from steps import assert_equal, repeat, run, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -16,9 +19,9 @@ from pyro_bpq.reruns.at_values import SiteProgramRuns
 from pyro_bpq.testing import sample_gradients, z_scores
 
 
-def worst_z(name: str, estimator: Any, samples: int = 180) -> float:
+def worst_z(case: Case | str, estimator: Any, samples: int = 180) -> float:
     """Largest z-score of steps whose standard error is below 0.5 % of the gradient."""
-    case = BY_NAME[name]
+    case = BY_NAME[case] if isinstance(case, str) else case
     elbo = TraceBackpropQ_ELBO(800, vectorize_particles=True, max_plate_nesting=2, estimator=estimator)
     trained(elbo, *case.programs, params=case.params, steps=30).eval()
     found = sample_gradients(elbo, *case.programs, num_samples=samples)
@@ -37,6 +40,24 @@ SERVED = [
 @pytest.mark.parametrize(("name", "estimator"), SERVED, ids=str)
 def test_step_is_unbiased(name: str, estimator: Any) -> None:
     assert worst_z(name, estimator) < 4
+
+
+def branches_guide() -> None:
+    for i in "12":
+        a = pyro.sample("a" + i, dist.Bernoulli(logits=pyro.param("q" + i)))
+        pyro.sample("b" + i, dist.Bernoulli(logits=2.0 * a + pyro.param("slope" + i)))
+
+
+def branches_model() -> None:
+    for i in "12":
+        a = pyro.sample("a" + i, dist.Bernoulli(torch.tensor(0.4)))
+        b = pyro.sample("b" + i, dist.Bernoulli(torch.tensor(0.7)))
+        pyro.factor("f" + i, 2.0 * a * b - b - 0.5 * a)
+
+
+def test_sites_downstream_of_each_site_of_a_class_take_values_of_its_own_run() -> None:
+    case = Case("branches", branches_model, branches_guide, dict.fromkeys(("q1", "q2", "slope1", "slope2"), ()))
+    assert worst_z(case, REBAR(scale=1.0)) < 4
 
 
 def test_draws_downstream_that_follow_the_relaxed_value_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,12 @@ from pyro_bpq import (
     ScoreFunction,
     SlowTracking,
     StochasticComputationGraph,
+    TabularCritic,
     TraceBackpropQ_ELBO,
     config_bpq,
 )
 from pyro_bpq.critics.bank import average_writes
+from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import sequence_network
 from pyro_bpq.step.critic_step import index_features
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
@@ -100,9 +102,14 @@ def test_critics_persist_where_their_site_is_absent() -> None:
 
 def test_a_family_shares_one_critic_that_sees_the_index() -> None:
     elbo = train(20, shared)
-    keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
-    assert keys == {"z"}
+    # One for the first site, which has no past, and one for all others, however long their past is.
+    assert [block.keys for block in elbo.critics.blocks.values() if block.critic is not None] == [("z",), ("z",)]
     assert index_features("z_12") == pytest.approx((2.5649493, 1.2)) and index_features("z") == (0.0, 0.0)
+
+
+def test_no_table_is_shared_by_pasts_of_any_length() -> None:
+    with pytest.raises(OptionError, match=r"Sites \['z'\]: TabularCritic cannot hold .* write critic=MLPCritic"):
+        train(1, shared, critic=TabularCritic())
 
 
 def test_sequence_network_settles_each_cost_at_its_last_variable() -> None:

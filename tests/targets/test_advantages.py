@@ -140,3 +140,14 @@ def test_a_parent_that_nobody_learned_gives_no_baseline() -> None:
     # Its return contains y itself.
     graph = graph_of({"x": [], "y": ["x"]}, {"f": ["y"]})
     assert found(graph, {"y": 5.0}, f=9.0)["y"] == 5.0
+
+
+def test_a_sibling_with_nothing_to_learn_counts_as_it_is() -> None:
+    graph = graph_of({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1"]}, {"f1": ["z"], "f2": ["y2"]})
+    a = advantages(build(graph), numbers(x=10.0, y1=4.0), numbers(f1=1.0, f2=7.0))
+    assert float(a["y1"]) == 4.0 - (10.0 - 7.0)
+
+
+def test_what_nobody_learned_is_its_return() -> None:
+    graph = graph_of({"x": [], "y": ["x"]}, {"f": ["y"]})
+    assert found(graph, {"x": 5.0}, f=9.0, lam=1.0)["y"] == 9.0 - 5.0
