@@ -14,12 +14,12 @@ from pyro.distributions.rejector import Rejector
 from pyro.distributions.util import sum_rightmost
 from pyro.poutine.runtime import effectful
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Transform
+from torch.distributions import Distribution, Independent, Transform, TransformedDistribution
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import unwrapped
-from pyro_bpq.rollout.features import base_distribution, finite_components
+from pyro_bpq.rollout.features import finite_components
 
 # What transforms and conditional distributions remember of their last call, and how they forget it.
 _CACHES = MappingProxyType({"_inv": None, "_cached_x_y": (None, None)})
@@ -168,16 +168,22 @@ def unmasked(fn: Any) -> Any:
 
 
 def is_scored_by_pyro(fn: Any) -> bool:
-    """Whether Pyro's score is that of all that is drawn: masks hide some of it, and so may events of rejections."""
-    return unmasked(fn) is fn and not isinstance(base_distribution(fn), Rejector)
+    """Whether Pyro's score is that of all that is drawn: masks hide some of it, events and transforms rejections."""
+    base = fn
+    while hasattr(base, "base_dist"):
+        base = base.base_dist
+    return unmasked(fn) is fn and not isinstance(base, Rejector)
 
 
 def score_of(fn: Any, value: Tensor) -> Any:
     """The score of what is drawn, masked or not; what is not reparameterised has all of its log-probability."""
     fn = unmasked(fn)
-    if isinstance(fn, Independent):
+    if isinstance(fn, Independent) or (fn.has_rsample and isinstance(fn, TransformedDistribution)):
+        for transform in reversed(getattr(fn, "transforms", ())):
+            value = transform.inv(value)
         score = score_of(fn.base_dist, value)
-        return sum_rightmost(score, fn.reinterpreted_batch_ndims) if isinstance(score, Tensor) else score
+        added = len(fn.base_dist.batch_shape) - len(fn.batch_shape)
+        return sum_rightmost(score, added) if isinstance(score, Tensor) else score
     return fn.score_parts(value).score_function if fn.has_rsample else fn.log_prob(value)
 
 

@@ -152,7 +152,8 @@ def test_untraced_site_is_a_node_without_a_cost() -> None:
     torch.testing.assert_close(found, {"qa": qa.grad, "qz": qz.grad}, rtol=0.0, atol=1e-10)
 
 
-def test_score_term_of_a_rejection_sampler_counts() -> None:
+@pytest.mark.parametrize("factor", [None, 2.0], ids=["plain", "transformed"])
+def test_score_term_of_a_rejection_sampler_counts(factor: float | None) -> None:
     """Such a site is reparameterised in part; the mean gradient is that of a sum over a grid of its values."""
     seen, shape = torch.tensor(1.5), torch.tensor(1.7, requires_grad=True)
 
@@ -161,7 +162,9 @@ def test_score_term_of_a_rejection_sampler_counts() -> None:
         pyro.sample("x", dist.Normal(z, 1.0), obs=seen)
 
     def guide() -> None:
-        pyro.sample("z", RejectionStandardGamma(pyro.param("shape", torch.tensor(1.7))))
+        law = RejectionStandardGamma(pyro.param("shape", torch.tensor(1.7)))
+        transforms = [dist.transforms.AffineTransform(0.0, factor)]
+        pyro.sample("z", law if factor is None else dist.TransformedDistribution(law, transforms))
 
     def gradient(seed: int) -> Tensor:
         fresh(seed)
@@ -169,7 +172,7 @@ def test_score_term_of_a_rejection_sampler_counts() -> None:
         return pyro.param("shape").grad
 
     z = torch.linspace(1e-6, 40.0, 400_000)
-    log_q = dist.Gamma(shape, 1.0).log_prob(z)
+    log_q = dist.Gamma(shape, 1.0 / (factor or 1.0)).log_prob(z)
     log_p = dist.Gamma(2.0, 1.0).log_prob(z) + dist.Normal(z, 1.0).log_prob(seen)
     torch.trapezoid(log_q.exp() * (log_q - log_p), z).backward()
     found = torch.stack([gradient(seed) for seed in range(20)])
