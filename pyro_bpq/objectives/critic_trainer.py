@@ -52,6 +52,7 @@ class CriticTrainer:
         replayer: Stored rollouts; ``None`` for none.
         num_steps: Number of steps that were learned from.
         keeps_staged: Whether something learns later from what a step worked on.
+        is_reused: Whether that is the guide.
         staged: What the last step worked on, where it is kept.
         recent: Recent costs of the sites of steered programs.
         waiting: What the last step taught.
@@ -66,7 +67,7 @@ class CriticTrainer:
         self.optimizer = CriticOptimizer(self.options)
         self.replayer = None if replay is None else Replayer(replay, self.options.slow, seed)
         self.num_steps, self.staged, self.recent = 0, Transient(), RecentCosts(kept)
-        self.keeps_staged = self.replayer is not None or self.options.steps > 1
+        self.keeps_staged, self.is_reused = self.replayer is not None or self.options.steps > 1, False
         self.waiting: tuple[list[Write], dict[str, Tensor], Seen] | None = None
         self.late: tuple[list[Write], dict[str, Tensor]] = ([], {})
 

@@ -295,7 +295,9 @@ class Objective(CountedELBO, nn.Module):
         keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
         may_order = not (keeps or self.analytic_kl or has_ranks)
-        return Mode(learning, self.training, self.num_steps, by_value=keeps, has_ranks=has_ranks, may_order=may_order)
+        return Mode(
+            learning, self.training, self.num_steps, keeps, self.trainer.is_reused, has_ranks, may_order=may_order
+        )
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""

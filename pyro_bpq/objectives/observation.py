@@ -41,6 +41,7 @@ class Mode:
     num_steps: int = 0  # number of steps taken
     # Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
     by_value: bool = False
+    is_reused: bool = False  # whether the guide moves further on the same runs
     has_ranks: bool = False  # whether other processes learn along
     # Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
     is_recorded: bool = False

@@ -125,7 +125,7 @@ class PlannedObjective(Objective):
 
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""
-        self.trainer.keeps_staged = True
+        self.trainer.keeps_staged = self.trainer.is_reused = True
         self._learn_waiting()
         model, guide, args, kwargs = program
         with self.undoing(self.trainer.replays):

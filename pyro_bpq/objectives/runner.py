@@ -259,6 +259,7 @@ class StepRunner(Runner):
             self_read=reader.self_read if reader else frozenset(),
             num_particles=particles.number,
             is_ordered=is_dynamic and may_order and not recordings.needs_graphs,
+            is_reused=mode.is_reused,
             recorded=recorded,
             cuts=() if recorded is None or is_dynamic else recorded.cuts,
             **more,

@@ -241,7 +241,8 @@ class Planner:
             is_served, fn = name in served, traced.run.sites[name].fn
             is_untold = name in many and (is_served or site_critic(self.critic, site, fn, wanted[name]) is None)
             is_plain = site.options.baseline is None and name not in traced.untraced and not traced.is_dear
-            can_step = is_plain and not (facts.is_dynamic or traced.enumerated or facts.recorded is None)
+            can_step = is_plain and not (facts.is_dynamic or facts.is_reused or traced.enumerated)
+            can_step = can_step and facts.recorded is not None
             keeps_rows = facts.cuts_plates or not graph.node(name).plates
             is_last = not graph.descendants(name) and not graph.leaves_plates(name) and not traced.enumerated
             found[name] = replace(

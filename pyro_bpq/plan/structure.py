@@ -49,6 +49,7 @@ class StructureFacts:
     self_read: frozenset[str] = frozenset()
     num_particles: int = 1  # number of particles
     is_ordered: bool = False  # whether steps on the structure are to go in program order
+    is_reused: bool = False  # whether the guide moves further on a step's runs, by the probabilities of their values
     sums: bool = False  # whether the loss is to be summed over all values
     # A recorded run. It tells structures apart only by the sites whose other values give the costs that read them.
     recorded: Recorded | None = field(default=None, compare=False)

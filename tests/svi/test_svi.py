@@ -327,3 +327,24 @@ def test_an_error_in_the_line_search_leaves_the_guide_where_it_was() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         svi.step()
     assert torch.equal(q.detach(), start[0]) and (q.grad is None or not q.grad.any())
+
+
+@pytest.mark.parametrize("loop", [ProximalSVI, TrustRegionSVI])
+def test_counts_are_served(loop: Any) -> None:
+    """The default would take ``Differences``, whose signals do not come through the probabilities of values."""
+
+    def program(rates: Tensor, *, own: bool) -> None:
+        with pyro.plate("d", 3):
+            z = pyro.sample("z", dist.Poisson(rates))
+            if not own:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=real(0.4, 1.0, 2.0))
+
+    fresh()
+    svi = loop(
+        lambda: program(real(1.0, 1.0, 1.0), own=False),
+        lambda: program(pyro.param("q", real(0.3, -0.7, 0.8)).exp(), own=True),
+        Adam({"lr": 0.02}),
+        TraceBackpropQ_ELBO(),
+    )
+    assert all(svi.step() > 0.0 for _ in range(2))
+    assert isinstance(svi.elbo.info["z"]["estimator"], ScoreFunction)
