@@ -19,6 +19,17 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 FORMS = ("ancestor", "history")
 MODES = list(itertools.product(REDUCTIONS, FORMS, ("exact", "learned")))
 graph_of = StochasticComputationGraph.from_parents
+# Worked cases of the design: parents, and variables of the costs.
+WORKED: dict[str, tuple[dict[str, list[str]], dict[str, list[str]]]] = {
+    "bypass": ({"x": [], "y": ["x"]}, {"f": ["x", "y"]}),
+    "two costs": ({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}),
+    "siblings": ({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
+    "chain": ({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}),
+    "replay": (
+        {"a": [], "b1": [], "b2": [], "x": ["a"], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
+        {"f1": ["y1"], "f2": ["y2"]},
+    ),
+}
 
 
 def random_graph(generator: torch.Generator, max_nodes: int = 7, max_costs: int = 4) -> StochasticComputationGraph:

@@ -23,7 +23,7 @@ from pyro_bpq.graph.scg import CostNode
 
 PACKAGE = "pyro_bpq"
 ROOT = Path(__file__).parents[1] / PACKAGE
-MAX_LINES = 500
+MAX_LINES = 400
 
 # A folder imports from those before it; modules of one folder import each other without cycles.
 ORDER = (
@@ -100,15 +100,8 @@ def import_faults(name: str, tree: ast.Module, known: frozenset[str]) -> Iterato
         if root in ("torch", "numpy") and head in TENSOR_FREE:
             yield f"line {line}: imports {root} into the structure layers"
     for node in ast.walk(tree):
-        if is_import_by_name(node) and not (
-            isinstance(node.args[0], ast.Constant) or is_own_module(name, node.args[0])
-        ):
+        if is_import_by_name(node) and not isinstance(node.args[0], ast.Constant):
             yield f"line {node.lineno}: imports a module whose name is computed"
-
-
-def is_own_module(name: str, path: ast.expr) -> bool:
-    """Whether a folder's ``__init__`` imports one of its own modules, as in ``f"{__name__}.{module}"``."""
-    return name.endswith(".__init__") and ast.unparse(path).startswith("f'{__name__}.{")
 
 
 def called(node: ast.expr) -> str:
@@ -238,10 +231,6 @@ def test_no_chain_of_folders_is_longer_than_ten():
     assert highest_floor({"a.b": "", "errors": "", "c.d": "from pyro_bpq.a import b\nimport pyro_bpq.errors"}) == 2
 
 
-def test_package_was_found():
-    assert {"__init__", "errors", "graph.scg", "objectives.elbo"} <= set(MODULES)
-
-
 PREAMBLE = '"""A module."""\n\n'
 KNOWN = frozenset(
     f"{folder}__init__" for folder in ("", "graph.", "critics.", "estimators.", "record.", "objectives.")
@@ -264,13 +253,11 @@ KNOWN = frozenset(
         ("critics.learner", "def f():\n    from pyro.infer import ELBO", "imports pyro"),
         ("critics.learner", "f = lambda: __import__('pyro')", "imports pyro"),
         ("critics.learner", "f = lambda x: importlib.import_module(x)", "name is computed"),
-        ("estimators.pathwise", "f = lambda x: importlib.import_module(f'{__name__}.{x}')", "name is computed"),
-        ("estimators.__init__", "f = lambda x: importlib.import_module(f'{x}')", "name is computed"),
         ("__init__", "import pyro", "imports pyro"),
         ("graph.network", "import torch", "imports torch into"),
         ("unheard_of", "", "has no place"),
         ("critics", "N = 0\ndef f():\n    global N", "global"),
-        ("critics", "\n" * MAX_LINES, "more than 500"),
+        ("critics", "\n" * MAX_LINES, f"more than {MAX_LINES}"),
     ],
 )
 def test_planted_fault_is_found(name, text, fault):

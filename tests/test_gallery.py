@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import csv
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pyro
 import pytest
@@ -21,14 +21,10 @@ PROGRAMS = sorted((ROOT / "gallery").glob("*.py"))
 each = pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 
 
-def load(path: Path) -> ModuleType:
+def load(path: Path) -> SimpleNamespace:
     pytest.importorskip("sklearn")
     torch.set_default_dtype(torch.float32)
-    spec = importlib.util.spec_from_file_location(f"gallery_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 @each

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,17 +16,14 @@ SCRIPTS = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
-def build() -> Any:
-    spec = importlib.util.spec_from_file_location("tutorials_build", FOLDER / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def cells(text: str) -> list[tuple[str, str]]:
+    """What the script that builds notebooks makes of a script."""
+    return runpy.run_path(str(FOLDER / "build.py"))["cells"](text)
 
 
 def test_cells_are_split_at_marks() -> None:
     text = "# %% [markdown]\n# # A title\n#\n# Text.\n\n# %%\nx = 1  # %% not here\n\n\n# %%\nx\n"
-    assert build().cells(text) == [("markdown", "# A title\n\nText."), ("code", "x = 1  # %% not here"), ("code", "x")]
+    assert cells(text) == [("markdown", "# A title\n\nText."), ("code", "x = 1  # %% not here"), ("code", "x")]
 
 
 def test_every_notebook_has_a_script() -> None:
@@ -38,7 +34,7 @@ def test_every_notebook_has_a_script() -> None:
 def test_notebook_is_that_of_its_script(script: Path) -> None:
     notebook = json.loads(script.with_suffix(".ipynb").read_text())
     found = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
-    assert found == build().cells(script.read_text()), f"run: python tutorials/build.py {script.stem[:2]}"
+    assert found == cells(script.read_text()), f"run: python tutorials/build.py {script.stem[:2]}"
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in code) and any(cell["outputs"] for cell in code)
     assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])

@@ -12,13 +12,12 @@ import pytest
 import torch
 from models import BY_NAME, real
 from steps import assert_equal, critic_targets, is_equal, repeat, run, state_of, stepped
-from tabular import set_policy
+from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout, held_sites, trainable
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.step.learning import Learning
 
@@ -110,11 +109,7 @@ def target_of(elbo: TraceBackpropQ_ELBO, staged: Staged) -> float:
 
 
 def network_7() -> BackpropQNetwork:
-    graph = StochasticComputationGraph.from_parents(
-        {"a": [], "x": ["a"], "b1": [], "b2": [], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
-        {"f1": ["y1"], "f2": ["y2"]},
-    )
-    return BackpropQNetwork.build(graph, "chain", immediate="learned")
+    return BackpropQNetwork.build(graph_of(*WORKED["replay"]), "chain", immediate="learned")
 
 
 def test_worked_case_7_tuples() -> None:

@@ -12,6 +12,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from tabular import WORKED, graph_of
 from test_graph import graphs
 
 from pyro_bpq.diagnostics.render import render_network, render_scg
@@ -21,7 +22,6 @@ from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 REDUCTIONS = get_args(Reduction)
 MODES = [(r, i, f) for r in REDUCTIONS for i in ("exact", "learned") for f in ("ancestor", "history")]
-graph_of = StochasticComputationGraph.from_parents
 build = BackpropQNetwork.build
 
 
@@ -37,10 +37,7 @@ def learned_at(network: BackpropQNetwork, site: str) -> list[QNode]:
 
 # Worked cases of the paper.
 
-CASE_1 = graph_of({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
-CASE_2 = graph_of({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
-CASE_3 = graph_of({"x1": [], "y1": ["x1"], "y2": ["x1"], "z": ["y1", "y2"]}, {"f": ["z"]})
-CASE_4 = graph_of({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]})
+CASE_1, CASE_2, CASE_3, CASE_4, _ = (graph_of(*case) for case in WORKED.values())
 
 
 def layers(depth: int, letters: str = "xy") -> StochasticComputationGraph:
@@ -83,10 +80,10 @@ def test_case_2_with_exact_immediate_costs() -> None:
 @pytest.mark.parametrize("immediate", ["exact", "learned"])
 def test_case_3_siblings_are_averaged(immediate: str) -> None:
     network = build(CASE_3, "per_cost", immediate=immediate)
-    assert rule(network, "x1") == "(Q_y1 + Q_y2)/2"
+    assert rule(network, "x") == "(Q_y1 + Q_y2)/2"
     assert rule(network, "y1") == rule(network, "y2") == "Q_z"
     assert rule(network, "z") == ("f" if immediate == "learned" else "")
-    assert [node.name for node in network.nodes] == ["z", "y2", "y1", "x1"]
+    assert [node.name for node in network.nodes] == ["z", "y2", "y1", "x"]
 
 
 def test_case_4_chain_removes_bypasses_and_sums_sources() -> None:

@@ -13,6 +13,7 @@ import torch
 from algorithm1 import backpropq_algorithm1
 from models import BY_NAME
 from steps import bias, fresh, repeat, settled, stepped, trained
+from tabular import WORKED
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -35,19 +36,11 @@ from pyro_bpq.testing import assert_unbiased, expected_gradient
 
 Values = dict[str, Tensor]
 
-# The worked cases of the design: parents, and variables of the costs.
-CASES: dict[str, tuple[dict[str, list[str]], dict[str, list[str]]]] = {
-    "bypass": ({"x": [], "y": ["x"]}, {"f": ["x", "y"]}),
-    "two costs": ({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}),
-    "siblings": ({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
-    "chain": ({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}),
+CASES = {
+    **WORKED,
     "layers": (
         {f"{a}{t}": [f"{b}{t - 1}" for b in "xy"] if t > 1 else [] for t in (1, 2, 3) for a in "xy"},
         {f"f_{a}{t}": [f"{a}{t}"] for t in (1, 2, 3) for a in "xy"},
-    ),
-    "replay": (
-        {"a": [], "b1": [], "b2": [], "x": ["a"], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
-        {"f1": ["y1"], "f2": ["y2"]},
     ),
 }
 

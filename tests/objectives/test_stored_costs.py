@@ -13,7 +13,7 @@ from models import coin, real
 from pyro import poutine
 from pyro.optim import Adam
 from steps import critic_targets, repeat
-from tabular import graph_of, set_policy
+from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
 from pyro_bpq import (
@@ -103,12 +103,7 @@ def largest_error(objective: ExpectedCost) -> float:
 
 
 HISTORY = {"x": [], "y": ["x"], "z": ["x", "y"]}, {"f": ["x", "y", "z"], "g": ["y"]}
-CASE_7 = (
-    {"a": [], "x": ["a"], "b1": [], "b2": [], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
-    {"f1": ["y1"], "f2": ["y2"]},
-)
 COLLIDER = {"x": [], "b": []}, {"f": ["x", "b"]}
-PAIR = {"x": [], "y": ["x"]}, {"f": ["x", "y"]}
 CHAIN = {"x": [], "y": ["x"], "z": ["y"]}, {"f": ["y"], "g": ["z"]}
 
 
@@ -118,13 +113,13 @@ CHAIN = {"x": [], "y": ["x"], "z": ["y"]}, {"f": ["y"], "g": ["z"]}
         # A history is replayed as it is.
         (HISTORY, "learned", {}, ["f", "g"], "x y z", ""),
         # Co-parents are redrawn, and costs of them are not touched.
-        (CASE_7, "learned", {}, ["f1", "f2"], "y1 y2", "x a b1 b2"),
+        (WORKED["replay"], "learned", {}, ["f1", "f2"], "y1 y2", "x a b1 b2"),
         # The cost is a child of x, and b comes from an older guide: x has to wait for new rollouts.
         (COLLIDER, "learned", {}, ["f"], "", ""),
         # A cost that is computed again is right at what was redrawn.
         (COLLIDER, "learned", {}, [], "", "x b"),
         # Immediate costs of children are in the way unless they have a table.
-        (PAIR, "exact", {}, ["f"], "", ""),
+        (WORKED["bypass"], "exact", {}, ["f"], "", ""),
         (CHAIN, frozenset({"f"}), {"y": ("f",)}, ["g"], "x y z", ""),
     ],
 )

@@ -9,14 +9,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from tabular import WORKED, graph_of
 from torch import Tensor
 
 from pyro_bpq.critics.targets import lambda_return, network_rules, solve_rules
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-
-Graph = StochasticComputationGraph
 
 
 def numbers(given: Mapping[str, float]) -> dict[str, Tensor]:
@@ -29,11 +28,7 @@ def floats(found: Mapping[str, Tensor]) -> dict[str, float]:
 
 # Worked case 3: X1 -> Y1, X1 -> Y2, both -> Z -> f.
 
-CASE_3 = BackpropQNetwork.build(
-    Graph.from_parents({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
-    "merged",
-    immediate="learned",
-)
+CASE_3 = BackpropQNetwork.build(graph_of(*WORKED["siblings"]), "merged", immediate="learned")
 Q_3 = {"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0}
 F_3 = {"f": 7.0}
 
@@ -46,11 +41,7 @@ def test_lambda_return_of_worked_case_3_in_numbers() -> None:
 
 # Worked case 4: X1 -> X2 -> X3 -> X4, f_a(X2, X3), f_b(X3, X4), bypass edges removed.
 
-CASE_4 = BackpropQNetwork.build(
-    Graph.from_parents({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}),
-    "chain",
-    immediate="learned",
-)
+CASE_4 = BackpropQNetwork.build(graph_of(*WORKED["chain"]), "chain", immediate="learned")
 Q_4 = {"x1": 1.0, "x2": 2.0, "x3": 3.5, "x4": 4.0}
 F_4 = {"fa": 10.0, "fb": 20.0}
 
@@ -80,7 +71,7 @@ def random_network(draw: Any, discounted: bool = False) -> BackpropQNetwork:
     }
     reduction = draw(st.sampled_from(["per_cost", "merged", "tree", "chain", *([] if discounted else ["single"])]))
     immediate = draw(st.sampled_from(["exact", "learned"]))
-    graph = Graph.from_parents(nodes, costs)
+    graph = graph_of(nodes, costs)
     return BackpropQNetwork.build(graph, reduction, immediate=immediate, discounted=discounted)
 
 
@@ -101,7 +92,7 @@ def test_lambda_one_is_monte_carlo_for_any_critic(data: st.DataObject) -> None:
         assert float(expected[node.name]) == pytest.approx(total, abs=1e-9)
 
 
-def edges_to(graph: Graph, site: str, cost: str) -> int:
+def edges_to(graph: StochasticComputationGraph, site: str, cost: str) -> int:
     """The number of edges on the longest way, from its definition; 0 where there is none or nothing is discounted."""
     if cost not in graph.downstream_costs(site):
         return 0
@@ -111,7 +102,7 @@ def edges_to(graph: Graph, site: str, cost: str) -> int:
 
 # Discounts below 1: one meaning for every reduction, for exact and for learned immediate costs.
 
-BYPASS = Graph.from_parents({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
+BYPASS = graph_of(*WORKED["bypass"])
 FOUR = CASE_4.graph
 DISCOUNTED = ("per_cost", "merged", "tree", "chain")
 
@@ -140,7 +131,7 @@ def test_an_edge_that_passes_levels_by_is_discounted_as_often() -> None:
 
 def test_costs_whose_edges_pass_different_levels_are_not_merged() -> None:
     # From x three edges to f through b and a, two to g through a or b: a's Q-function of f counts one level less.
-    graph = Graph.from_parents({"x": [], "a": ["x"], "b": ["x"], "c": ["b"]}, {"f": ["a", "c"], "g": ["a", "b"]})
+    graph = graph_of({"x": [], "a": ["x"], "b": ["x"], "c": ["b"]}, {"f": ["a", "c"], "g": ["a", "b"]})
     plain = BackpropQNetwork.build(graph, "merged", immediate="learned")
     network = BackpropQNetwork.build(graph, "merged", immediate="learned", discounted=True)
     assert [node.name for node in plain.q_nodes("a")] == ["a"]
@@ -191,7 +182,7 @@ def test_lambda_zero_is_td(data: st.DataObject) -> None:
 
 def test_lambda_return_sums_over_plates_that_a_node_is_outside_of() -> None:
     rows = Plate("rows", -1)
-    graph = Graph.from_parents({"g": [], "z": ["g"]}, {"fg": ["g"], "fz": ["g", "z"]}, {"z": [rows], "fz": [rows]})
+    graph = graph_of({"g": [], "z": ["g"]}, {"fg": ["g"], "fz": ["g", "z"]}, {"z": [rows], "fz": [rows]})
     network = BackpropQNetwork.build(graph, "chain", immediate="learned")
     q_z = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     costs = {"fg": torch.tensor([10.0]), "fz": torch.tensor([4.0, 5.0, 6.0])}
