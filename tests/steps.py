@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -60,6 +61,32 @@ def told(category: type[Warning] = Warning) -> Iterator[list[str]]:
 
 def coin_guide(*_: Any) -> None:
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+
+def coins_guide(number: int = 3, *_: Any) -> None:
+    """Independent coins, as one site."""
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(0.3, -0.4, number))).to_event(1))
+
+
+def seeing(mean: Callable[[Tensor], Any], number: int = 0) -> Callable[..., None]:
+    """A model of one coin, or of so many as one site, whose observation reads them in some way."""
+
+    def model(*_: Any) -> None:
+        prior = dist.Bernoulli(torch.full((number,), 0.4)).to_event(1) if number else dist.Bernoulli(torch.tensor(0.4))
+        z = pyro.sample("z", prior)
+        law = dist.Normal(mean(z), 1.0)
+        law = law.to_event(len(law.batch_shape) - z.dim() + bool(number))
+        pyro.sample("x", law, obs=torch.full(law.event_shape, 0.3))
+
+    return model
+
+
+def through_file(thing: Any, weights_only: bool = False) -> Any:
+    """What is loaded of something that was saved."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 SETTLED: dict[str, TraceBackpropQ_ELBO] = {}

@@ -15,7 +15,7 @@ from models import BY_NAME, Case, each_case
 from pyro.distributions.transforms import affine_coupling, planar
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD
-from steps import filtered, repeat, stepped
+from steps import filtered, repeat, seeing, stepped
 from torch import nn
 
 from pyro_bpq import (
@@ -51,10 +51,7 @@ from pyro_bpq.estimators import (
     SecondRun,
 )
 
-
-def coin_model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.7))
+coin_model = seeing(lambda z: z)
 
 
 def guide_with(fn: Callable[[], Any], **options: Any) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import coin_guide, filtered, fresh, repeat, trained
+from steps import coin_guide, filtered, fresh, repeat, seeing, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -60,16 +60,6 @@ def run(elbo: Any, model: Any, guide: Any, *args: Any, steps: int = STEPS) -> li
                     leaf.grad = None
     state = elbo.state_dict().values()
     return found + [float(value.double().nan_to_num().sum()) for value in state if isinstance(value, Tensor)]
-
-
-def seeing(mean: Callable[[Tensor], Any]) -> Callable[[], None]:
-    """A model of one coin whose observation reads it in some way."""
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
-        pyro.sample("x", dist.Normal(mean(z), 1.0), obs=torch.tensor(0.3))
-
-    return model
 
 
 def runs_eagerly(match: str, model: Any, guide: Any = coin_guide, *args: Any, **options: Any) -> TraceBackpropQ_ELBO:
@@ -296,11 +286,7 @@ def test_a_hidden_number_that_changes_is_told_at_the_next_check() -> None:
 
 def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> None:
     def programs(factor: float, rate: Tensor) -> tuple[Any, Any]:
-        def model() -> None:
-            z = pyro.sample("z", dist.Bernoulli(rate))
-            pyro.sample("x", dist.Normal(factor * z, 1.0), obs=torch.tensor(0.3))
-
-        return model, lambda: coin_guide()
+        return seeing(lambda z: factor * z + rate), lambda: coin_guide()
 
     ways = [(1.0, 0.4)] * 8 + [(2.0, 0.4)] * 6 + [(2.0, 0.9)] * 6
     elbo = compared(lambda elbo: [elbo.loss_and_grads(*programs(w, torch.tensor(rate))) for w, rate in ways])

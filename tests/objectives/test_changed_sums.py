@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import filtered, fitted, repeat
+from steps import coin_guide, filtered, fitted, repeat
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -107,16 +107,13 @@ def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor],
         z = pyro.sample("z", dist.Bernoulli(0.3))
         pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.7)) * (read(z) if mixes else z), 1.0), obs=X[0])
 
-    def guide(mixes: bool) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.2))))
-
-    elbo = _summed(model, guide, False)
-    _go_on(elbo, model, guide, True, steps=steps)
-    assert_unbiased(elbo.eval(), model, guide, True)
+    elbo = _summed(model, coin_guide, False)
+    _go_on(elbo, model, coin_guide, True, steps=steps)
+    assert_unbiased(elbo.eval(), model, coin_guide, True)
     assert elbo.plan is not None and not elbo.plan.sums
     elbo.train()
     for mixes in (False, True):
-        _go_on(elbo, model, guide, mixes)
+        _go_on(elbo, model, coin_guide, mixes)
         assert elbo.particles.now.sums is not mixes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import re
@@ -21,7 +20,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, repeat, run, state_of
+from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, repeat, run, state_of, through_file
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -32,14 +31,7 @@ def through_pickle(elbo: Any) -> Any:
     return pickle.loads(pickle.dumps(elbo))
 
 
-def through_torch(elbo: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(elbo, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-THROUGH: dict[str, Callable[[Any], Any]] = {"pickle": through_pickle, "torch": through_torch, "deepcopy": copy.deepcopy}
+THROUGH: dict[str, Callable[[Any], Any]] = {"pickle": through_pickle, "torch": through_file, "deepcopy": copy.deepcopy}
 # The modules' guide does not vectorise.
 PLATED = [name for name in OPTIONS if name != "vectorised"]
 
@@ -155,7 +147,7 @@ FOUND: list[tuple[Case, dict[str, Any]]] = [
 def test_svi_resumes_with_the_same_numbers(case: Case, options: dict[str, Any], steps: int, how: str) -> None:
     session = Session(TraceBackpropQ_ELBO(**options), case)
     session.train(steps)
-    saved = through_torch(session.save(how))
+    saved = through_file(session.save(how))
     expected = session.train(8), stored()
     resumed = Session.load(saved, options, case)
     assert_equal((resumed.train(8), stored()), expected)
@@ -184,7 +176,7 @@ def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], 
     with pyro.settings.context(module_local_params=True):
         fit, optimiser = make()
         train(fit, optimiser)
-        saved = through_torch((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict()))
+        saved = through_file((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict()))
         rng = torch.get_rng_state()
         expected, state = train(fit, optimiser), copy.deepcopy(dict(fit.state_dict()))
         resumed, optimiser = make()

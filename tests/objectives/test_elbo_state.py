@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from typing import Any
 
@@ -12,21 +11,13 @@ import pytest
 import torch
 from models import Case
 from pyro.infer import ELBO, Trace_ELBO
-from steps import CHAIN, assert_equal, run, state_of, stepped
+from steps import CHAIN, assert_equal, run, state_of, stepped, through_file
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO, paper_settings
 from pyro_bpq.errors import BPQWarning
 
 # Saving and loading
-
-
-def through_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["applied", "waiting"])
@@ -38,9 +29,9 @@ def test_state_dict_continues_in_a_new_process(options: dict[str, Any], is_waiti
     # What was loaded before the critics exist is kept when it is saved again; critics that exist are replaced.
     fresh, again, used = (TraceBackpropQ_ELBO(**options, seed=seed) for seed in (0, 0, 3))
     run(used, steps=3, seed=8)
-    fresh.load_state_dict(through_file(elbo.state_dict()))
-    again.load_state_dict(through_file(fresh.state_dict()))
-    used.load_state_dict(through_file(elbo.state_dict()))
+    fresh.load_state_dict(through_file(elbo.state_dict(), weights_only=True))
+    again.load_state_dict(through_file(fresh.state_dict(), weights_only=True))
+    used.load_state_dict(through_file(elbo.state_dict(), weights_only=True))
     expected = run(elbo, steps=5, seed=4)
     for other in (fresh, again, used):
         assert_equal(run(other, steps=5, seed=4), expected)

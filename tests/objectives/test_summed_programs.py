@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import dear, fresh, repeat, told
+from steps import dear, fresh, repeat, through_file, told
 from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
@@ -188,11 +187,8 @@ def test_a_program_that_grows_goes_on() -> None:
 
 def test_copies_and_states_go_on() -> None:
     elbo = trained(programs := Chain())
-    buffer = io.BytesIO()
-    torch.save(elbo.state_dict(), buffer)
-    buffer.seek(0)
     loaded = trained(programs, 1)
-    loaded.load_state_dict(torch.load(buffer))
+    loaded.load_state_dict(through_file(elbo.state_dict(), weights_only=True))
     expected = loss_of(elbo, programs)
     for other in (copy.deepcopy(elbo), loaded):
         assert loss_of(other, programs) == pytest.approx(expected, abs=1e-12)

@@ -6,12 +6,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import pytest
-import torch
 from models import BY_NAME, real
-from steps import fresh, repeat, trained
+from steps import coins_guide, fresh, repeat, seeing, trained
 
 from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
@@ -57,36 +54,24 @@ def test_charging_components_is_exactly_unbiased(name: str, options: str) -> Non
 def test_immediate_costs_are_split_by_component_by_the_extra_run() -> None:
     """Then nothing of a factorised program varies."""
 
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
-        pyro.sample("x", dist.Normal(2.0 * z - 0.3, 0.5).to_event(1), obs=real(1.0, -2.0, 0.5))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.4, 0.9))).to_event(1))
+    model = seeing(lambda z: 6.0 * z - 0.3, 3)
 
     def variance(estimator: Any) -> float:
         fresh()
         elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=None).eval()
-        return float(expected_moments(elbo, model, guide).variance["q"].sum())
+        return float(expected_moments(elbo, model, coins_guide).variance["q"].sum())
 
     assert variance(AllAction()) < 1e-20 and variance(ScoreFunction()) > 1.0
 
 
 def test_a_changed_reader_is_told_and_then_charged_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """An observation reads another component after some steps; the key of a call does not see which."""
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
-        pyro.sample("x", dist.Normal(z[int(os.environ["PYRO_BPQ_TEST_COMPONENT"])], 1.0), obs=torch.tensor(0.3))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
-
+    model = seeing(lambda z: z[int(os.environ["PYRO_BPQ_TEST_COMPONENT"])], 3)
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
     monkeypatch.setenv("PYRO_BPQ_TEST_COMPONENT", "0")
-    repeat(5, elbo.loss_and_grads, model, guide)
+    repeat(5, elbo.loss_and_grads, model, coins_guide)
     assert "-log p(x)" in charged(elbo)
     monkeypatch.setenv("PYRO_BPQ_TEST_COMPONENT", "2")
     with pytest.warns(BPQWarning, match=r"-log p\(x\) reads other components of z"):
-        repeat(20, elbo.loss_and_grads, model, guide)
+        repeat(20, elbo.loss_and_grads, model, coins_guide)
     assert not charged(elbo)

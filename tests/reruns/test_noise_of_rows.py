@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
+from steps import coins_guide, seeing
 from torch import Tensor
 from torch.nn.functional import dropout
 
@@ -18,15 +17,8 @@ from pyro_bpq import TraceBackpropQ_ELBO
     ids=["dropout", "noise that torch does not draw alike for many rows at once"],
 )
 def test_rows_of_equal_values_cost_the_same(noisy: Callable[[Tensor], Tensor]) -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(20)).to_event(1))
-        pyro.sample("x", dist.Normal(noisy(z + 1.0), 1.0).to_event(1), obs=torch.ones(20))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(20))).to_event(1))
-
     elbo = TraceBackpropQ_ELBO(1)
-    elbo.loss_and_grads(model, guide)
+    elbo.loss_and_grads(seeing(lambda z: noisy(z + 1.0), 20), lambda: coins_guide(20))
     (recorded,) = elbo.runner.recordings.now.recorded.values()
     values = torch.tensor([0.0, 1.0]).repeat(10)
     bound = recorded.bound({"z": values}, {}, elbo.runner.recordings.call, {})
