@@ -330,7 +330,7 @@ class _Step:
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
-            reason = text if way.sums or isinstance(error, ParticlesDifferError) else f"it failed: {text}"
+            reason = text if way.sums or isinstance(error, (ParticlesDifferError, Uncut)) else f"it failed: {text}"
         self._back(draws, runs, params)
         return None, reason
 

@@ -25,7 +25,7 @@ from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.structure import Structure, work_at, work_of_run
 from pyro_bpq.record.recorded import Recorded
-from pyro_bpq.record.watch import carried, samples
+from pyro_bpq.record.watch import samples
 from pyro_bpq.rollout.features import Components
 
 # Longest time of an extra run, in units of the step without it. In a longer time more particles win more.
@@ -341,10 +341,10 @@ def _is_computed(structure: Structure, name: str) -> bool:
 
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
     """Whether the probability of a child's value is known at other values of a site."""
-    record = structure.traced.run.sites[child]
-    if child in structure.traced.untraced or estimator.attaches or carried(record.value):
+    if child in structure.traced.untraced or estimator.attaches:
         return False
-    return not _is_masked_within(record.fn) and structure.keeps_rows(name, structure.graph.node(child).plates)
+    fn, plates = structure.traced.run.sites[child].fn, structure.graph.node(child).plates
+    return not _is_masked_within(fn) and structure.keeps_rows(name, plates)
 
 
 def _is_masked_within(fn: Any) -> bool:

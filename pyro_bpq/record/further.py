@@ -46,6 +46,9 @@ def further_particles(first: TracedRun, bound: Bound | None, number: int) -> lis
     Raises:
         Uncut: If something cannot be computed again, or not for many particles at once.
     """
+    for name, own in first.options.items():
+        if getattr(own.estimator, "attaches", False):
+            raise Uncut(f"{own.estimator} attaches a gradient to the value of {name!r}")
     if bound is None or first.untraced or not bound.recorded.traced:
         raise Uncut("a value that no operator has made")
     rows = {value: tensor.unbind(0) for value, tensor in _many(bound, number).items()}

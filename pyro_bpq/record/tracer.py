@@ -46,7 +46,6 @@ from pyro_bpq.record.watch import (
     PARTICLES,
     TraceOptions,
     Watch,
-    carried,
     has_rsample,
     is_enumerated,
     is_untraced,
@@ -300,7 +299,7 @@ def _self_read(tape: Tape, sites: Sites) -> frozenset[str]:
         split = None if site["is_observed"] else finite_components(site["fn"])
         if name in tape.bits and split is not None:
             law = [split.parameters(unchecked(site["fn"])), site["scale"], full_mask(site)]
-            if tape.mask_of(law) & tape.bits[name] or carried(site["value"]):
+            if tape.mask_of(law) & tape.bits[name]:
                 found.add(cost_of_site(site, False))
     return frozenset(found)
 

@@ -22,6 +22,7 @@ from torch.distributions.transforms import AffineTransform, ExpTransform
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.estimators import StraightThrough
 from pyro_bpq.record.further import Hold, further_particles
 from pyro_bpq.record.key import reach
 from pyro_bpq.record.traced_run import TracedRun
@@ -226,6 +227,21 @@ def test_a_program_that_begins_to_draw_noise_goes_on_one_by_one(monkeypatch: pyt
     monkeypatch.setenv("PYRO_BPQ_TEST_DROPPED", "0.5")
     repeat(3, elbo.loss_and_grads, model, guide)
     assert elbo.particles.now == Particles(2)
+
+
+def test_an_estimator_that_attaches_gradients_is_named_where_one_particle_runs() -> None:
+    def guide() -> None:
+        infer = {"bpq": {"estimator": StraightThrough()}}
+        pyro.sample("z", dist.Bernoulli(logits=param("q", 3)).to_event(1), infer=infer)
+        pyro.sample("w", dist.Bernoulli(logits=param("r", 20)).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.4)).to_event(1))
+        w = pyro.sample("w", dist.Bernoulli(torch.full((20,), 0.4)).to_event(1))
+        pyro.factor("f", -((z.sum() - w.sum()) ** 2))
+
+    elbo = stepped(1, TraceBackpropQ_ELBO(), model, guide)
+    assert "in one call: StraightThrough() attaches a gradient to the value of 'z'." in str(elbo)
 
 
 def test_costs_that_change_unseen_are_those_of_the_step() -> None:
