@@ -207,6 +207,7 @@ def new_signals() -> tuple[str, ...]:
 def gradient_of(estimator: Estimator, context: SiteContext, leaf: Tensor) -> tuple[SiteTerm, Tensor]:
     """The term of an estimator, and its gradient to the logits."""
     term = estimator(context)
+    assert term.surrogate.requires_grad, f"{estimator!r}: the surrogate has no gradient; it is no .detach()ed score."
     return term, torch.autograd.grad(term.surrogate.sum(), leaf)[0]
 
 
@@ -231,15 +232,8 @@ def _irregular(count: int, start: float) -> Tensor:
 
 def default_problems() -> tuple[Problem, ...]:
     """Sites of one and of several components, of all kinds, with smooth and non-smooth costs."""
-    return (
-        Problem("bernoulli", size=2),
-        Problem("bernoulli", size=1, is_scalar=True),
-        Problem("bernoulli", size=2, is_smooth=False),
-        Problem("categorical", size=2, cardinality=3),
-        Problem("categorical", size=1, cardinality=4, is_scalar=True),
-        Problem("one_hot", size=2, cardinality=3),
-        Problem("one_hot", size=1, cardinality=4, is_scalar=True),
-    )
+    bits = Problem("bernoulli", 2), Problem("bernoulli", 1, is_scalar=True), Problem("bernoulli", 2, is_smooth=False)
+    return bits + tuple(Problem(kind, *size) for kind in ("categorical", "one_hot") for size in ((2, 3), (1, 4, True)))
 
 
 def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: Sequence[Problem] | None = None) -> None:
@@ -256,8 +250,7 @@ def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: S
 
     Args:
         estimator: The estimator.
-        num_rows: Number of independent calls per site if the estimator draws noise; more if standard errors are too
-            large.
+        num_rows: Number of calls per site if the estimator draws noise; more if standard errors are too large.
         problems: The sites, by default those of :func:`default_problems`; unsupported ones are left out.
 
     Raises:
@@ -277,6 +270,8 @@ def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: S
         _check_sites_apart(estimator, problem)
         if estimator.is_unbiased:
             check_unbiased(estimator, problem, num_rows)
+            if "program" not in estimator.needs and problem.cardinality ** (problem.size * problem.particles) <= 4:
+                _check_joint(estimator, problem)
 
 
 def check_unbiased(estimator: Estimator, problem: Problem, num_rows: int = 40_000) -> None:
@@ -315,6 +310,19 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
     scale = float(exact.abs().max())
     distance = ((weights * samples.mean(2)).sum(1) - exact).abs()
     return float((distance / error.clamp(min=1e-10 * scale)).max()), float(error.max()) / scale
+
+
+def _check_joint(estimator: Estimator, problem: Problem) -> None:
+    """Checks the mean over all joint values of two rows: a baseline may have other rows' costs, but not its own."""
+    values, probabilities = problem.outcomes(2 * problem.particles)
+    found = torch.zeros_like(problem.logits())
+    for value, probability in zip(values, probabilities.T, strict=True):
+        index = value.reshape(1, problem.particles, 2, problem.size).expand(problem.sites, -1, -1, -1)
+        context, leaf = problem.context((2,), index=index)
+        gradient = gradient_of(estimator.at(0), with_statistics(estimator, context), leaf)[1]
+        found += probability[:, None, None] * gradient.sum((1, 2))
+    is_exact = torch.allclose(found, 2 * problem.particles * problem.exact_gradient(), rtol=1e-8)
+    assert is_exact, f"{estimator} is biased in two rows together: does a row enter its own baseline? {problem}"
 
 
 def _check_value(estimator: Any) -> None:

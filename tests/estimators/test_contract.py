@@ -51,7 +51,7 @@ from pyro_bpq.estimators import (
     StraightThrough,
     TrimmedBaseline,
 )
-from pyro_bpq.estimators.base import SiteContext, SiteTerm
+from pyro_bpq.estimators.base import SiteContext, SiteTerm, site_mean
 from pyro_bpq.testing import check_estimator
 from pyro_bpq.testing.contract import Problem, default_problems, with_statistics
 
@@ -177,6 +177,21 @@ class MixesSites(ScoreFunction):
 
 
 @dataclass(frozen=True)
+class MixesRows(ScoreFunction):
+    """Its baseline is the mean of all rows."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        level = context.per_site(site_mean(context.cost))
+        return super().__call__(replace(context, cost=context.cost - level))
+
+
+@dataclass(frozen=True)
+class HasNoGradient(ScoreFunction):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return SiteTerm(context.cost * context.score.detach())
+
+
+@dataclass(frozen=True)
 class ChangesTheValue(StraightThrough):
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         return fn.mean
@@ -192,6 +207,8 @@ class ChangesTheValue(StraightThrough):
         (Differences(), "supports none"),
         (Silent(), "what to write"),
         (MixesSites(), "another"),
+        (MixesRows(), "enter its own baseline"),
+        (HasNoGradient(), "no gradient"),
         (ChangesTheValue(), "changes the drawn value"),
     ],
     ids=lambda value: type(value).__name__,
