@@ -231,7 +231,7 @@ def flat(
     Raises:
         NotImplementedError: If a result was made by something else than operators.
     """
-    with seeded(0), Tape() as tape:
+    with seeded(0), _untold(), Tape() as tape:
         given = tuple(map(tape.value_of, tensors))
         found = function(*tensors)
         wanted = tuple(map(tape.value_of, found))
@@ -271,6 +271,17 @@ def seeded(seed: int) -> Iterator[None]:
         if devices:
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Torch writes no lines on standard error about operators that it runs row by row."""
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 class Uncut(Exception):

@@ -244,6 +244,12 @@ def test_an_estimator_that_attaches_gradients_is_named_where_one_particle_runs()
     assert "in one call: StraightThrough() attaches a gradient to the value of 'z'." in str(elbo)
 
 
+def test_an_operator_that_torch_runs_row_by_row_writes_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    model = model_of(lambda z: nn.functional.multi_margin_loss(z[None], torch.tensor([1])))
+    elbo = stepped(2, hidden(TraceBackpropQ_ELBO(num_particles=2)), model, guide)
+    assert elbo.particles.now.is_hidden and "batching rule" not in capfd.readouterr().err
+
+
 def test_costs_that_change_unseen_are_those_of_the_step() -> None:
     """A number that changes in many steps counts as a counter, which the key of a recording leaves out."""
     weight = [0]
