@@ -162,6 +162,9 @@ class Recording:
                 parameters = distinct(map(leaf_of, self.messages.values()))
                 # The updates of parameters by an optimiser; none if the step ends with gradients.
                 self.updates = () if updates is None else updates.of(parameters, leaves)
+                moved = {id(update.parameter) for update in self.updates}
+                known = {} if updates is None else updates.optim.optim_objs
+                self.idle = [each for each in parameters if each in known and id(each) not in moved]
                 with tape.paused:
                     numbers = numbers_of(self.updates)
                 apply_all(self.updates, graded, numbers)
@@ -271,6 +274,8 @@ class Recording:
         self.steps += 1
         for update in self.updates:
             update.count()
+        if self.updater is not None:
+            self.updater.decay(self.idle)
         leaves, ahead = [tensors[i] for i in self.graded], 1 + len(self.graded)
         return Outcome(results[0], leaves, results[1:ahead], LastInfo(partial(self.build, results[ahead:])))
 

@@ -314,6 +314,13 @@ class Updates:
             raise NotYet("the optimiser has no state for some parameters yet")
         return found
 
+    def decay(self, idle: Iterable[Tensor]) -> None:
+        """Counts a step of parameters that have no gradient: ClippedAdam makes their step sizes smaller, too."""
+        for parameter in idle:
+            owner = _without_schedule(self.optim.optim_objs[parameter])
+            if isinstance(owner, ClippedAdam):
+                owner.param_groups[0]["lr"] *= owner.param_groups[0]["lrd"]
+
 
 def numbers_of(updates: Iterable[OptimizerUpdate]) -> Tensor:
     """The numbers of some updates, one after the other."""

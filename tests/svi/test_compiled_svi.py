@@ -227,3 +227,14 @@ def test_new_parameters_and_a_cleared_store_start_anew() -> None:
         losses += [svi.step() for _ in range(9)]
         found.append([*losses, pyro.param("shift").item()])
     assert found[1] == pytest.approx(found[0], abs=1e-9)
+
+
+def test_step_sizes_of_parameters_without_a_gradient_decay_too() -> None:
+    def idle_guide(x: Tensor = ROWS) -> None:
+        pyro.param("idle", torch.zeros(2))
+        guide(x)
+
+    optim = OPTIMIZERS["ClippedAdam"]
+    expected, _ = train(SVI, optim(), plain(), programs=(model, idle_guide))
+    found, _ = train(CompiledSVI, optim(), plain(), programs=(model, idle_guide), compile="eager")
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
