@@ -10,7 +10,7 @@ from steps import trained
 
 from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import Estimator, SecondRun
-from pyro_bpq.testing import expected_moments
+from pyro_bpq.testing import expected_moments, sample_gradients
 
 DATA = torch.tensor([10.0, 0.0])
 
@@ -65,3 +65,24 @@ def test_variance_is_below_that_of_a_running_mean_where_rows_differ() -> None:
     assert Layers(1.0).variance(SecondRun()) < 0.3 * Layers(1.0).variance(mean)
     # And next to nothing is lost where they do not.
     assert Layers(0.0).variance(SecondRun()) < 1.1 * Layers(0.0).variance(mean)
+
+
+def test_each_component_is_compared_with_its_own_costs_in_the_second_run() -> None:
+    data = torch.tensor([[4.0, -3.0], [-4.0, 3.0]])
+
+    def guide() -> None:
+        with pyro.plate("rows", 2):
+            logits = pyro.param("q", torch.tensor([0.3, -0.4])).expand(2, 2)
+            pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((2, 2), 0.4)).to_event(1))
+            pyro.sample("x", dist.Normal(0.3 * z, 1.0).to_event(1), obs=data)
+
+    def variance(estimator: Estimator) -> float:
+        elbo = trained(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=100).eval()
+        return float(sample_gradients(elbo, model, guide, num_samples=400)["q"].var(0).sum())
+
+    # 0.3 and 3.3; without its own costs 17.
+    assert variance(SecondRun()) < 0.3 * variance(ScoreFunction(RunningBaseline()))
