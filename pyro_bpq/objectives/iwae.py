@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.compiled.options import Backend, Compile
-from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedSiteError, is_whole
+from pyro_bpq.errors import (
+    BPQWarning,
+    OptionError,
+    PlateError,
+    UnsupportedProgramError,
+    UnsupportedSiteError,
+    is_whole,
+)
 from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.plan import unread_options
 from pyro_bpq.record.config import SiteOptions
+from pyro_bpq.record.program_errors import left_torch, quoted
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.tracer import trace_run
 from pyro_bpq.record.watch import TraceOptions
@@ -179,17 +187,22 @@ class BoundRunner(Runner):
         """The runs of a step."""
         _, runs = self._recorded_runs(program, particles, mode)
         first = runs[0]
+        if first.escaped_sites and particles.has_plate and first.scored:
+            raise UnsupportedProgramError(left_torch(first.escaped_sites, particles.number))
         if not self.estimators and (unread := unread_options(first, {}, _NO_CRITICS)):
             warnings.warn(unread, BPQWarning, stacklevel=2)
         self.estimators = {name: _choose(info, first.options[name]) for name, info in first.infos.items()}
         if first.recorded is not None:
+            left = sorted(first.escaped_sites.intersection(first.scored).difference(self.recordings.escaping))
             self.recordings.graph(first, particles.in_call, mode.learning)
             # Rows and particles that meet are told once.
             self.recordings.now.next = math.inf
-            met = [cost for cost, (plate, _) in first.met.items() if plate == self.plate]
+            met = [f"meet in {cost}: a row" for cost, (plate, _) in first.met.items() if plate == self.plate]
+            if self.plate is not None and left:
+                met.append(f"may meet, as values of {quoted(left)} leave torch (by .item(), if, .numpy()): a row")
             if met:
                 warnings.warn(
-                    f"Rows of the plate {self.plate!r} meet in {met[0]}: a row of it reads values of other rows. With "
+                    f"Rows of the plate {self.plate!r} {met[0]} of it reads values of other rows. With "
                     f"plate={self.plate!r} each row has weights of its own, so that the gradient is biased. Write "
                     "plate=None, or keep the rows apart.",
                     BPQWarning,

@@ -101,7 +101,9 @@ class Observation:
         return sum(losses[1:], losses[0])
 
     def staged(self) -> Observation:
-        """The same with the signals of the sites."""
+        """The same with the signals of the sites; none in inference mode, where nothing can be differentiated."""
+        if torch.is_inference_mode_enabled():
+            return self
         with shapes_told(self):
             return replace(self, items=tuple(stage() for stage in self.stages))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import text_of, told, trained, warnings_of
+from steps import stepped, text_of, told, trained, warnings_of
 
 from pyro_bpq import AllAction, KSubset, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import CriticBaseline
+from pyro_bpq.estimators import RELAX, CriticBaseline
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -161,3 +161,13 @@ def test_critics_that_a_step_has_no_use_of_stay() -> None:
     after = dict(elbo.critics.named_parameters())
     still = [name for name, weight in after.items() if weight.grad is None]
     assert still and all(torch.equal(after[name], before[name]) for name in still)
+
+
+def test_estimators_that_differentiate_are_left_out_in_inference_mode() -> None:
+    def program() -> None:
+        probs = torch.softmax(pyro.param("q", torch.zeros(3)), -1)
+        pyro.sample("z", dist.OneHotCategorical(probs), infer={"bpq": {"estimator": RELAX()}})
+
+    elbo = stepped(1, TraceBackpropQ_ELBO(1), program, program)
+    with torch.inference_mode():
+        assert elbo.differentiable_loss(program, program) == 0.0
