@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
@@ -239,7 +240,9 @@ class Call:
 
     def _attributes(self, path: Path, item: Any) -> None:
         is_module, states = isinstance(item, nn.Module), self._states.get(id(item), ())
-        without = of_every_module() if is_module else _IN_USE if isinstance(item, Messenger) else ()
+        without = of_every_module() if is_module else _IN_USE if isinstance(item, Messenger) else frozenset[str]()
+        if isinstance(item, ReplayMessenger):  # the trace that it reads is a setting
+            without -= {"trace"}
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
         attributes = {**getattr(item, "__dict__", {}), **slots}
         own = {name: value for name, value in attributes.items() if name not in without and name not in states}

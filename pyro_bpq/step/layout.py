@@ -235,7 +235,11 @@ class Layout(Constants):
 
     def rows_meet(self, name: str) -> bool:
         """Whether a cost downstream of a site may depend on several rows of the site's plates."""
-        return self._crossing[self.graph.index[name]] != 0 or self.graph.leaves_plates(name)
+        return self.rows_mix(name) or self.graph.leaves_plates(name)
+
+    def rows_mix(self, name: str) -> bool:
+        """Whether a row of a cost downstream of a site may depend on other rows of the site's plates."""
+        return self._crossing[self.graph.index[name]] != 0
 
     @cached_property
     def groups(self) -> tuple[QGroup, ...]:

@@ -160,11 +160,15 @@ def parent_advantage(signals: Signals, c: int) -> Tensor | None:
     layout, names = signals.layout, signals.layout.classes[c].names
     estimator = layout.classes[c].spec.estimator
     assert isinstance(estimator, ParentAdvantage)
+    why = ""
     if layout.is_steered:
         # Which sites come after a site, and so which count as siblings, follows from its value.
+        why = "sampled values steer this program, so which sites a parent's critic predicts besides follows from them"
+    elif any(map(layout.rows_mix, names)):
+        why = "a cost reads other rows of their plate, and critics predict the costs of their own row alone"
+    if why:
         raise UnsupportedProgramError(
-            f"Sites {', '.join(map(repr, names))}: sampled values steer this program, so which sites a parent's critic "
-            "predicts besides follows from the value; use LambdaReturn() or ScoreFunction(RunningBaseline()) there."
+            f"Sites {', '.join(map(repr, names))}: {why}; use LambdaReturn() or ScoreFunction(RunningBaseline()) there."
         )
     if layout.network is None or not signals.critics:
         return None

@@ -8,14 +8,16 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import stepped, text_of, told, trained, warnings_of
 
-from pyro_bpq import AllAction, KSubset, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, ExpectedCost, KSubset, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import compare_estimators
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import RELAX, CriticBaseline
+from pyro_bpq.estimators import RELAX, CriticBaseline, ParentAdvantage
+from pyro_bpq.record.key import reach
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -171,3 +173,22 @@ def test_estimators_that_differentiate_are_left_out_in_inference_mode() -> None:
     elbo = stepped(1, TraceBackpropQ_ELBO(1), program, program)
     with torch.inference_mode():
         assert elbo.differentiable_loss(program, program) == 0.0
+
+
+def test_advantages_over_parents_need_rows_that_stay_apart() -> None:
+    def policy() -> None:
+        with pyro.plate("d", 2):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2))))
+            cost("c", z.roll(1, -1))
+
+    objective = ExpectedCost(1, estimator=ParentAdvantage())
+    with told() as found, pytest.raises(UnsupportedProgramError, match="the costs of their own row alone"):
+        objective.loss_and_grads(None, policy)
+    assert len(found) == 1
+
+
+def test_traces_that_are_replayed_tell_calls_apart() -> None:
+    handler = poutine.replay(trace=poutine.trace(guide).get_trace())
+    first = reach({"handler": handler})
+    handler.trace = poutine.trace(guide).get_trace()
+    assert first.difference(reach({"handler": handler}))
