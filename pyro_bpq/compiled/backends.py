@@ -31,7 +31,7 @@ Compiled = Callable[..., Sequence[Tensor]]
 
 _ATEN = torch.ops.aten
 # Number of operators above which a step is compiled in the background, where that is left open.
-_LONG = 10_000
+_LONG = 5_000
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.

@@ -24,7 +24,7 @@ class Compile:
             operators run as they are; ready at once. Or a function of a graph module and a list of example inputs, as
             ``torch.compile`` takes.
         background: Whether a thread compiles, while the recorded operators run as they are. Such a run does not repeat
-            number for number. ``None`` leaves it open: steps of more than 10,000 operators are compiled so.
+            number for number. ``None`` leaves it open: steps of more than 5,000 operators are compiled so.
         max_recordings: Largest number of recordings that are made. Attempts that failed, and recordings that were
             dropped, count too. Each kind of call (shapes of the arguments, their values if they are no tensors,
             training flags) needs one recording. Further kinds of calls run eagerly.

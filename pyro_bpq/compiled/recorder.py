@@ -325,6 +325,9 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     """Records a step."""
     try:
         found, again = (Recording(subject, program, call, number, updates) for _ in range(2))
+        if not found.is_like(again):
+            # The first run may have made functions that the others find.
+            found, again = again, Recording(subject, program, call, number, updates)
     except Unrecordable:
         raise
     except (RuntimeError, RecordingError) as error:  # of tensors that no graph can hold

@@ -212,7 +212,8 @@ class StepRunner(Runner):
         rollout = Rollout(tuple(t.run for t in traced), number, first.plate_sizes, ndim, has_plate)
         found = (self.recordings.recorded(run, particles.in_call) for run in traced)
         recorded = tuple(each for each in found if each is not None)
-        values = Values(recorded, None, traced, self.recordings.call, int(particles.nesting) if has_plate else 0)
+        nesting = int(particles.nesting) if has_plate else 0
+        values = Values(recorded, None, traced, self.recordings.call, nesting, mode.is_recorded)
         facts = self.facts(traced, is_dynamic, particles, mode, has_slope=lambda name: has_slope(values, graph, name))
         plan = self.plans.of(first, graph, facts)
         if one is not None and has_plate and plan.held.picks_one:

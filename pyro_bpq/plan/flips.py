@@ -98,10 +98,12 @@ class Moves(NamedTuple):
     Args:
         drawn: The components of sites, ``(M, plates, n)``; all of those of sites that are not in it.
         steps: How far counts are from the values next to them, in the shape of their values.
+        is_apart: Whether the sample is evaluated apart from the other rows, by operators like those of the run.
     """
 
     drawn: Mapping[str, Tensor] = MappingProxyType({})
     steps: Mapping[str, Tensor] = MappingProxyType({})
+    is_apart: bool = False
 
 
 # All components of all sites take all other values.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.laws import Draw, rows_of
-from pyro_bpq.record.operators import copied, effects_of, filled, written
+from pyro_bpq.record.operators import copied, effects_of, filled, written, written_arguments
 from pyro_bpq.record.tape import Tape
 from pyro_bpq.record.values import Node, Notes, Value
 
@@ -62,7 +62,7 @@ class Function:
         """The wanted values, from tensors by value, which stay as they are, as do the global generators."""
         taken = [tensors[value] for value in self.asked or self.given]
         with drawing(self, seed):
-            return self(*(tensor.clone() for tensor in taken) if self.writes else taken)
+            return self(*(tensor.clone() for tensor in taken) if self.spoils else taken)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """The wanted values, from tensors in place of the given ones."""
@@ -148,6 +148,19 @@ class Function:
         kinds = ((node, effects_of(node.func)) for node in self.nodes)
         return any(node.written or (kind.writes and "batch_norm" not in kind.name) for node, kind in kinds)
 
+    @cached_property
+    def spoils(self) -> bool:
+        """Whether an operator may write into what the function was given."""
+        own = set[Value]()  # values in memory that operators of the function have made
+        for node in self.nodes:
+            kind = effects_of(node.func)
+            targets = [*values_in(written_arguments(kind, node.args, node.kwargs)), *(old for old, _ in node.written)]
+            if not own.issuperset(targets):
+                return True
+            if kind.allocates or own.issuperset(targets or node.reads):
+                own.update(results_of(node))
+        return False
+
     def without_writes(self, tensors: Mapping[Value, Tensor]) -> Function:
         """The same, in which no operator writes in place; ``tensors`` are such as it gets, by value."""
         if not self.writes:
@@ -173,7 +186,7 @@ class Function:
                 found = []
                 for row in rows_of(len(tensors[0]), tensors, [dim == 0 for dim in dims]):
                     with drawing(plain):  # the same noise in each row
-                        found.append(plain(*(own.clone() for own in row) if plain.writes else row))
+                        found.append(plain(*(own.clone() for own in row) if plain.spoils else row))
                 return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
             node = Node(by_rows, plain.given, {}, plain.wanted, plain.given)

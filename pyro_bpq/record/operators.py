@@ -38,6 +38,7 @@ class Effects(NamedTuple):
     shape_from: int | None = None  # position of the argument with these values; None: any argument
     writes: tuple[int | str, ...] = ()  # positions, or names, of the arguments that it writes into
     is_view: bool = False  # the result is another view of an argument's memory
+    allocates: bool = False  # the result has memory of its own
     is_blank: bool = False  # only the shape of its argument matters
     is_random: bool = False  # draws from a generator
     is_total: bool = False  # never fails because of a value
@@ -75,7 +76,10 @@ def effects_of(func: Any) -> Effects:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
     is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
-    return kind._replace(is_plain=kind == Effects(name, is_view=kind.is_view), is_total=is_total)
+    is_plain = kind == Effects(name, is_view=kind.is_view)
+    # Its schema does not tell that _unsafe_view is a view.
+    allocates = name != "_unsafe_view" and all(result.alias_info is None for result in schema.returns)
+    return kind._replace(is_plain=is_plain, is_total=is_total, allocates=allocates)
 
 
 def sizing(kind: Effects, args: Any) -> Any:

@@ -96,9 +96,11 @@ class HeldRuns:
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
-            rows = Rows.of(plan, traced, bound, Moves(drawn, steps), plan.wanted)
+            # Where few rows are evaluated, that of the sample costs as much as another one, if it is not joined.
+            is_apart = values.compiles and bool(drawn)
+            rows = Rows.of(plan, traced, bound, Moves(drawn, steps, is_apart), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
-            before = Rows.of(plan, traced, bound, Moves(drawn, back), laws) if laws else rows
+            before = Rows.of(plan, traced, bound, Moves(drawn, back, is_apart), laws) if laws else rows
             for name, site in plan.sites.items():
                 plates, found = self.graph.node(name).plates, parts[name]
                 shape = self.rollout.run_shape(plates)

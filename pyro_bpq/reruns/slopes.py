@@ -157,7 +157,7 @@ class Slopes:
         shapes, dtypes = bound.recorded.recording.shapes, bound.recorded.recording.dtypes
         tensors = {**bound.tensors, **{site.scored: bound.tensors[site.value] for site in self.sites.values()}}
         taken, like = [tensors[value].detach() for value in self.function.given], tensors[next(iter(self.ends))]
-        taken = [tensor.clone() for tensor in taken] if self.function.writes else taken
+        taken = [tensor.clone() for tensor in taken] if self.function.spoils else taken
         costs = zip(self.names, (cost for group in self.groups for cost, _ in group), strict=True)
         ones = {name: like.new_ones(shapes[cost], dtype=dtypes[cost]) for name, cost in costs}
         taken += [bound.weighted(name, ones[name]).expand_as(ones[name]) for name in self.names]
@@ -180,7 +180,7 @@ class Slopes:
         given = dict(zip(self.function.given, tensors[:number], strict=True))
         points = {value: given[value].detach().requires_grad_() for value in self.ends if value in given}
         # A program may change a value in place, which autograd forbids for a leaf.
-        own = {value: point.clone() if self.function.writes else point for value, point in points.items()}
+        own = {value: point.clone() if self.function.spoils else point for value, point in points.items()}
         values = dict(zip(self.function.wanted, self.function(*(given | own).values()), strict=True))
         weights, signs = iter(tensors[number:]), tensors[len(tensors) - len(self.reads) :]
         ends = [*points.values(), *(values[one.output] for one in self.reads)]

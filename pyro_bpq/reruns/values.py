@@ -33,6 +33,7 @@ class Values:
         traced: The runs of the step.
         call: What the call of the programs looks like.
         nesting: Number of batch dimensions where all particles run in one call, that of the particles included.
+        compiles: Whether the step is compiled, which joins operators that are equal.
     """
 
     recorded: tuple[Recorded, ...]
@@ -40,6 +41,7 @@ class Values:
     traced: tuple[TracedRun, ...]
     call: Call
     nesting: int = 0
+    compiles: bool = False
 
     @cached_property
     def bound(self) -> tuple[Bound, ...]:
@@ -126,7 +128,10 @@ class Rows(NamedTuple):
         recorded, sites = bound.recorded, traced.run.sites
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
         moved = {name: flips.moved(name, value, sites[name].fn, moves) for name, value in values.items()}
-        return Rows(flips, moves, traced, bound, bound.at_rows(wanted, moved))
+        if not moves.is_apart:
+            return Rows(flips, moves, traced, bound, bound.at_rows(wanted, moved))
+        first, others = bound.again(wanted), bound.at_rows(wanted, {name: value[1:] for name, value in moved.items()})
+        return Rows(flips, moves, traced, bound, {n: torch.cat((first[n][None], own)) for n, own in others.items()})
 
     def change(self, name: str, terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
         """The change of some costs at all values of a site, ``(M, plates, D, K)``, zero at the sampled one.

@@ -106,7 +106,7 @@ def losses_of_a_fork_and_of_its_parent() -> tuple[list[float], list[float]]:
 def test_a_forked_process_goes_on_with_the_recording() -> None:
     # In a process of its own: in a fork of one whose autograd has started threads, torch refuses every backward.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        theirs, own = pool.apply(losses_of_a_fork_and_of_its_parent)
+        theirs, own = pool.apply_async(losses_of_a_fork_and_of_its_parent).get(timeout=100)
     assert len(own) == 3 and theirs == own
 
 
