@@ -159,7 +159,10 @@ class SiteProgramRuns:
     @torch.no_grad()
     def sampled_cost(self) -> Tensor:
         """Costs-to-go at the sampled values of all sites, by the same way as at other values."""
-        return replace(self, downstream=[self.batch.rollout.runs] * len(self.names)).cost(self.value)
+        own = replace(self, downstream=[self.batch.rollout.runs] * len(self.names))
+        # With seeds of its own, so that estimators draw the same whether a recording is outdated or not.
+        own.rerun = Reruns(self.rerun.values, self.rerun.plan, self.generator)
+        return own.cost(self.value)
 
     def independent(self) -> Tensor:
         """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""

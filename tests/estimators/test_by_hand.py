@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pyro
 import pyro.distributions as dist
 import torch
 from steps import CHAIN, trained
 from torch import Tensor
 
-from pyro_bpq import SlowTracking, TraceBackpropQ_ELBO
+from pyro_bpq import ExpectedCost, ScoreFunction, SlowTracking, TraceBackpropQ_ELBO
+from pyro_bpq import cost as charge
 from pyro_bpq.estimators import RELAX, CriticBaseline, CrossedLeaveOneOut, NetworkVariate, QProp, ReinMax
 from pyro_bpq.estimators.all_action import CRITIC, SIZE, _moment_terms, _partial
 from pyro_bpq.estimators.relax import _features
@@ -41,6 +43,21 @@ def test_the_mean_change_of_crossed_costs_is_subtracted() -> None:
     # Two particles: the other one is the baseline. The scale is 0.2 / (1.09 - 0.3²).
     wanted = (cost - cost.flip(1) - 0.2 * (change - 0.3)) * context.score
     torch.testing.assert_close(estimator(filled).surrogate, wanted)
+
+
+def test_rows_are_charged_with_their_own_costs() -> None:
+    logits = drawn(3).requires_grad_()
+    weights, values = torch.tensor([1.0, 10.0, 1e6], dtype=torch.float64), []
+
+    def program() -> None:
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(logits=logits))
+            charge("c", weights * (1.0 + z))
+        values.append(z)
+
+    ExpectedCost(1, estimator=ScoreFunction(None), critic=None).loss_and_grads(None, program)
+    z = values[-1]
+    torch.testing.assert_close(logits.grad, weights * (1.0 + z) * (z - logits.detach().sigmoid()))
 
 
 def test_signs_are_even() -> None:

@@ -24,7 +24,7 @@ from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, repeat, run,
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import REBAR
+from pyro_bpq.estimators import REBAR, DisARM
 
 
 def through_pickle(elbo: Any) -> Any:
@@ -133,7 +133,7 @@ FOUND: list[tuple[Case, dict[str, Any]]] = [
     (STEERED, {"estimator": ScoreFunction(LeaveOneOut()), "structure": "dense", "num_particles": 4}),
     (ROWS, {}),
     (STEERED, {"estimator": ScoreFunction(), "structure": "dense"}),
-    (PAIRS, {"estimator": REBAR()}),  # which draws noise of its own
+    *((PAIRS, {"estimator": own}) for own in (REBAR(), DisARM())),  # which draw noise of their own
 ]
 
 
