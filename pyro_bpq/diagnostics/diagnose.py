@@ -95,16 +95,6 @@ class Look:
         return {name: site.fn for name, site in self.runs[0].run.sites.items()}
 
     @cached_property
-    def pathwise(self) -> list[str]:
-        """The sites whose values carry the gradient."""
-        return [name for name, spec in self.plan.layout.specs.items() if spec.estimator.is_pathwise]
-
-    @cached_property
-    def scored(self) -> list[str]:
-        """All other sites."""
-        return [name for name in self.plan.layout.specs if name not in self.pathwise]
-
-    @cached_property
     def still(self) -> list[str]:
         """Parameters of the guide that no step moves."""
         nodes = [(name, node) for run in self.runs for name, node in run.guide_trace.nodes.items()]
@@ -220,9 +210,8 @@ def _values_that_leave(look: Look) -> Iterator[_Found]:
 
 def _particles(look: Look) -> Iterator[_Found]:
     """Rows of data that another particle would give a baseline, where somebody has asked for one particle."""
-    sites = [name for name in look.scored if name in look.plan.noisy and look.runs[0].plates.get(name)]
-    # A loss that is summed over all values needs no baseline.
-    if sites and look.elbo.num_particles == 1 and not (look.elbo.particles.is_open or look.plan.sums):
+    sites = [name for name in look.plan.layout.specs if name in look.plan.noisy and look.runs[0].plates.get(name)]
+    if sites and look.elbo.num_particles == 1 and not look.elbo.particles.is_open:
         yield (
             f"With one particle the costs of {listed(sites)} are compared with earlier steps or with a second run, not "
             "with another sample of the same data point.",
@@ -294,7 +283,7 @@ def diagnose(
     checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {signal}"
     if jumps := sorted(elbo.runner.recordings.jumps):
         checked += f"; costs jump with the values of {listed(jumps)}, which get the score function"
-    if look.pathwise:
-        checked += f"; jumps of costs with {listed(look.pathwise)} that no draw has met stay unseen"
+    if pathwise := [name for name, spec in elbo.plan.layout.specs.items() if spec.estimator.is_pathwise]:
+        checked += f"; jumps of costs with {listed(pathwise)} that no draw has met stay unseen"
     found = tuple(Finding(kind, severity, *each) for kind, severity, find in _FINDERS for each in find(look))
     return Diagnosis(found, checked)

@@ -8,6 +8,7 @@ with others are dashed. Edges of immediate costs are dotted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import shutil
@@ -83,14 +84,10 @@ class Drawing:
         path.write_bytes(content)
         return path
 
-    def _repr_mimebundle_(
-        self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
-    ) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         bundle = {"text/plain": self.dot}
-        try:
+        with contextlib.suppress(BPQError):  # without Graphviz a notebook shows the text
             bundle["image/svg+xml"] = self.render("svg").decode()
-        except BPQError:
-            pass  # without Graphviz a notebook shows the text
         return bundle
 
     def __str__(self) -> str:

@@ -57,17 +57,13 @@ def _is_data(site: Any) -> bool:
 
 
 def _not_finite(traced: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
-    """Warns of data that are NaN, else of a log-probability, a factor or a cost that is no finite number."""
+    """Warns of a log-probability, a factor or a cost that is no finite number, first of that of data that are NaN."""
     if bool(traced.run.loss.isfinite().all()):
         return
-    sites = [*guide.values(), *model.values()]
-    missing = [site for site in sites if _is_data(site) and number_missing(site["value"])]
-    if missing:
-        yield from map(value_line, missing)
-    else:
-        kinds = (("NaN", Tensor.isnan), ("infinite", Tensor.isinf))
-        terms = (_term_line(site, word, find) for word, find in kinds for site in sites)
-        yield from islice(filter(None, terms), 1)
+    both = [*guide.values(), *model.values()]
+    sites = sorted(both, key=lambda site: not (_is_data(site) and number_missing(site["value"])))
+    kinds = (("NaN", Tensor.isnan), ("infinite", Tensor.isinf))
+    yield from islice(filter(None, (_term_line(site, *kind) for kind in kinds for site in sites)), 1)
 
 
 def _term_line(site: Any, word: str, find: Callable[[Tensor], Tensor]) -> str:

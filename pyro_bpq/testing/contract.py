@@ -21,7 +21,6 @@ from torch.nn.functional import one_hot
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, initial_statistics
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.rollout.features import Components, finite_components
-from pyro_bpq.step.signal_table import SIGNALS
 
 _WARM_UP = 3
 # Standard deviation of the noise from sites downstream, as a share of a cost.
@@ -30,13 +29,11 @@ _POWER = 0.005
 # How much of the costs an outdated program knows.
 _OUTDATED = 0.7
 _NAMES = MappingProxyType({"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"})
-# Signals that a problem has, or that none of its estimators gets.
-_STAND_INS = frozenset("program hindsight advantage q_value q_slope moved_value baseline crossed".split())
 
 
 @dataclass(eq=False)
 class FakeProgram:
-    """A :class:`~pyro_bpq.estimators.base.SiteProgram` with a cost in closed form."""
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` with a cost in closed form, and without distributions."""
 
     problem: Problem
     value: Tensor
@@ -82,10 +79,6 @@ class FakeProgram:
     def from_index(self, index: Tensor) -> Tensor:
         """Values from indices."""
         return self.problem.components.value(index).to(self.value.dtype)
-
-    def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
-        """Not known here: the problem has no distributions."""
-        raise NotImplementedError("A FakeProgram has no distributions; finite sites read context.log_probs.")
 
 
 @dataclass(frozen=True)
@@ -173,10 +166,9 @@ class Problem:
         known = SiteContext(names, score, cost, self.particles, log_probs, index, 0.5 * table, 0.5 * sampled)
         # Far from right, as the critics are, but no function of the value.
         learned, level = nonsense(self.size, self.cardinality), nonsense()
-        known = replace(known, correction=nonsense(), exact_correction=nonsense())
+        known = replace(known, learned=learned, level=level, correction=nonsense(), exact_correction=nonsense())
         signals = {"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
-        signals |= {name: nonsense().abs() for name in new_signals()}
-        return replace(known, learned=learned, level=level, signals=signals), leaf
+        return replace(known, signals=signals), leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
         """All joint values of a number of particles.
@@ -197,11 +189,6 @@ class Problem:
         # In closed form: Σ_x q(x) f(x) (onehot(x) - q).
         score = one_hot(index[:, 0], self.cardinality) - self.logits().softmax(-1).unsqueeze(1)
         return torch.einsum("gn,gndk->gdk", probabilities * costs, score)
-
-
-def new_signals() -> tuple[str, ...]:
-    """Names of the signals without a stand-in of their own: any tensor ``(G, M, plates)`` serves for them."""
-    return tuple(name for name in SIGNALS if name not in _STAND_INS)
 
 
 def gradient_of(estimator: Estimator, context: SiteContext, leaf: Tensor) -> tuple[SiteTerm, Tensor]:

@@ -82,9 +82,8 @@ class GradientReader(Messenger):
         self, model: Callable[..., Any] | None, guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
     ) -> None:
         super().__init__()
-        self.leaves: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}
         self._lent: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._known: set[int] = set()
         self._is_fixed = parameters is not None
         self._programs = {"model": model, "guide": guide}
         for _, leaf in self._module_leaves():
@@ -115,10 +114,8 @@ class GradientReader(Messenger):
         # When all runs are over, statements have reached what they reach.
         for name, leaf in self._module_leaves():
             self._add(name, leaf)
-        return {
-            name: values[id(leaf)] if id(leaf) in values else leaf.new_zeros((*lead, *leaf.shape))
-            for name, leaf in self.leaves.items()
-        }
+        own = {key: leaf.new_zeros((*lead, *leaf.shape)) for key, (leaf, _) in self._lent.items()} | dict(values)
+        return {name: own[key] for key, name in self.names.items()}
 
     def _module_leaves(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, program in self._programs.items():
@@ -133,9 +130,8 @@ class GradientReader(Messenger):
 
     def _add(self, name: str, leaf: Tensor) -> None:
         self._lend(leaf)
-        if leaf.requires_grad and id(leaf) not in self._known:
-            self._known.add(id(leaf))
-            self.leaves[name] = leaf
+        if leaf.requires_grad:
+            self.names.setdefault(id(leaf), name)
 
     def _pyro_post_param(self, msg: Any) -> None:
         if not self._is_fixed and msg["value"] is not None:
@@ -186,7 +182,7 @@ class RunningMoments:
     def named(self, reader: GradientReader) -> GradientMoments:
         """The moments by name of the parameter."""
         mean, variance = reader.named(self.mean), reader.named(self.variance)
-        reached = frozenset(name for name, leaf in reader.leaves.items() if id(leaf) in self.mean)
+        reached = frozenset(name for key, name in reader.names.items() if key in self.mean)
         return GradientMoments(mean, variance, self.count, self.is_exact, self.error, reached)
 
 
@@ -230,19 +226,11 @@ def _state(elbo: Any) -> dict[str, Tensor]:
     return {name: entry.clone() for name, entry in entries.items() if isinstance(entry, Tensor)}
 
 
-def _check_state(elbo: Any, before: Mapping[str, Tensor]) -> None:
-    for name, entry in _state(elbo).items():
-        if name not in before or not torch.allclose(before[name], entry, rtol=0.0, atol=0.0, equal_nan=True):
-            raise StructureChangedError(
-                f"The step changed {name!r} in the state of the ELBO, so its outcomes are not comparable. "
-                "Call elbo.eval() first."
-            )
-
-
-def _is_same(old: Gradient, new: Gradient) -> bool:
-    pairs = [(gradient, new[key]) for key, gradient in old.items() if key in new]
-    is_close = all(torch.allclose(*pair, rtol=1e-6, atol=1e-12, equal_nan=True) for pair in pairs)
-    return old.keys() == new.keys() and is_close
+def _changed(old: Mapping[Any, Tensor], new: Mapping[Any, Tensor]) -> list[Any]:
+    """Names of the tensors that are others than before, beyond rounding."""
+    limits: Any = {"rtol": 1e-6, "atol": 1e-12, "equal_nan": True}
+    both = old.keys() & new.keys()
+    return [key for key in old | new if not (key in both and torch.allclose(old[key], new[key], **limits))]
 
 
 def expected_moments(
@@ -304,13 +292,17 @@ def _over_outcomes(
     found, before = RunningMoments(is_exact=True), _state(elbo)
     first = [gradient for _, gradient in itertools.islice(outcomes(), _NUM_REPEATED)]
     for probability, gradient in outcomes():
-        if found.count < len(first) and not _is_same(first[found.count], gradient):
+        if found.count < len(first) and _changed(first[found.count], gradient):
             raise StructureChangedError(
                 "The step draws noise of its own: with the same values its gradient differs from one call to the next. "
                 "Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with z_scores(...)."
             )
         found.add(probability, gradient)
-    _check_state(elbo, before)
+    if changed := _changed(before, _state(elbo)):
+        raise StructureChangedError(
+            f"The step changed {changed[0]!r} in the state of the ELBO, so its outcomes are not comparable. "
+            "Call elbo.eval() first."
+        )
     return found
 
 
