@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -68,6 +68,14 @@ def changed_options(usual: Callable[..., Any], given: Mapping[str, Any]) -> dict
 def listed(names: Sequence[str]) -> str:
     """Names of sites, of many the first and the last one: ``z0 to z11, 12 sites``."""
     return f"{names[0]} to {names[-1]}, {len(names)} sites" if len(names) > 3 else ", ".join(names)
+
+
+def alike(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names that have the same text, together."""
+    found: dict[str, list[str]] = {}
+    for name, text in texts:
+        found.setdefault(text, []).append(name)
+    return found
 
 
 def _is_equal(own: Any, usual: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.short import listed, number, table
+from pyro_bpq.short import alike, listed, number, table
 
 # Name of the default among the estimators.
 DEFAULT = "default"
@@ -93,9 +93,6 @@ class Comparison:
     reason: str
     reference: str
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def __getitem__(self, name: str) -> Row:
         """The row of that name."""
         found = {row.name: row for row in self.rows}
@@ -106,15 +103,12 @@ class Comparison:
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head = ["estimator", "particles", "variance*ms", "variance", "ms/step", "bias", "warm-up"]
         lines = [*table(head, [_cells(row) for row in self.rows]), ""]
         lines.append(f"Bias, in standard errors (se), is measured against {self.reference}.")
-        for row in self.rows:
-            alike = dict[str, list[str]]()
-            for site, text in row.took.items() if row.name == DEFAULT else ():
-                alike.setdefault(text, []).append(site)
-            lines += [f"{row.name!r} took {text} at {listed(sites)}." for text, sites in alike.items()]
+        took = alike(pair for row in self.rows if row.name == DEFAULT for pair in row.took.items())
+        lines += [f"{DEFAULT!r} took {text} at {listed(sites)}." for text, sites in took.items()]
         lines += [f"{row.name}: {row.note}" for row in self.rows if row.note]
         return "\n".join([*lines, "", self.reason])
 

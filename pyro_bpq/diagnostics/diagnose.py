@@ -18,6 +18,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.record.program_errors import quoted
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
@@ -110,18 +111,12 @@ class Look:
         return f"{self.moments.num_samples} {'outcomes' if self.moments.is_exact else 'sampled steps'}"
 
 
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Names in quotes, the first few of many."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(repr, names[:limit])) + more
-
-
 def _errors(look: Look) -> Iterator[_Found]:
     """A loss or a gradient that is no number."""
     bad = [name for name, mean in look.moments.mean.items() if not bool(torch.isfinite(mean).all())]
     if bad or not all(bool(torch.isfinite(run.run.loss)) for run in look.runs):
         yield (
-            f"The loss or the gradient of {listed(bad) or 'some parameter'} is not finite.",
+            f"The loss or the gradient of {quoted(bad) or 'some parameter'} is not finite.",
             "Look for a value outside a support, a logarithm of zero, or a too large learning rate; "
             "pyro.enable_validation(True) names the site.",
         )
@@ -141,11 +136,11 @@ def _gradients(look: Look) -> Iterator[_Found]:
     cut, nodes = [name for name in look.still if name not in look.moments.reached], look.runs[0].guide_trace.nodes
     densities = {name: nodes[name].get("log_prob") for name in look.laws if name in nodes}
     sites = [name for name, value in densities.items() if isinstance(value, Tensor) and not value.requires_grad]
-    where = f" The distribution of {listed(sites)} has no gradient to any parameter: look there." if sites else ""
+    where = f" The distribution of {quoted(sites)} has no gradient to any parameter: look there." if sites else ""
     none = "" if look.moments.reached else " No parameter of model or guide gets one."
     if cut:
         yield (
-            f"The guide's parameters {listed(cut)} get no gradient in any of {look.count}: they will never learn."
+            f"The guide's parameters {quoted(cut)} get no gradient in any of {look.count}: they will never learn."
             f"{where}{none}",
             "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
             "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay "
@@ -159,7 +154,7 @@ def _zeros(look: Look) -> Iterator[_Found]:
     zero = [name for name in look.still if name in look.moments.reached]
     if zero and (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
         yield (
-            f"The gradient of the guide's parameters {listed(zero)} is exactly zero in each of {look.count}, although "
+            f"The gradient of the guide's parameters {quoted(zero)} is exactly zero in each of {look.count}, although "
             "sites read them.",
             "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
             "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
@@ -177,7 +172,7 @@ def _collapsed(look: Look) -> Iterator[_Found]:
     if still:
         shown = ", ".join(f"{name!r} {number(own)}" for name, own in nats.items())
         yield (
-            f"{listed(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns "
+            f"{quoted(still)}: the guide draws one value only, in at least {_CERTAIN:.1%} of all draws, and learns "
             f"next to nothing about others. log q - log p of each site in this step, in nats: {shown}.",
             "If the posterior is that sure, this is right. Else the guide has settled too early: begin with logits "
             "near zero, take a smaller learning rate for the guide or more particles, or scale log q - log p up slowly "
@@ -199,7 +194,7 @@ def _values_that_leave(look: Look) -> Iterator[_Found]:
     met = " Rows of a plate may have met: then each row is charged with the costs of all rows."
     if sites := sorted(frozenset().union(*(run.escaped_sites for run in look.runs))):
         yield (
-            f"The values of {listed(sites)} leave torch (.item(), int(), if, .numpy(), a list index): the model is not "
+            f"The values of {quoted(sites)} leave torch (.item(), int(), if, .numpy(), a list index): the model is not "
             "run at other values, and later sites count as dependent on them."
             f"{met * any(run.crosses for run in look.runs)}",
             "Where Python need not look at the value, write torch.where, tensor indexing or masks instead. Where it "
@@ -213,7 +208,7 @@ def _particles(look: Look) -> Iterator[_Found]:
     sites = [name for name in look.plan.layout.specs if name in look.plan.noisy and look.runs[0].plates.get(name)]
     if sites and look.elbo.num_particles == 1 and not look.elbo.particles.is_open:
         yield (
-            f"With one particle the costs of {listed(sites)} are compared with earlier steps or with a second run, not "
+            f"With one particle the costs of {quoted(sites)} are compared with earlier steps or with a second run, not "
             "with another sample of the same data point.",
             "Leave num_particles out: then several particles run in one call wherever the program allows it, and "
             "compare each data point with other samples of its own (leave-one-out).",
@@ -282,8 +277,8 @@ def diagnose(
     signal = "zero in each" if math.isnan(ratio := moments.signal_to_noise) else f"signal to noise {number(ratio)}"
     checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {signal}"
     if jumps := sorted(elbo.runner.recordings.jumps):
-        checked += f"; costs jump with the values of {listed(jumps)}, which get the score function"
+        checked += f"; costs jump with the values of {quoted(jumps)}, which get the score function"
     if pathwise := [name for name, spec in elbo.plan.layout.specs.items() if spec.estimator.is_pathwise]:
-        checked += f"; jumps of costs with {listed(pathwise)} that no draw has met stay unseen"
+        checked += f"; jumps of costs with {quoted(pathwise)} that no draw has met stay unseen"
     found = tuple(Finding(kind, severity, *each) for kind, severity, find in _FINDERS for each in find(look))
     return Diagnosis(found, checked)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
 from pyro_bpq.record.watch import leaf_of
-from pyro_bpq.short import listed
+from pyro_bpq.short import alike, listed
 
 
 class Turn:
@@ -119,7 +119,5 @@ def kept_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 def together(sites: Iterable[tuple[str, str]]) -> str:
     """Names with the same text, together."""
-    found: dict[str, list[str]] = {}
-    for name, text in sites:
-        found.setdefault(text, []).append(name)
-    return "; ".join(f"{listed(names)}: {text}" for text, names in found.items()) or "none, as no site is drawn"
+    texts = (f"{listed(names)}: {text}" for text, names in alike(sites).items())
+    return "; ".join(texts) or "none, as no site is drawn"

@@ -25,7 +25,7 @@ from pyro_bpq.record.components import Pattern
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import TracedRun, cost_of_site
 from pyro_bpq.record.watch import samples
-from pyro_bpq.short import listed, short
+from pyro_bpq.short import alike, listed, short
 from pyro_bpq.step.layout import Layout
 
 # Estimators that are the score function without a critic. Others raise an error of their own, or do without.
@@ -64,10 +64,7 @@ class Plan:
             lines = [f"nothing is drawn: the loss is summed over all values, from {self.summed.rows} rows of one run"]
         lines += ["the last run: sampled values steer this program, so others have other sites"] * self.is_dynamic
         lines += [f"no extra run of the model: {self.flips.refused}"] if self.flips.refused else []
-        alike: dict[str, list[str]] = {}
-        for name in self.layout.specs:
-            alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
-        for text, names in alike.items():
+        for text, names in alike((name, _unnamed(name, self._about(name))) for name in self.layout.specs).items():
             about = self._about(names[0]) if len(names) == 1 else text
             lines.append(f"{listed(names)}: {about}{self._reads(names)}")
         return "\n".join(lines)
@@ -180,10 +177,7 @@ def unread_baselines(sites: Mapping[str, SiteFacts], estimators: Mapping[str, Es
 
 def without_critic(estimators: Mapping[str, Estimator], critics: Mapping[str, Critic | None]) -> str:
     """Tells sites that lack a critic, although their estimator is the plain score function then; else empty."""
-    found: dict[str, list[str]] = {}
-    for name, own in estimators.items():
-        if type(own) in _PLAIN and critics[name] is None:
-            found.setdefault(short(own), []).append(name)
+    found = alike((n, short(own)) for n, own in estimators.items() if type(own) in _PLAIN and critics[n] is None)
     texts = (f"{text} at {listed(names)} has no critic, and is ScoreFunction() then" for text, names in found.items())
     return f'{"; ".join(texts)}: write infer={{"bpq": {{"critic": MLPCritic()}}}} there.' if found else ""
 

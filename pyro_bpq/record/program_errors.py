@@ -20,7 +20,6 @@ from pyro_bpq.rollout.features import finite_components
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
-_NOT_SHAPES = re.compile("to satisfy the constraint|within the support")
 # Words in torch's errors about numbers: a parameter out of its range, or draws from such a distribution.
 _NUMBERS = re.compile("to satisfy the constraint|to be true, but got false|probability tensor contains")
 _OUT_OF_RANGE = re.compile(
@@ -100,7 +99,7 @@ def of_run(error: Exception, watch: Watch) -> BPQError | None:
     if advice and asks and watch.tape is not None:
         read = watch.tape.escaped  # else the program reads a tensor of its own
         return told(UnsupportedProgramError, error, left_torch(read, watch.options.num_particles) if read else "")
-    if asks or (ABOUT_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
+    if asks or (ABOUT_SHAPES.search(text) and "within the support" not in text):
         return told(PlateError if isinstance(error, ValueError) else UnsupportedProgramError, error, advice)
     return None
 
@@ -158,8 +157,6 @@ def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError 
     site, twin = model.get(name) or guide.get(name), guide.get(name)
     if site is None:
         return None
-    if at and "not broadcastable" in text and (line := data_line(site)):
-        return told(PlateError, error, line)
     if not ("within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text)):
         return None
     is_unlike = twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"]))
@@ -219,7 +216,7 @@ ABOUT_SHAPES = re.compile(
 )
 _TOO_DEEP = re.compile(rf'(?s:and "{PARTICLES}", collide at dim=-|plate stack overflow.*at least )(\d+)')
 _OTHER_SIZE = re.compile(r"Shape mismatch inside plate\('(.*)'\) at site (.*) dim (-\d+), (\d+) vs (\d+)")
-_OF_PYRO = re.compile(r"invalid log_prob shape|disagree at site|inside plate\(")
+_OF_PYRO = re.compile(r"invalid log_prob shape|disagree at site|inside plate\(|not broadcastable")
 
 
 def own_text(error: Exception) -> str:
@@ -228,8 +225,10 @@ def own_text(error: Exception) -> str:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names of sites, plates or parameters, as they are told."""
-    return ", ".join(map(repr, names))
+    """Names of sites, plates or parameters, as they are told: of many the first ones."""
+    texts = [*map(repr, names)]
+    more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return ", ".join(texts[:8]) + more
 
 
 def pairs(model: Sites, guide: Sites) -> list[tuple[Any, Any]]:

@@ -326,7 +326,19 @@ def walk(
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
     count, total, is_left = 0, 0.0, True
     while is_left:
-        result = _run_settled(choices, step, noise, may_draw=count == 0)
+        result, has_drawn = _run(choices, step, noise)
+        if has_drawn and not count:  # e.g. Pyro's guess of max_plate_nesting draws once per object
+            choices._path.clear()
+            result, has_drawn = _run(choices, step, noise)
+        choices.leave_undone()
+        if choices._position < len(choices._path):
+            choices.raise_changed("nothing")
+        if has_drawn:
+            raise UnsupportedProgramError(
+                "The step drew from torch's global generator behind the choices, so its expectation cannot be "
+                "computed. Look for a site hidden by poutine.block, dropout, or an estimator with noise of its "
+                "own: let that draw through a ChoiceNoise, passed as noise=."
+            )
         count, total = count + 1, total + choices.probability
         if count > choices.num_outcomes:
             choices.raise_too_many()
@@ -336,24 +348,6 @@ def walk(
         raise UnsupportedProgramError(
             f"The probabilities of all outcomes sum to {total}, not to 1: some distribution is not normalised."
         )
-
-
-def _run_settled(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None, may_draw: bool) -> T:
-    """Runs ``step`` on the current path; returns its result."""
-    result, has_drawn = _run(choices, step, noise)
-    if has_drawn and may_draw:  # e.g. Pyro's guess of max_plate_nesting draws once per object
-        choices._path.clear()
-        result, has_drawn = _run(choices, step, noise)
-    choices.leave_undone()
-    if choices._position < len(choices._path):
-        choices.raise_changed("nothing")
-    if has_drawn:
-        raise UnsupportedProgramError(
-            "The step drew from torch's global generator behind the choices, so its expectation cannot be "
-            "computed. Look for a site hidden by poutine.block, dropout, or an estimator with noise of its "
-            "own: let that draw through a ChoiceNoise, passed as noise=."
-        )
-    return result
 
 
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.objectives.elbo import ExpectedCost
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE
+from pyro_bpq.record.watch import samples
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.moments import GradientReader, expected_gradient, take_step
@@ -44,14 +45,10 @@ def _total(trace: Any, sign: float, only_costs: bool = False) -> Tensor:
     total = torch.zeros(())
     pruned = prune_subsample_sites(trace)
     pruned.compute_log_prob()
-    site: Any
-    for site in pruned.nodes.values():
-        if site["type"] != "sample":
-            continue
-        if "bpq_cost" in site["infer"]:
-            total = total - site["log_prob_sum"]
-        elif not only_costs:
-            total = total + sign * site["log_prob_sum"]
+    for site in samples(pruned).values():
+        is_cost = "bpq_cost" in site["infer"]
+        if is_cost or not only_costs:
+            total = total + (-1.0 if is_cost else sign) * site["log_prob_sum"]
     return total
 
 
@@ -169,9 +166,12 @@ class _MarkedChoices(ChoiceMessenger):
 
 
 def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kwargs: Any, num_outcomes: int) -> Tensor:
-    """Sums the marked sites out of the model's probability, over all joint states one by one.
+    r"""Sums the marked sites out of the model's probability, over all joint states one by one.
 
-    A scale is applied outside of the logarithm and a mask inside. The mask of a marked site itself is ignored.
+        log p = s · log Σ_state exp(log p(state) / s)
+
+    What depends on the marked sites has the scale ``s``, which acts outside of the logarithm; masks act inside. The
+    mask of a marked site itself is ignored.
 
     Returns:
         The log-probability in nats, a scalar.
@@ -182,31 +182,20 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
         replayed = poutine.replay(model, trace=guide_trace)
         trace = prune_subsample_sites(poutine.trace(replayed).get_trace(*args, **kwargs))
         trace.compute_log_prob()
-        return trace
+        return samples(trace)
 
     # The choices are the outer handler, so that they act after the replay.
-    traces = [trace for _, trace in walk(choices, run)]
-    scales = {_scale(traces[0].nodes[name]) for name in choices.names}
-    inside, total, others = [], torch.zeros(()), set[float]()
-    for name, first in traces[0].nodes.items():
-        if first["type"] != "sample":
-            continue
-        found = [trace.nodes[name] for trace in traces]
-        if _scale(first) in scales:
-            inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
-            continue
-        scaled = [site["log_prob"].sum() for site in found]
-        others |= set() if all(torch.equal(value, scaled[0]) for value in scaled) else {_scale(first)}
-        total = total + scaled[0]
-    scales |= others
+    states = [sites for _, sites in walk(choices, run)]
+    terms = {name: torch.stack([_term(sites[name], name in choices.names) for sites in states]) for name in states[0]}
+    varying = choices.names | {name for name, term in terms.items() if bool((term != term[0]).any())}
+    scales = {_scale(states[0][name]) for name in varying}
     if len(scales) > 1 or any(map(math.isnan, scales)):
         raise UnsupportedProgramError(
             f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}. They are summed out "
             "together, which needs one number: put them under the same poutine.scale(scale=0.5) and the same plates."
         )
-    if inside:
-        total = total + scales.pop() * torch.stack(inside).sum(0).logsumexp(0)
-    return total
+    total, scale = sum(terms.values(), torch.zeros(len(states))), next(iter(scales), 0.0)
+    return scale * (total / scale).logsumexp(0) if scale else total[0]
 
 
 def _scale(site: Any) -> float:
@@ -215,10 +204,9 @@ def _scale(site: Any) -> float:
     return float(scale) if scale.numel() == 1 else math.nan
 
 
-def _unscaled(site: Any, is_own: bool) -> Tensor:
-    own: Tensor = site["unscaled_log_prob"]
-    is_whole = is_own or site["mask"] is None
-    return (own if is_whole else torch.where(torch.as_tensor(site["mask"]), own, 0.0)).sum()
+def _term(site: Any, is_marked: bool) -> Tensor:
+    term: Tensor = site["scale"] * site["unscaled_log_prob"] if is_marked else site["log_prob"]
+    return term.sum()
 
 
 def assert_unbiased(

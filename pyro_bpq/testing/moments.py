@@ -230,7 +230,7 @@ def _changed(old: Mapping[Any, Tensor], new: Mapping[Any, Tensor]) -> list[Any]:
     """Names of the tensors that are others than before, beyond rounding."""
     limits: Any = {"rtol": 1e-6, "atol": 1e-12, "equal_nan": True}
     both = old.keys() & new.keys()
-    return [key for key in old | new if not (key in both and torch.allclose(old[key], new[key], **limits))]
+    return [key for key in {**old, **new} if not (key in both and torch.allclose(old[key], new[key], **limits))]
 
 
 def expected_moments(
