@@ -166,9 +166,7 @@ def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError 
 
 def number_missing(value: Any) -> int:
     """Number of NaN in data."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return 0
-    return int(value.detach().isnan().sum())
+    return int(value.detach().isnan().sum()) if isinstance(value, Tensor) else 0
 
 
 def value_line(site: Any) -> str:

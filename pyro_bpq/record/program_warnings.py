@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.config import cost_options, option_names
 from pyro_bpq.record.program_errors import (
+    Sites,
     number_missing,
     own_plates,
     pairs,
@@ -28,8 +29,6 @@ from pyro_bpq.record.program_errors import (
 from pyro_bpq.record.statements import NO_NUMBER
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.watch import distribution_name, leaf_of
-
-Sites = Mapping[str, Any]
 
 # Fewer rows of a plate than these need no word.
 _FEW_ROWS = 3
@@ -160,8 +159,8 @@ def _marked(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
 
 def _observed(_: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
     """Warns if the guide observes data."""
-    data = [site for site in guide.values() if _is_data(site) and not site["infer"].get("_deterministic")]
-    names = [site["name"] for site in data if type(site["fn"]).__name__ not in ("Unit", "Delta")]
+    laws = {site["name"]: distribution_name(site["fn"]) for site in guide.values() if _is_data(site)}
+    names = [name for name, law in laws.items() if law not in ("Unit", "Delta")]
     if names and model:
         yield (
             f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over "

@@ -202,9 +202,7 @@ def with_statistics(
     estimator: Estimator, context: SiteContext, count: float = 3.0, learned: Mapping[str, Tensor] | None = None
 ) -> SiteContext:
     """Fills in statistics, ``learned`` or initial ones, and keeps only the signals that an estimator needs."""
-    like = context.cost
-    assert context.log_probs is not None
-    components, cardinality = context.log_probs.shape[-2:]
+    like, (components, cardinality) = context.cost, context.table[0].shape[-2:]
     initial = initial_statistics(estimator, components * (cardinality if cardinality > 2 else 1))
     rows = len(context.names)
     statistics = {name: torch.stack([torch.as_tensor(value).to(like)] * rows) for name, value in initial.items()}
@@ -368,13 +366,10 @@ def _check_calls(estimator: Estimator, problem: Problem) -> None:
 
 def _check_sites_apart(estimator: Estimator, problem: Problem) -> None:
     """Changes values and costs of the second site; checks that the gradient of the first stays the same."""
+    one, other = (problem.context((6,), seed=seed)[0].table[1] for seed in (0, 1))
     gradients = []
-    for seed in (0, 1):
-        contexts = [problem.context((6,), seed=each)[0] for each in (0, seed)]
-        index = torch.stack([torch.as_tensor(context.index)[i] for i, context in enumerate(contexts)])
+    for index in (one, torch.stack([one[0], other[1]])):
         context, leaf = problem.context((6,), index=index)
-        cost = torch.stack([context.cost[i] for i, context in enumerate(contexts)])
-        context = with_statistics(estimator, replace(context, cost=cost))
-        gradients.append(gradient_of(estimator.at(0), context, leaf)[1][0])
+        gradients.append(gradient_of(estimator.at(0), with_statistics(estimator, context), leaf)[1][0])
     same = torch.allclose(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
     assert same, f"{estimator!r}: the cost of one site enters the gradient of another. {problem}"

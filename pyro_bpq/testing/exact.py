@@ -230,14 +230,13 @@ def assert_unbiased(
             comparison tests nothing.
         OptionError: If the ELBO is a bound of several samples, whose gradient is another one.
     """
-    if isinstance(elbo, TraceBackpropQ_IWAE | RenyiELBO):
-        number = elbo.num_inner if isinstance(elbo, TraceBackpropQ_IWAE) else elbo.num_particles
-        if number > 1:
-            raise OptionError(
-                f"assert_unbiased compares with the gradient of the ELBO of one sample, and {type(elbo).__name__} has "
-                f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
-                "write num_particles=1."
-            )
+    is_bound = isinstance(elbo, TraceBackpropQ_IWAE | RenyiELBO)
+    if is_bound and (number := getattr(elbo, "num_inner", elbo.num_particles)) > 1:
+        raise OptionError(
+            f"assert_unbiased compares with the gradient of the ELBO of one sample, and {type(elbo).__name__} has "
+            f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
+            "write num_particles=1."
+        )
     of_step = ("use_differentiable_loss", "noise")
     only_costs = isinstance(elbo, ExpectedCost)
     of_both = {k: v for k, v in kwargs.items() if k not in of_step}
