@@ -121,7 +121,7 @@ def positive(default: float) -> Any:
 
 def whole(default: int, least: int = 1) -> Any:
     """An option: a whole number of at least ``least``."""
-    return option(default, lambda n: isinstance(n, int) and n >= least, f"a whole number of at least {least}")
+    return option(default, lambda number: is_whole(number, least), f"a whole number of at least {least}")
 
 
 def optional(kind: type, example: str, default: Any = None) -> Any:
@@ -147,8 +147,7 @@ class Checked:
 
 def check_whole(owner: object, name: str, least: int) -> None:
     """Raises an OptionError if the field ``name`` of ``owner`` is not a whole number of at least ``least``."""
-    value = getattr(owner, name)
-    check_option(owner, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
+    check_option(owner, name, is_whole(getattr(owner, name), least), f"a whole number of at least {least}")
 
 
 def check_hidden(owner: object, least: int = 0, name: str = "hidden") -> None:

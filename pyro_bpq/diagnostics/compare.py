@@ -129,8 +129,7 @@ def compare_estimators(
 
 def candidates(num_particles: int, has_plate: bool) -> dict[str, partial[Any]]:
     """What makes the ELBOs that are measured unless others are named; several particles run in a plate, or in turn."""
-    several: dict[str, Any] = {"num_particles": max(2, num_particles)}
-    several |= {"vectorize_particles": True} if has_plate else {}
+    several: dict[str, Any] = {"num_particles": max(2, num_particles), "vectorize_particles": has_plate}
     number = f"{several['num_particles']} particles"
     return {
         DEFAULT: partial(TraceBackpropQ_ELBO),

@@ -20,6 +20,7 @@ from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.program_errors import quoted
 from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.record.watch import traced_leaves
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.short import number
@@ -98,17 +99,11 @@ class Look:
     @cached_property
     def still(self) -> list[str]:
         """Parameters of the guide that no step moves."""
-        nodes = [(name, node) for run in self.runs for name, node in run.guide_trace.nodes.items()]
-        of_guide = {name for name, node in nodes if node["type"] == "param"}
+        of_guide = {name for run in self.runs for name in traced_leaves(run.guide_trace)}
         mean, variance = self.moments.mean, self.moments.variance
         # Parameters of a module that no pyro statement names are called after the program.
         own = [name for name in mean if (name in of_guide or name.startswith("guide.")) and mean[name].numel()]
         return [name for name in own if not (mean[name].any() or variance[name].any())]
-
-    @property
-    def count(self) -> str:
-        """The number of steps, in words."""
-        return f"{self.moments.num_samples} {'outcomes' if self.moments.is_exact else 'sampled steps'}"
 
 
 def _errors(look: Look) -> Iterator[_Found]:
@@ -140,7 +135,7 @@ def _gradients(look: Look) -> Iterator[_Found]:
     none = "" if look.moments.reached else " No parameter of model or guide gets one."
     if cut:
         yield (
-            f"The guide's parameters {quoted(cut)} get no gradient in any of {look.count}: they will never learn."
+            f"The guide's parameters {quoted(cut)} get no gradient in {look.moments.how}: they will never learn."
             f"{where}{none}",
             "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
             "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay "
@@ -154,7 +149,7 @@ def _zeros(look: Look) -> Iterator[_Found]:
     zero = [name for name in look.still if name in look.moments.reached]
     if zero and (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
         yield (
-            f"The gradient of the guide's parameters {quoted(zero)} is exactly zero in each of {look.count}, although "
+            f"The gradient of the guide's parameters {quoted(zero)} is exactly zero in {look.moments.how}, although "
             "sites read them.",
             "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
             "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
@@ -273,9 +268,8 @@ def diagnose(
         runs = elbo.tracked_runs(program)
     assert isinstance(elbo.plan, Plan)
     look = Look(elbo, runs, moments, elbo.plan)
-    how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"
     signal = "zero in each" if math.isnan(ratio := moments.signal_to_noise) else f"signal to noise {number(ratio)}"
-    checked = f"after {elbo.num_steps} steps of training; gradients over {how}: {signal}"
+    checked = f"after {elbo.num_steps} steps of training; gradients over {moments.how}: {signal}"
     if jumps := sorted(elbo.runner.recordings.jumps):
         checked += f"; costs jump with the values of {quoted(jumps)}, which get the score function"
     if pathwise := [name for name, spec in elbo.plan.layout.specs.items() if spec.estimator.is_pathwise]:

@@ -68,10 +68,8 @@ def of_run(error: Exception, watch: Watch) -> BPQError | None:
     sites, enumerated = (*model.values(), *guide.values()), quoted(sorted(watch.enumerated))
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
     drawn = [pair for pair in pairs(model, guide) if not any(site["is_observed"] for site in pair)]
-    lines = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
-    lines = lines or size_lines(text, model, guide)
-    lines = lines or [row_line(text, watch.where, len(watch.subsamples.keys() - {PARTICLES}))]
-    if found := told(PlateError, error, *lines):
+    unlike = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
+    if found := told(PlateError, error, *(unlike or size_lines(text, model, guide) or [row_line(text, watch)])):
         return found
     if enumerated and re.search(r"up to \d+ dims|too many \(>", text):
         line = f"The enumerated sites {enumerated} have a dimension of their own each: loop with pyro.markov(...)."
@@ -155,9 +153,8 @@ def of_scores(error: Exception, model_trace: Any, guide_trace: Any) -> BPQError 
     # Torch's errors name no site. The first one without a log-probability is where it failed.
     name = at[1] if at else next((name for name, site in model.items() if "log_prob" not in site), "")
     site, twin = model.get(name) or guide.get(name), guide.get(name)
-    if site is None:
-        return None
-    if not ("within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text)):
+    is_value = "within the support" in text if at else type(error) is RuntimeError and not ABOUT_SHAPES.search(text)
+    if site is None or not is_value:
         return None
     is_unlike = twin and not site["is_observed"] and str(support_of(site["fn"])) != str(support_of(twin["fn"]))
     line = unlike_line(site, twin) if is_unlike else value_line(site) if at else ""
@@ -257,13 +254,13 @@ def size_line(model: Any, guide: Any) -> str:
     return ""
 
 
-def row_line(text: str, where: str, declared: int) -> str:
-    """Says that plates are nested too deeply, or that a site has other rows than one of the ``declared`` plates."""
-    among = _OTHER_SIZE.search(text)
+def row_line(text: str, watch: Watch) -> str:
+    """Says that plates are nested too deeply, or that a site has other rows than one of the declared plates."""
+    among, declared = _OTHER_SIZE.search(text), len(watch.subsamples.keys() - {PARTICLES})
     if among is not None and among[1] != PARTICLES:
         plate, site, at, rows, size = among.groups()
         return (
-            f"In the {where} the plate {plate!r} has {rows} rows in dimension {at}, and site {site!r} has {size} "
+            f"In the {watch.where} the plate {plate!r} has {rows} rows in dimension {at}, and site {site!r} has {size} "
             f"there. If these {size} belong to each row, write .to_event(1) behind a distribution, or .sum({at}) "
             "behind a cost or factor. If they are rows, make plate and parameters anew, with the same number."
         )

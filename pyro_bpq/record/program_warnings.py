@@ -28,7 +28,7 @@ from pyro_bpq.record.program_errors import (
 )
 from pyro_bpq.record.statements import NO_NUMBER
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.watch import distribution_name, leaf_of
+from pyro_bpq.record.watch import distribution_name, traced_leaves
 
 # Fewer rows of a plate than these need no word.
 _FEW_ROWS = 3
@@ -170,10 +170,9 @@ def _observed(_: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
 
 def _detached(traced: TracedRun, _: Sites, guide: Sites) -> Iterator[str]:
     """Warns if nothing that the guide draws or scores carries a gradient to its parameters."""
-    own, shared = traced.guide_trace.nodes, traced.model_trace.nodes
     read = frozenset() if traced.recorded is None else traced.recorded.read_parameters()
-    found = [name for name in own if own[name]["type"] == "param" and name in read and name not in shared]
-    still = [name for name in found if leaf_of(own[name]["value"]).requires_grad]
+    own = traced_leaves(traced.guide_trace)
+    still = [name for name in own if name in read and name not in traced.model_trace.nodes]
     tensors = [tensor for site in guide.values() for tensor in (site["value"], site["log_prob"])]
     tensors += traced.scored.values()
     is_cut = not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)

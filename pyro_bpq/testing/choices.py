@@ -64,8 +64,7 @@ class _Choice:
     """One choice on the current path: ``num_elements`` independent picks among ``num_values``."""
 
     def __init__(self, name: str, log_probs: Tensor) -> None:
-        self.name, self.shape = name, tuple(log_probs.shape)
-        self.what = (name, *self.shape)
+        self.what = (name, *log_probs.shape)
         self.is_left = False
         # A recording of the program would take it for a number that steers the program.
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -130,7 +129,8 @@ class ChoiceMessenger(Messenger):
         if self._position < self._met and self._path[self._position].what != what:
             self.leave_undone()
         if self._position == len(self._path):
-            size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path if not choice.is_left)
+            taken = (choice.what[1:] for choice in self._path if not choice.is_left)
+            size = math.prod(values**elements for values, elements in taken)
             if size * num_values**num_elements > self.num_outcomes:
                 self.raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
             with torch.no_grad():
@@ -157,10 +157,10 @@ class ChoiceMessenger(Messenger):
 
     def raise_changed(self, found: str) -> NoReturn:
         """Refuses a program that is not deterministic given its choices."""
-        expected = self._path[self._position]
+        name, num_values, num_elements = self._path[self._position].what
         raise StructureChangedError(
-            f"Under the same choices the program met {found} where it had met site {expected.name!r} with "
-            f"{expected.shape[1]} elements of {expected.shape[0]} values. It must be deterministic given what it draws "
+            f"Under the same choices the program met {found} where it had met site {name!r} with "
+            f"{num_elements} elements of {num_values} values. It must be deterministic given what it draws "
             "through pyro.sample: make it free of counters, caches and noise of its own, and call elbo.eval() first."
         )
 

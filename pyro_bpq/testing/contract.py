@@ -304,8 +304,8 @@ def _check_joint(estimator: Estimator, problem: Problem) -> None:
 
 
 def _check_value(estimator: Any) -> None:
-    assert not isinstance(estimator, type), f"{estimator!r} is a class; write an object such as AllAction()."
-    assert isinstance(estimator, Estimator), f"{estimator!r} is no estimator; derive its class from Estimator."
+    says = f"{estimator!r} is no estimator; write an object, such as AllAction(), of a class derived from Estimator."
+    assert isinstance(estimator, Estimator), says
     again = copy.deepcopy(estimator)
     assert again == estimator and hash(again) == hash(estimator), f"{estimator!r} is no value: its copy differs."
     thing: Any = estimator

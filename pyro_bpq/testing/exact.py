@@ -300,9 +300,8 @@ def sample_gradients(
     program = Program(model, guide, args, kwargs)
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
         gradients = [take_step(elbo, program, reader, use_differentiable_loss) for _ in range(num_samples)]
-    zeros = {key: torch.zeros_like(g) for gradient in gradients for key, g in gradient.items()}
-    stacked = {key: torch.stack([g.get(key, zero) for g in gradients]) for key, zero in zeros.items()}
-    return reader.named(stacked, lead=(num_samples,))
+    steps = [reader.named(gradient) for gradient in gradients]
+    return {name: torch.stack([step[name] for step in steps]) for name in reader.names.values()}
 
 
 def z_scores(
@@ -327,24 +326,21 @@ def z_scores(
     Raises:
         AssertionError: If the power gate is not passed, or a sample is not finite.
     """
-    scale = _largest(exact)
-    return {name: _z_score(name, samples[name], exact[name], scale, max_relative_error) for name in exact}
-
-
-def _z_score(name: str, samples: Tensor, exact: Tensor, scale: float, max_relative_error: float) -> Tensor:
-    num_samples = len(samples)
-    if num_samples < 2 or not bool(samples.isfinite().all()):
-        raise AssertionError(f"Parameter {name!r}: needs two or more samples, all finite.")
-    error = samples.mean(0) - exact
-    standard_error = samples.std(0) / math.sqrt(num_samples)
-    relative = float(standard_error.max()) / scale if standard_error.numel() else 0.0
-    if relative > max_relative_error:
-        needed = math.ceil(num_samples * (relative / max_relative_error) ** 2)
-        raise AssertionError(
-            f"Parameter {name!r}: the standard error is {relative:.1%} of the gradient's scale, above "
-            f"{max_relative_error:.1%}: too weak a test. Use about {needed} samples instead of {num_samples}."
-        )
-    rounding = 1e3 * torch.finfo(exact.dtype).eps * scale
-    is_constant = standard_error <= rounding
-    fixed = torch.where(error.abs() <= rounding, 0.0, error.sign() * math.inf).to(error.dtype)
-    return torch.where(is_constant, fixed, error / standard_error.where(~is_constant, torch.ones_like(error)))
+    scale, found = _largest(exact), dict[str, Tensor]()
+    for name, truth in exact.items():
+        own, num_samples = samples[name], len(samples[name])
+        if num_samples < 2 or not bool(own.isfinite().all()):
+            raise AssertionError(f"Parameter {name!r}: needs two or more samples, all finite.")
+        error, standard_error = own.mean(0) - truth, own.std(0) / math.sqrt(num_samples)
+        relative = float(standard_error.max()) / scale if standard_error.numel() else 0.0
+        if relative > max_relative_error:
+            needed = math.ceil(num_samples * (relative / max_relative_error) ** 2)
+            raise AssertionError(
+                f"Parameter {name!r}: the standard error is {relative:.1%} of the gradient's scale, above "
+                f"{max_relative_error:.1%}: too weak a test. Use about {needed} samples instead of {num_samples}."
+            )
+        rounding = 1e3 * torch.finfo(truth.dtype).eps * scale
+        # Where all samples are equal the quotient says nothing.
+        fixed = torch.where(error.abs() <= rounding, 0.0, error.sign() * math.inf).to(error.dtype)
+        found[name] = torch.where(standard_error <= rounding, fixed, error / standard_error)
+    return found

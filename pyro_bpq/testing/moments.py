@@ -48,6 +48,11 @@ class GradientMoments:
     reached: frozenset[str] = frozenset()
 
     @property
+    def how(self) -> str:
+        """What they come from, in words."""
+        return f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
+
+    @property
     def total_variance(self) -> float:
         """Sum of the variances of all components."""
         return sum(float(variance.sum()) for variance in self.variance.values())
@@ -61,11 +66,10 @@ class GradientMoments:
         return signal / noise if noise > 0 else math.inf if signal > 0 else math.nan
 
     def __str__(self) -> str:
-        how = f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
         error = "" if self.is_exact else f" ± {number(self.total_variance_error)}"
         total = f"total variance {number(self.total_variance)}{error}, signal to noise {number(self.signal_to_noise)}"
         rows = [[n, number(float(self.mean[n].norm())), number(float(v.sum()))] for n, v in self.variance.items()]
-        head = f"Gradient of one step, from {how}: {total}"
+        head = f"Gradient of one step, from {self.how}: {total}"
         return "\n".join([head, "", *table(["parameter", "|mean|", "variance"], rows)])
 
 
@@ -109,12 +113,12 @@ class GradientReader(Messenger):
         """Returns the gradient of a scalar by name."""
         return self.named({id(leaf): gradient for leaf, gradient in gradients_of(value, self.tensors).items()})
 
-    def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
-        """Returns ``values`` by name; zeros of shape ``lead + leaf.shape`` for a parameter without a value."""
+    def named(self, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns ``values`` by name; zeros for a parameter without a value."""
         # When all runs are over, statements have reached what they reach.
         for name, leaf in self._module_leaves():
             self._add(name, leaf)
-        own = {key: leaf.new_zeros((*lead, *leaf.shape)) for key, (leaf, _) in self._lent.items()} | dict(values)
+        own = {id(leaf): torch.zeros_like(leaf) for leaf in self.tensors} | dict(values)
         return {name: own[key] for key, name in self.names.items()}
 
     def _module_leaves(self) -> Iterator[tuple[str, Tensor]]:
