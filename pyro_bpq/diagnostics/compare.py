@@ -154,9 +154,7 @@ def written(maker: partial[Any]) -> str:
 def _given(estimators: Mapping[str, Any], num_particles: int) -> dict[str, partial[Any]]:
     """What makes copies of the given ELBOs, and ELBOs for given estimators."""
     if not (estimators and isinstance(estimators, Mapping)):
-        raise OptionError(
-            f'estimators={estimators!r}: write {{"name": AllAction()}} with one or more, or leave it out.'
-        )
+        raise OptionError(f'estimators={estimators!r}: write {{"name": AllAction()}}, or leave it out.')
     found = dict[str, partial[Any]]()
     for name, given in estimators.items():
         if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):

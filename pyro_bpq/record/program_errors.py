@@ -26,15 +26,17 @@ _OUT_OF_RANGE = re.compile(
     r"Expected parameter (\w+) .*of distribution (\w+).*to satisfy the constraint (\w+)", re.DOTALL
 )
 _CONSTRAINTS = MappingProxyType({"GreaterThan": "positive", "Interval": "unit_interval", "Simplex": "simplex"})
-# What to do about drawn values that are NaN, on the edge of the support, or outside of it.
+# What to do about values that are NaN, on the edge of the support, or outside of it: about drawn ones, and about data.
 _DRAWN = (
     "A parameter of its distribution is NaN: pyro.enable_validation(True) says which.",
     "They were rounded: bound the parameters, take a higher temperature or double precision.",
     "Bound the parameters.",
 )
-_MISSING = (
+_GIVEN = (
     "Leave these out: observe data.nan_to_num() under pyro.poutine.mask(mask=~data.isnan()); elements of an event by "
-    "fn.mask(~data.isnan()) within .to_event(...)."
+    "fn.mask(~data.isnan()) within .to_event(...).",
+    "Give data inside of it, as by clamp().",
+    "Give other data, or another distribution.",
 )
 # Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
 _ONE_VALUE_ONLY = re.compile("is ambiguous|converted to (a )?(Python )?scalar|converted to an index", re.IGNORECASE)
@@ -171,10 +173,7 @@ def value_line(site: Any) -> str:
     value, fn = site["value"], site["fn"]
     if not isinstance(value, Tensor) or not hasattr(fn, "event_dim"):
         return ""
-    what, advice = "drawn value", _DRAWN
-    if site["is_observed"]:
-        what = "data"
-        advice = (_MISSING, "Give data inside of it, as by clamp().", "Give other data, or another distribution.")
+    what, advice = ("data", _GIVEN) if site["is_observed"] else ("drawn value", _DRAWN)
     law = f"the support of its distribution, {described(fn)}"
     places = "that are NaN", f"without a finite log-probability on the edge of {law}", f"outside of {law}"
     for at, place, how in zip((value.isnan(), _on_edge(site), _outside(site)), places, advice, strict=True):
@@ -279,9 +278,7 @@ def site_lines(error: Exception, model: Sites, guide: Sites) -> Iterator[str]:
     text = str(error)
     if not (isinstance(error, ValueError) and _OF_PYRO.search(text)):
         return
-    for name in dict.fromkeys((*guide, *model)):
-        if f"'{name}'" not in text and f'"{name}"' not in text:
-            continue
+    for name in (name for name in dict.fromkeys((*guide, *model)) if f"'{name}'" in text or f'"{name}"' in text):
         site, twin = model.get(name) or guide[name], guide.get(name) or model[name]
         theirs, ours = _listed(site), _listed(twin)
         if site["fn"].event_dim != twin["fn"].event_dim:

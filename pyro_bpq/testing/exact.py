@@ -34,8 +34,7 @@ def _cost(program: Program, num_outcomes: int, only_costs: bool) -> Tensor:
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         model = model or (lambda *args, **kwargs: None)
         if not only_costs:
-            log_p = marginal_log_prob(model, guide_trace, args, kwargs, num_outcomes)
-            return torch.as_tensor(_total(guide_trace, 1.0) - log_p)
+            return _total(guide_trace, 1.0) - marginal_log_prob(model, guide_trace, args, kwargs, num_outcomes)
         model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
     return _total(guide_trace, 1.0, only_costs) + _total(model_trace, -1.0, only_costs)
 
@@ -238,9 +237,8 @@ def assert_unbiased(
             "write num_particles=1."
         )
     of_step = ("use_differentiable_loss", "noise")
-    only_costs = isinstance(elbo, ExpectedCost)
     of_both = {k: v for k, v in kwargs.items() if k not in of_step}
-    exact = exact_gradient(model, guide, *args, only_costs=only_costs, **of_both)
+    exact = exact_gradient(model, guide, *args, only_costs=isinstance(elbo, ExpectedCost), **of_both)
     _largest(exact, atol)
     expected = expected_gradient(elbo, model, guide, *args, **kwargs)
     if report := _differences(exact, expected, atol):
