@@ -132,7 +132,12 @@ class ChoiceMessenger(Messenger):
             taken = (choice.what[1:] for choice in self._path if not choice.is_left)
             size = math.prod(values**elements for values, elements in taken)
             if size * num_values**num_elements > self.num_outcomes:
-                self.raise_too_many(f" at site {name!r}, with {num_elements} elements of {num_values} values")
+                # A tree of which each path has a product of at most n has at most n paths (Kraft's inequality).
+                raise TooManyOutcomesError(
+                    f"More than num_outcomes={self.num_outcomes} joint outcomes at site {name!r}, with {num_elements} "
+                    f"elements of {num_values} values. Use a smaller program, fewer particles or a larger "
+                    "num_outcomes; for large programs use sample_gradients and z_scores."
+                )
             with torch.no_grad():
                 self._path.append(_Choice(name, log_probs()))
         choice = self._path[self._position]
@@ -147,13 +152,6 @@ class ChoiceMessenger(Messenger):
         for choice in self._path[self._position : self._met]:
             choice.leave()
         self._position = self._met
-
-    def raise_too_many(self, where: str = "") -> NoReturn:
-        """Refuses to list so many outcomes."""
-        raise TooManyOutcomesError(
-            f"More than num_outcomes={self.num_outcomes} joint outcomes{where}. Use a smaller program, fewer particles "
-            "or a larger num_outcomes; for large programs use sample_gradients and z_scores."
-        )
 
     def raise_changed(self, found: str) -> NoReturn:
         """Refuses a program that is not deterministic given its choices."""
@@ -324,10 +322,10 @@ def walk(
     choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None = None
 ) -> Iterator[tuple[float, T]]:
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
-    count, total, is_left = 0, 0.0, True
+    total, is_left = 0.0, True
     while is_left:
         result, has_drawn = _run(choices, step, noise)
-        if has_drawn and not count:  # e.g. Pyro's guess of max_plate_nesting draws once per object
+        if has_drawn and not total:  # e.g. Pyro's guess of max_plate_nesting draws once per object
             choices._path.clear()
             result, has_drawn = _run(choices, step, noise)
         choices.leave_undone()
@@ -339,9 +337,7 @@ def walk(
                 "computed. Look for a site hidden by poutine.block, dropout, or an estimator with noise of its "
                 "own: let that draw through a ChoiceNoise, passed as noise=."
             )
-        count, total = count + 1, total + choices.probability
-        if count > choices.num_outcomes:
-            choices.raise_too_many()
+        total += choices.probability
         yield choices.probability, result
         is_left = choices.advance()
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
