@@ -52,7 +52,7 @@ class CriticTrainer:
         replayer: Stored rollouts; ``None`` for none.
         num_steps: Number of steps that were learned from.
         keeps_staged: Whether something learns later from what a step worked on.
-        is_reused: Whether that is the guide.
+        is_reused: Whether the guide moves further on a step's runs.
         staged: What the last step worked on, where it is kept.
         recent: Recent costs of the sites of steered programs.
         waiting: What the last step taught.

@@ -198,13 +198,13 @@ class BoundRunner(Runner):
             # Rows and particles that meet are told once.
             self.recordings.now.next = math.inf
             met = [f"meet in {cost}: a row" for cost, (plate, _) in first.met.items() if plate == self.plate]
-            if self.plate is not None and left:
+            if self.plate is not None and left and mode.learning:
                 met.append(f"may meet, as values of {quoted(left)} leave torch (by .item(), if, .numpy()): a row")
             if met:
                 warnings.warn(
-                    f"Rows of the plate {self.plate!r} {met[0]} of it reads values of other rows. With "
-                    f"plate={self.plate!r} each row has weights of its own, so that the gradient is biased. Write "
-                    "plate=None, or keep the rows apart.",
+                    f"Rows of the plate {self.plate!r} {met[0]} of it may read values of other rows. With "
+                    f"plate={self.plate!r} each row has weights of its own, so that the gradient is biased then. "
+                    "Write plate=None, or keep the rows apart.",
                     BPQWarning,
                     stacklevel=2,
                 )

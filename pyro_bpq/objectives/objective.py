@@ -296,7 +296,13 @@ class Objective(CountedELBO, nn.Module):
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
         may_order = not (keeps or self.analytic_kl or has_ranks)
         return Mode(
-            learning, self.training, self.num_steps, keeps, self.trainer.is_reused, has_ranks, may_order=may_order
+            learning=learning,
+            settles=self.training,
+            num_steps=self.num_steps,
+            by_value=keeps,
+            is_reused=self.trainer.is_reused,
+            has_ranks=has_ranks,
+            may_order=may_order,
         )
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:

@@ -157,7 +157,8 @@ class Function:
             targets = [*values_in(written_arguments(kind, node.args, node.kwargs)), *(old for old, _ in node.written)]
             if not own.issuperset(targets):
                 return True
-            if kind.allocates or own.issuperset(targets or node.reads):
+            read = node.reads if kind.name == "set_" else targets or node.reads
+            if kind.allocates or own.issuperset(read):
                 own.update(results_of(node))
         return False
 
@@ -288,7 +289,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untold() -> Iterator[None]:
-    """Torch writes no lines on standard error about operators that it runs row by row."""
+    """Torch writes no lines on standard error about operators that it runs row by row.
+
+    It does not tell whether it would. So the lines are on afterwards, also where the user has turned them off.
+    """
     functorch: Any = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
     try:

@@ -75,7 +75,7 @@ def _of_many(bound: Bound, number: int, wanted: Sequence[Value]) -> Function:
     function = recording.cut(wanted, redrawn=frozenset(site.value for site in bound.recorded.drawn.values()))
     given = function.given
     if not recording.lasts(given) or any(effects_of(node.func).is_random for node in function.nodes):
-        raise Uncut("noise")
+        raise Uncut("the program draws noise of its own")
 
     def rows(index: Tensor, *own: Tensor) -> list[Tensor]:
         return plain.with_draws(lambda draw: partial(draw.rows, index))(*own)

@@ -240,12 +240,12 @@ class Call:
 
     def _attributes(self, path: Path, item: Any) -> None:
         is_module, states = isinstance(item, nn.Module), self._states.get(id(item), ())
-        without = of_every_module() if is_module else _IN_USE if isinstance(item, Messenger) else frozenset[str]()
-        if isinstance(item, ReplayMessenger):  # the trace that it reads is a setting
-            without -= {"trace"}
+        without = of_every_module() if is_module else _IN_USE if isinstance(item, Messenger) else ()
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
         attributes = {**getattr(item, "__dict__", {}), **slots}
         own = {name: value for name, value in attributes.items() if name not in without and name not in states}
+        if isinstance(item, ReplayMessenger) and item.trace is not None:  # the values that it reads
+            own["trace"] = {name: site.get("value") for name, site in item.trace.nodes.items()}
         self._of_class(path, type(item))
         self._parts(path, (type(item), tuple(own)), "{}.{}", own.items())
 

@@ -23,6 +23,8 @@ _METADATA = re.compile(
     r"(sym_|_is_|is_(?!nonzero)|_use_|_dim|_nested_get|_debug_|_has_|\w*attention)\w*|_fused_sdp_choice|size|dim"
     r"|numel|stride|(dense|sparse)_dim|result_type|_version|cudnn_is_acceptable|_batch_norm_impl_index"
 )
+# Operators whose results share memory though their schemas do not tell.
+_SHARING = re.compile(r"_?unsafe_\w+|lift|\w*sparse\w*")
 # Operators that pass entries on, one by one and in their order.
 PASSING = frozenset("view _unsafe_view reshape unsqueeze squeeze expand clone alias detach _to_copy".split())
 # Elementwise operators that fail at some whole numbers.
@@ -77,8 +79,9 @@ def effects_of(func: Any) -> Effects:
     )
     is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
     is_plain = kind == Effects(name, is_view=kind.is_view)
-    # Its schema does not tell that _unsafe_view is a view.
-    allocates = name != "_unsafe_view" and all(result.alias_info is None for result in schema.returns)
+    # What is made of other operators, as inference mode shows, may give back what it took.
+    hides = _SHARING.fullmatch(name) or func._can_decompose()
+    allocates = not hides and all(result.alias_info is None for result in schema.returns)
     return kind._replace(is_plain=is_plain, is_total=is_total, allocates=allocates)
 
 

@@ -96,8 +96,10 @@ class HeldRuns:
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
-            # Where few rows are evaluated, that of the sample costs as much as another one, if it is not joined.
-            is_apart = values.compiles and bool(drawn)
+            # Where few rows are evaluated, that of the sample costs as much as another one, if it is not joined. Rows
+            # are made without writes: where there are some, all rows are to come from one function.
+            can_join = values.compiles and self.particle is None and not bound.recorded.core.writes
+            is_apart = can_join and bool(drawn)
             rows = Rows.of(plan, traced, bound, Moves(drawn, steps, is_apart), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
             before = Rows.of(plan, traced, bound, Moves(drawn, back, is_apart), laws) if laws else rows

@@ -21,6 +21,7 @@ from torch.nn.functional import one_hot
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, initial_statistics
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.step.signal_table import SIGNALS
 
 _WARM_UP = 3
 # Standard deviation of the noise from sites downstream, as a share of a cost.
@@ -29,6 +30,8 @@ _POWER = 0.005
 # How much of the costs an outdated program knows.
 _OUTDATED = 0.7
 _NAMES = MappingProxyType({"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"})
+# Signals that a problem has, or that none of its estimators gets. Any tensor ``(G, M, plates)`` stands for a new one.
+_KNOWN = frozenset("program hindsight advantage q_value q_slope moved_value baseline crossed".split())
 
 
 @dataclass(eq=False)
@@ -168,6 +171,7 @@ class Problem:
         learned, level = nonsense(self.size, self.cardinality), nonsense()
         known = replace(known, learned=learned, level=level, correction=nonsense(), exact_correction=nonsense())
         signals = {"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
+        signals |= {name: nonsense().abs() for name in SIGNALS.keys() - _KNOWN}
         return replace(known, signals=signals), leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
@@ -194,7 +198,9 @@ class Problem:
 def gradient_of(estimator: Estimator, context: SiteContext, leaf: Tensor) -> tuple[SiteTerm, Tensor]:
     """The term of an estimator, and its gradient to the logits."""
     term = estimator(context)
-    assert term.surrogate.requires_grad, f"{estimator!r}: the surrogate has no gradient; it is no .detach()ed score."
+    assert term.surrogate.requires_grad, (
+        f"{estimator!r}: its surrogate has no gradient: leave out .detach() on the score."
+    )
     return term, torch.autograd.grad(term.surrogate.sum(), leaf)[0]
 
 
