@@ -66,7 +66,7 @@ def _many(bound: Bound, number: int) -> dict[Value, Tensor]:
     try:
         function = own.kept(("many", number, wanted), lambda: _of_many(bound, number, wanted))
     except (NotImplementedError, RuntimeError) as error:
-        raise Uncut(str(error)) from error
+        raise Uncut(f"it failed: {error}") from error
     return dict(zip(wanted, function(*(bound.tensors[value] for value in function.asked)), strict=True))
 
 

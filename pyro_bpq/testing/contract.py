@@ -234,10 +234,11 @@ def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: S
     must give finite gradients in both precisions, for all shapes of plates. It must keep sites apart. It must return
     detached statistics of the right shape. An unbiased estimator must have the exact gradient as its mean. The mean is
     over all values of two particles, and over samples of its own noise and of noise from downstream, within four
-    standard errors. These are small enough to show a bias of two percent. With ``takes_outdated`` the program's costs
-    are others than those of the run. The check uses sites of one and of several Bernoulli, Categorical and
-    OneHotCategorical components, with smooth and non-smooth costs, meaningless critics, and running statistics that
-    earlier steps have moved.
+    standard errors. These are small enough to show a bias of two percent. Without noise, and for a bit, the mean is
+    also over the values of two rows of a plate: a row must not enter its own baseline. With ``takes_outdated`` the
+    program's costs are others than those of the run. The check uses sites of one and of several Bernoulli, Categorical
+    and OneHotCategorical components, with smooth and non-smooth costs, meaningless critics, and running statistics
+    that earlier steps have moved.
 
     Args:
         estimator: The estimator.

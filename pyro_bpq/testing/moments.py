@@ -230,9 +230,9 @@ def _state(elbo: Any) -> dict[str, Tensor]:
     return {name: entry.clone() for name, entry in entries.items() if isinstance(entry, Tensor)}
 
 
-def _changed(old: Mapping[Any, Tensor], new: Mapping[Any, Tensor]) -> list[Any]:
+def _changed(old: Mapping[Any, Tensor], new: Mapping[Any, Tensor], rounding: float = 0.0) -> list[Any]:
     """Names of the tensors that are others than before, beyond rounding."""
-    limits: Any = {"rtol": 1e-6, "atol": 1e-12, "equal_nan": True}
+    limits: Any = {"rtol": rounding, "atol": 1e-6 * rounding, "equal_nan": True}
     both = old.keys() & new.keys()
     return [key for key in {**old, **new} if not (key in both and torch.allclose(old[key], new[key], **limits))]
 
@@ -296,7 +296,7 @@ def _over_outcomes(
     found, before = RunningMoments(is_exact=True), _state(elbo)
     first = [gradient for _, gradient in itertools.islice(outcomes(), _NUM_REPEATED)]
     for probability, gradient in outcomes():
-        if found.count < len(first) and _changed(first[found.count], gradient):
+        if found.count < len(first) and _changed(first[found.count], gradient, 1e-6):
             raise StructureChangedError(
                 "The step draws noise of its own: with the same values its gradient differs from one call to the next. "
                 "Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with z_scores(...)."
