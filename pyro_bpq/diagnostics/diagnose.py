@@ -135,7 +135,7 @@ def _gradients(look: Look) -> Iterator[_Found]:
     none = "" if look.moments.reached else " No parameter of model or guide gets one."
     if cut:
         yield (
-            f"The guide's parameters {quoted(cut)} get no gradient in {look.moments.how}: they will never learn."
+            f"The guide's parameters {quoted(cut)} get no gradient in any of {look.moments.how}: they will never learn."
             f"{where}{none}",
             "Look for what cuts the gradient on the way from the parameter to a site: .detach(), .data, .item(), "
             "torch.no_grad(), torch.tensor(...) of a tensor, or a parameter that no site reads. If it is meant to stay "
@@ -149,8 +149,8 @@ def _zeros(look: Look) -> Iterator[_Found]:
     zero = [name for name in look.still if name in look.moments.reached]
     if zero and (look.moments.is_exact or look.moments.num_samples >= _ZERO_SAMPLES):
         yield (
-            f"The gradient of the guide's parameters {quoted(zero)} is exactly zero in {look.moments.how}, although "
-            "sites read them.",
+            f"The gradient of the guide's parameters {quoted(zero)} is exactly zero in each of {look.moments.how}, "
+            "although sites read them.",
             "Look for relu or clamp where it is flat, a weight of zero or a mask behind the parameter, or a model that "
             "does not depend on what the parameter moves. A site that has come to draw one value only looks the same.",
         )

@@ -197,13 +197,16 @@ class BoundRunner(Runner):
             self.recordings.graph(first, particles.in_call, mode.learning)
             # Rows and particles that meet are told once.
             self.recordings.now.next = math.inf
-            met = [f"meet in {cost}: a row" for cost, (plate, _) in first.met.items() if plate == self.plate]
-            if self.plate is not None and left and mode.learning:
-                met.append(f"may meet, as values of {quoted(left)} leave torch (by .item(), if, .numpy()): a row")
-            if met:
+            met = [
+                (f"meet in {cost}: a row reads", "is") for cost, (plate, _) in first.met.items() if plate == self.plate
+            ]
+            if self.plate is not None and left and torch.is_grad_enabled():
+                leaving = f"values of {quoted(left)} leave torch (by .item(), if, .numpy())"
+                met.append((f"may meet, as {leaving}: a row may read", "may be"))
+            for does, biased in met[:1]:
                 warnings.warn(
-                    f"Rows of the plate {self.plate!r} {met[0]} of it may read values of other rows. With "
-                    f"plate={self.plate!r} each row has weights of its own, so that the gradient is biased then. "
+                    f"Rows of the plate {self.plate!r} {does} values of other rows. With "
+                    f"plate={self.plate!r} each row has weights of its own, so that the gradient {biased} biased. "
                     "Write plate=None, or keep the rows apart.",
                     BPQWarning,
                     stacklevel=2,

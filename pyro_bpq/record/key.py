@@ -244,8 +244,9 @@ class Call:
         slots = {name: getattr(item, name) for name in _slots_of(type(item)) if hasattr(item, name)}  # type: ignore[arg-type]
         attributes = {**getattr(item, "__dict__", {}), **slots}
         own = {name: value for name, value in attributes.items() if name not in without and name not in states}
-        if isinstance(item, ReplayMessenger) and item.trace is not None:  # the values that it reads
-            own["trace"] = {name: site.get("value") for name, site in item.trace.nodes.items()}
+        if isinstance(item, ReplayMessenger) and item.trace is not None:  # what it reads
+            sites = ((name, site) for name, site in item.trace.nodes.items() if site["type"] == "sample")
+            own["trace"] = {name: (site["value"], site["infer"], site["is_observed"]) for name, site in sites}
         self._of_class(path, type(item))
         self._parts(path, (type(item), tuple(own)), "{}.{}", own.items())
 

@@ -56,13 +56,13 @@ def _is_data(site: Any) -> bool:
 
 
 def _not_finite(traced: TracedRun, model: Sites, guide: Sites) -> Iterator[str]:
-    """Warns of a log-probability, a factor or a cost that is no finite number, first of that of data that are NaN."""
+    """Warns of a log-probability, a factor or a cost that is no finite number, of all data that are NaN."""
     if bool(traced.run.loss.isfinite().all()):
         return
-    both = [*guide.values(), *model.values()]
-    sites = sorted(both, key=lambda site: not (_is_data(site) and number_missing(site["value"])))
-    kinds = (("NaN", Tensor.isnan), ("infinite", Tensor.isinf))
-    yield from islice(filter(None, (_term_line(site, *kind) for kind in kinds for site in sites)), 1)
+    sites, kinds = [*guide.values(), *model.values()], (("NaN", Tensor.isnan), ("infinite", Tensor.isinf))
+    data = (_term_line(site, *kinds[0]) for site in sites if _is_data(site) and number_missing(site["value"]))
+    terms = (_term_line(site, *kind) for kind in kinds for site in sites)
+    yield from [*filter(None, data)] or islice(filter(None, terms), 1)
 
 
 def _term_line(site: Any, word: str, find: Callable[[Tensor], Tensor]) -> str:

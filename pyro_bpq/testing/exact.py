@@ -185,6 +185,11 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
 
     # The choices are the outer handler, so that they act after the replay.
     states = [sites for _, sites in walk(choices, run)]
+    if any(sites.keys() != states[0].keys() for sites in states):
+        raise UnsupportedProgramError(
+            f"Which sites the model has depends on the values of {sorted(choices.names)}, which are summed out. Keep "
+            "all sites at all values, and hide those that do not count by poutine.mask(mask=...)."
+        )
     terms = {name: torch.stack([_term(sites[name], name in choices.names) for sites in states]) for name in states[0]}
     varying = choices.names | {name for name, term in terms.items() if bool((term != term[0]).any())}
     scales = {_scale(states[0][name]) for name in varying}
@@ -193,7 +198,7 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
             f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}. They are summed out "
             "together, which needs one number: put them under the same poutine.scale(scale=0.5) and the same plates."
         )
-    total, scale = sum(terms.values(), torch.zeros(len(states))), next(iter(scales), 0.0)
+    total, scale = sum(terms.values(), torch.zeros(())).expand(len(states)), next(iter(scales), 0.0)
     return scale * (total / scale).logsumexp(0) if scale else total[0]
 
 
@@ -295,6 +300,8 @@ def sample_gradients(
         Gradients of the loss, shape ``(num_samples, *parameter.shape)``; zero if a step did not
         reach a parameter. The ``.grad`` fields are restored.
     """
+    if num_samples < 1:
+        raise OptionError(f"sample_gradients(num_samples={num_samples!r}): write a positive number.")
     program = Program(model, guide, args, kwargs)
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
         gradients = [take_step(elbo, program, reader, use_differentiable_loss) for _ in range(num_samples)]

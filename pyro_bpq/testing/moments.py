@@ -367,6 +367,10 @@ def gradient_moments(
     with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, None) as reader:
         step = partial(take_own_step, elbo, program, reader)
         with contextlib.suppress(BPQError):
+            # A guide is quick, and leaves the ELBO alone if there are too many outcomes.
+            own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
+            for _ in iter_outcomes(torch.no_grad()(partial(guide, *args, **kwargs)), num_outcomes=own):
+                pass
             noises, found = getattr(elbo, "num_noises", 0), _over_outcomes(elbo, step, num_outcomes)
             if getattr(elbo, "num_noises", 0) == noises:  # else an estimator draws noise of its own
                 return found.named(reader)

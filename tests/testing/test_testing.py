@@ -543,3 +543,13 @@ def test_noise_of_its_own_is_noticed() -> None:
 def test_a_bound_of_several_samples_is_not_compared_with_the_elbo(elbo: ELBO) -> None:
     with pytest.raises(OptionError, match="has a bound of 2 samples"):
         assert_unbiased(elbo, lambda: None, lambda: None)
+
+
+def test_sites_that_depend_on_a_summed_value_are_refused() -> None:
+    def model() -> None:
+        k = pyro.sample("k", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+        if k.item():
+            pyro.sample("x", dist.Normal(0.0, 1.0), obs=torch.tensor(0.3))
+
+    with pytest.raises(UnsupportedProgramError, match="Which sites the model has depends on the values of"):
+        exact_loss(model, lambda: None)
