@@ -295,15 +295,8 @@ class Objective(CountedELBO, nn.Module):
         keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
         may_order = not (keeps or self.analytic_kl or has_ranks)
-        return Mode(
-            learning=learning,
-            settles=self.training,
-            num_steps=self.num_steps,
-            by_value=keeps,
-            is_reused=self.trainer.is_reused,
-            has_ranks=has_ranks,
-            may_order=may_order,
-        )
+        own = {"settles": self.training, "by_value": keeps, "is_reused": self.trainer.is_reused}
+        return Mode(learning, num_steps=self.num_steps, has_ranks=has_ranks, may_order=may_order, **own)
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""

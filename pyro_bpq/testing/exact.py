@@ -299,6 +299,9 @@ def sample_gradients(
     Returns:
         Gradients of the loss, shape ``(num_samples, *parameter.shape)``; zero if a step did not
         reach a parameter. The ``.grad`` fields are restored.
+
+    Raises:
+        OptionError: If ``num_samples`` is not positive.
     """
     if num_samples < 1:
         raise OptionError(f"sample_gradients(num_samples={num_samples!r}): write a positive number.")
