@@ -177,7 +177,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15327,
+    "pyro_bpq": 15326,
     "modules": 110,
     "top": 249,
     "compiled/": 1253,
@@ -188,7 +188,7 @@ BUDGETS = {
     "objectives/": 1739,
     "plan/": 961,
     "record/": 3717,
-    "reruns/": 1028,
+    "reruns/": 1027,
     "rollout/": 498,
     "step/": 1301,
     "svi/": 277,

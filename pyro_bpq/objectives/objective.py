@@ -292,11 +292,12 @@ class Objective(CountedELBO, nn.Module):
 
     def mode(self, learning: bool) -> Mode:
         """What a step is for."""
-        keeps, has_ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
+        keeps, ranks = self.trainer.keeps_staged, self.trainer.ranks is not None
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
-        may_order = not (keeps or self.analytic_kl or has_ranks)
-        own = {"settles": self.training, "by_value": keeps, "is_reused": self.trainer.is_reused}
-        return Mode(learning, num_steps=self.num_steps, has_ranks=has_ranks, may_order=may_order, **own)
+        orders, reused = not (keeps or self.analytic_kl or ranks), self.trainer.is_reused
+        return Mode(
+            learning, self.training, self.num_steps, by_value=keeps, is_reused=reused, has_ranks=ranks, may_order=orders
+        )
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""

@@ -98,8 +98,7 @@ class HeldRuns:
             steps, back = self._steps(traced, bound)
             # Where few rows are evaluated, that of the sample costs as much as another one, if it is not joined. Rows
             # are made without writes: where there are some, all rows are to come from one function.
-            can_join = values.compiles and self.particle is None and not bound.recorded.core.writes
-            is_apart = can_join and bool(drawn)
+            is_apart = values.compiles and bool(drawn) and self.particle is None and not bound.recorded.core.writes
             rows = Rows.of(plan, traced, bound, Moves(drawn, steps, is_apart), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
             before = Rows.of(plan, traced, bound, Moves(drawn, back, is_apart), laws) if laws else rows
