@@ -5,7 +5,9 @@ Sites with such costs get the score function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, doubled
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.values import Value
+from pyro_bpq.record.values import Node, Value
 from pyro_bpq.record.watch import carried
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number as in_short
@@ -26,6 +28,18 @@ from pyro_bpq.short import number as in_short
 _COMPARED = 16
 # Operators whose results are piecewise constant, besides those that make no floating-point numbers.
 STEPS = frozenset(("round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"))
+# Operators with a slope that jump too, and what switches where they jump.
+_WITHIN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {
+        "remainder": lambda x, y: (x / y).floor(),
+        "fmod": lambda x, y: (x / y).trunc(),
+        "frac": torch.trunc,
+        "hardshrink": lambda x, limit=0.5: x.abs() > limit,
+        "threshold": lambda x, limit, _: x > limit,
+        "copysign": lambda _, sign: torch.as_tensor(sign) < 0,
+        "atan2": lambda y, x: (x < 0) & (y < 0),
+    }
+)
 _EXPAND, _EQUAL = torch.ops.aten.expand.default, torch.ops.aten.eq.Tensor
 # Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
 _LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
@@ -54,10 +68,27 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
             copied[node.result] = copied.get(node.args[0], node.args[0])
         # Else a number is compared with itself, as where a Delta scores its value.
         elif any(dtypes[value].is_floating_point for value in read) and (len(own) > 1 or node.func is not _EQUAL):
-            name = effects_of(node.func).name.rstrip("_")
-            steps = name in STEPS or "rounding_mode" in node.kwargs
+            name = _name(node)
+            steps = name in STEPS or name in _WITHIN or "rounding_mode" in node.kwargs
             found.update({v: name for v in sorted(made & taken) if steps or not dtypes[v].is_floating_point})
     return found
+
+
+def _name(node: Node) -> str:
+    return effects_of(node.func).name.rstrip("_")
+
+
+def _with_switches(function: Function, number: int) -> Function:
+    """The same, in which what switches within operators is wanted in place of their results, but for the first ones."""
+    nodes, inside = list[Node](), dict[Value, Value]()
+    for node in function.nodes:
+        for value in {*function.wanted[number:]}.intersection(results_of(node)) if _name(node) in _WITHIN else ():
+            inside[value] = Value(len(function.shapes) + len(inside))
+            # Before the operator, which may write in place.
+            nodes.append(Node(_WITHIN[_name(node)], node.args, {}, inside[value], node.reads))
+        nodes.append(node)
+    wanted = (*function.wanted[:number], *(inside.get(value, value) for value in function.wanted[number:]))
+    return replace(function, nodes=tuple(nodes), wanted=wanted)
 
 
 def may_jump(recorded: Recorded, names: Set[str], passing: Set[str]) -> bool:
@@ -98,7 +129,7 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
     draws = [bound.again((), redrawn=frozenset((name,)), seed=seed + i)[name] for i in range(number)]
     tensors, right = doubled(bound.tensors), torch.stack(draws).double()
     left, tensors[site] = tensors[site].expand_as(right), right
-    function = recording.cut(wanted, {site}, through).in_double().in_rows({site}, tensors)
+    function = _with_switches(recording.cut(wanted, {site}, through), len(costs)).in_double().in_rows({site}, tensors)
 
     # What each column of the costs, and of the switches, belongs to.
     owners = [name for name, size in zip((*costs, *found.values()), sizes, strict=True) for _ in range(size)]
