@@ -52,6 +52,7 @@ from pyro_bpq.estimators import (
     TrimmedBaseline,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteTerm, site_mean
+from pyro_bpq.step.signal_table import SIGNALS
 from pyro_bpq.testing import check_estimator
 from pyro_bpq.testing.contract import Problem, default_problems, with_statistics
 
@@ -186,6 +187,31 @@ class MixesRows(ScoreFunction):
 
 
 @dataclass(frozen=True)
+class MixesRowsLater(ScoreFunction):
+    """The same, but for the first step."""
+
+    def statistics(self) -> dict[str, float]:
+        return {"share": 0.0}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        share, level = context.statistics["share"], context.per_site(site_mean(context.cost))
+        term = super().__call__(replace(context, cost=context.cost - context.per_site(share) * level))
+        return SiteTerm(term.surrogate, {"share": torch.ones_like(share)})
+
+
+@dataclass(frozen=True)
+class WeighsRows(ScoreFunction):
+    """It weighs rows by a signal, relative to the mean."""
+
+    needs = frozenset({"table", "weight"})
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        weight = context.signals["weight"]
+        relative = weight / weight.mean(-1, keepdim=True) if weight.dim() > 2 else 1.0
+        return super().__call__(replace(context, cost=relative * context.cost))
+
+
+@dataclass(frozen=True)
 class HasNoGradient(ScoreFunction):
     def __call__(self, context: SiteContext) -> SiteTerm:
         return SiteTerm(context.cost * context.score.detach())
@@ -204,15 +230,18 @@ class ChangesTheValue(StraightThrough):
         (ThreePercentOff(), "biased"),
         (BelievesTheProgram(), "biased"),
         (TakesTheSmallerCost(), "biased"),
-        (Differences(), "supports none"),
+        (Differences(), "supports none.*assert_unbiased"),
         (Silent(), "what to write"),
         (MixesSites(), "another"),
         (MixesRows(), "enter its own baseline"),
+        (MixesRowsLater(), "enter its own baseline"),
+        (WeighsRows(), "biased"),
         (HasNoGradient(), "no gradient"),
         (ChangesTheValue(), "changes the drawn value"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_check_sees_a_planted_fault(estimator: Any, says: str) -> None:
+def test_check_sees_a_planted_fault(estimator: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_bpq.testing.contract.SIGNALS", {**SIGNALS, "weight": None})
     with pytest.raises(AssertionError, match=says):
         check_estimator(estimator)
