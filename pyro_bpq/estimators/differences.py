@@ -2,7 +2,6 @@ r"""Differences of costs one step from a count: the exact gradient of an expecta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,21 +45,22 @@ class Differences(Estimator):
     ``p_d`` is the ratio of their probabilities, ``q(children | z + s) / q(children | z)``, and ``r_d`` the one of the
     step that leads to ``z``. Where a ratio is above 3, ``z + s`` stands for itself when it is drawn. So the estimator
     is unbiased also where ``z`` excludes what ``z + s`` allows. ``b`` is the mean of ``L`` over the other particles or,
-    with one particle, over earlier steps. ``λ`` and ``κ`` in ``[0, 1]``, and the regression ``H`` of the differences of
-    a site on its own value, are fitted to earlier steps for each site of up to 512 components; ``c`` has mean zero.
+    with one particle, over earlier steps. ``λ`` and, for each component, ``κ`` in ``[0, 1]``, and the regression ``H``
+    of the differences of a site on its own value, are fitted to earlier steps; ``c``, for sites of up to 512
+    components, has mean zero.
 
     A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
-    one all changes are predicted: from slopes and curvatures, and from the mean error of each component in earlier
-    steps. ``draws`` components of each row, drawn with probability ``π``, are evaluated and add ``(exact - predicted) /
-    π``. This is unbiased for any prediction. Costs that are not known at other values multiply the score, with a
-    baseline. So does all that a ``total_count`` with a gradient costs.
+    one slopes predict all changes. With ``a_d(z) = s_d ∂A/∂z_d`` the prediction of ``w_d A_d`` is ``½ (w_d + u_d)
+    a_d(z)``. As ``E[u_d a_d(z)] = E[w_d a_d(z + s_d)]``, its expectation is that of the trapezoid rule, whose error is
+    of third order. ``draws`` components of each row, drawn with probability ``π``, are evaluated, with their slope, and
+    add ``w_d (A_d - ½ (a_d(z) + a_d(z + s_d))) / π``. This is unbiased whatever slopes say. Costs that are not known at
+    other values multiply the score, with a baseline. So does all that a ``total_count`` with a gradient costs.
 
     It pays where a count has little effect on what is drawn next. If a child shows its parent's value, ``λ`` is zero,
     and later costs multiply the score.
 
     Args:
         draws: Number of components of a large site that are evaluated for each row.
-        curvature: Whether predictions use curvatures.
         whole: Number of components up to which all of a site are evaluated.
 
     Raises:
@@ -71,12 +71,12 @@ class Differences(Estimator):
         | Hindsight network credit assignment (Young, 2022), for sites downstream
     """
 
-    draws: int = positive(2)
-    curvature: bool = True
+    draws: int = positive(1)
     whole: int = positive(4)
 
     is_unbiased: ClassVar[bool] = True
     takes_outdated: ClassVar[bool] = True
+    curvature: ClassVar[bool] = False
     needs = frozenset({"hindsight", "program"})
 
     unsupported = needs_counts
@@ -91,12 +91,12 @@ class Differences(Estimator):
 
     def statistics(self) -> Statistics:
         """Running means of the costs, for a single particle, and the moments that fit ``λ``."""
-        return {"baseline": 0.0, "rest": 0.0, "whole": 0.0, "moments": (0.0, 0.0), "fit": (0.0, 0.0)}
+        return {"baseline": 0.0, "rest": 0.0, "whole": 0.0, "moments": (0.0, 0.0)}
 
     def sized_statistics(self, width: int) -> Statistics:
-        """Of each predicted component the number of its draws and the sum of its errors; moments of what is linear."""
-        names = ("drawn", "errors", "level", "squares", "products") if width <= _MOST_LINEAR else ("drawn", "errors")
-        return {name: torch.zeros((width,) * (1 + (name == "products"))) for name in names}
+        """Moments of what is linear."""
+        sizes = {"level": (width,), "squares": (width,), "products": (width, width), "fit": (width, 2)}
+        return {name: torch.zeros(size) for name, size in sizes.items() if width <= _MOST_LINEAR}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every mean by its difference."""
@@ -108,9 +108,9 @@ class Differences(Estimator):
             level, statistics = centred_cost(later, context, "baseline")
             kept = unit_scale(*context.statistics["moments"].unbind(1))
             kept = kept.reshape(-1, *(1,) * level.dim())
-            table, new, errors = _table(held, level.unsqueeze(-1), kept, context.statistics)
+            table, new = _table(held, level.unsqueeze(-1), kept)
             table, linear = _without_linear(table * held.near.step, held, context)
-            statistics = {**statistics, **errors, **linear, "moments": context.running_mean("moments", new, _DECAY)}
+            statistics = {**statistics, **linear, "moments": context.running_mean("moments", new, _DECAY)}
             rest = unknown_costs(held, later)
         surrogate = (table * held.log_q).sum(-1)
         for cost, score, name in ((rest, context.score, "rest"), (held.settled + later, held.dispersion, "whole")):
@@ -129,44 +129,40 @@ def _without_linear(table: Tensor, held: HeldCosts, context: SiteContext) -> tup
     slope = known["products"] / known["squares"].clamp(min=1e-12).unsqueeze(-2)
     own = table.flatten(1, -2)
     centred, linear = own - known["level"].unsqueeze(1), away @ slope.mT
+    # Means weigh in the gradient as well.
+    weighed = held.log_q.detach().flatten(1, -2) * linear
     new = {
         "level": own.mean(1),
         "squares": away.square().mean(1),
         "products": centred.mT @ away / away.shape[1],
-        "fit": torch.stack((site_mean(centred * linear), site_mean(linear.square())), 1),
+        "fit": torch.stack(((weighed * centred).mean(1), (weighed * linear).mean(1)), -1),
     }
-    left = own - unit_scale(*known["fit"].unbind(1)).reshape(-1, 1, 1) * linear
+    left = own - unit_scale(*known["fit"].unbind(-1)).unsqueeze(1) * linear
     return left.reshape(table.shape), {name: context.running_mean(name, own, _DECAY) for name, own in new.items()}
 
 
-def _table(
-    held: HeldCosts, level: Tensor, kept: Tensor, known: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The coefficients of all means, without their signs; new moments ``(G, 2)``; new sums of errors of predictions."""
+def _table(held: HeldCosts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The coefficients of all means, without their signs, and new moments ``(G, 2)``."""
     near, back, exact, at, share = held.near, held.back, held.exact, held.drawn, held.share
     assert near is not None and back is not None and exact is not None
     if at is None:
         first, change = _differences(exact, back, near, level)
-        return torch.addcmul(first, kept, change), _moments(first, change), {}
-    assert share is not None
+        return torch.addcmul(first, kept, change), _moments(first, change)
+    assert share is not None and held.ahead is not None
+    slope = held.changes.immediate
     first, change = _differences(held.changes, torch.zeros_like(near.weight), near, level)
-    mean = known["errors"] / (known["drawn"] + 1.0)
-    mean = mean.reshape(len(mean), *(1,) * (at.dim() - 2), -1).expand_as(first)
-    predicted = torch.addcmul(first, kept, change) + mean
+    predicted = torch.addcmul(first, kept, change)
+    # What the half of the slope that belongs to the next value is at this one, and is there.
+    half = 0.5 * (near.back - near.weight) * slope
+    near, slope = Neighbours(*(part.gather(-1, at) for part in near)), slope.gather(-1, at)
+    there = 0.5 * near.weight * (held.ahead - slope)
     level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
-    first, change = _differences(exact, back, Neighbours(*(part.gather(-1, at) for part in near)), level)
-    errors = torch.addcmul(first, kept, change) - predicted.gather(-1, at)
+    first, change = _differences(exact, back, near, level)
+    errors = torch.addcmul(first, kept, change) - predicted.gather(-1, at) - there
     # Sites of a group that takes no other values tell nothing.
     is_known = (share > 0.0).to(errors)
-    new = {"drawn": is_known, "errors": is_known * (errors + mean.gather(-1, at))}
-    sums = {name: _DECAY * known[name] + _sums(known[name], at, own) for name, own in new.items()}
     moments = _moments(is_known * first, is_known * change)
-    return predicted.scatter_add(-1, at, (errors * share).to(predicted)), moments, sums
-
-
-def _sums(like: Tensor, at: Tensor, values: Tensor) -> Tensor:
-    """Sums of values by component, ``(G, D)``."""
-    return torch.zeros_like(like).scatter_add(1, at.flatten(1), values.flatten(1).to(like))
+    return (predicted + half).scatter_add(-1, at, (errors * share).to(predicted)), moments
 
 
 def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tensor) -> tuple[Tensor, Tensor]:

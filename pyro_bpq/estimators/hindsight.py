@@ -66,6 +66,7 @@ class HeldCosts(NamedTuple):
             ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.
         near: Of counts the weights of the steps.
         back: Of counts the change of ``log q`` of the sites that read them one step to the other side, as ``exact``.
+        ahead: Of drawn counts the change of immediate costs that slopes at the other value predict, as ``exact``.
         dispersion: ``log q`` of negative binomials as a function of ``total_count`` alone, ``(G, M, plates)``, with its
             gradient; ``None`` if there is none.
     """
@@ -83,6 +84,7 @@ class HeldCosts(NamedTuple):
     excess: tuple[Tensor, Tensor] | None = None
     near: Neighbours | None = None
     back: Tensor | None = None
+    ahead: Tensor | None = None
     dispersion: Tensor | None = None
 
     @property

@@ -98,7 +98,7 @@ class Moves(NamedTuple):
     Args:
         drawn: The components of sites, ``(M, plates, n)``; all of those of sites that are not in it.
         steps: How far counts are from the values next to them, in the shape of their values.
-        is_apart: Whether the sample is evaluated apart from the other rows, by operators like those of the run.
+        is_apart: Whether rows are evaluated one by one, by operators like those of the run.
     """
 
     drawn: Mapping[str, Tensor] = MappingProxyType({})
@@ -309,13 +309,14 @@ def _groups(graph: StochasticComputationGraph, sites: Mapping[str, FlippedSite])
 
     Each group takes a backward pass. None has costs of both programs, as those of the guide may be laws of children.
     """
-    # By cost: whether it is immediate to a site, and whether this is so of the site's own log-probability.
+    # By cost: whether it is a known immediate cost of a site, and whether this is so of the site's own log-probability.
     readers: dict[str, dict[Any, bool]] = {}
-    for name, site in sites.items():
-        for cost in site.costs if site.is_sloped else ():
-            is_own = cost in (cost_of_guide(name), cost_of_model(name))
-            kinds = readers.setdefault(cost, {"guide": graph.cost(cost).is_of_guide})
-            kinds[name, is_own] = cost in site.immediate
+    sloped = {name: site for name, site in sites.items() if site.is_sloped}
+    for cost in dict.fromkeys(cost for site in sloped.values() for cost in site.costs):
+        readers[cost] = {"guide": graph.cost(cost).is_of_guide}
+        for name, site in sloped.items():
+            if cost in site.costs or cost in site.rest:
+                readers[cost][name, cost in (cost_of_guide(name), cost_of_model(name))] = cost in site.immediate
     groups: list[tuple[list[str], dict[Any, bool]]] = []
     for cost, kinds in readers.items():
         fitting = (group for group in groups if all(group[1].get(key, kind) == kind for key, kind in kinds.items()))

@@ -197,7 +197,8 @@ def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, 
     means of earlier steps are not.
 
     The estimator of these sites may change ``M``. With :class:`~pyro_bpq.estimators.DebiasedStraightThrough` at all of
-    them, ``M`` is 2, because it needs no baseline. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
+    them, ``M`` is 2, because it needs no baseline. So do predicted :class:`~pyro_bpq.estimators.Differences`: ``M`` may
+    be as low as 2. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
     :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` it is 8, or less if the values of all pairs of particles have more
     than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
@@ -210,6 +211,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, 
         compared=plan.compared,
         noisy=len(plan.noisy),
         sloped=frozenset(name for name in sloped if num_reads(traced, name) >= MANY_READS),
+        stepped=drawn,
         held=held | drawn,
         crossed=frozenset(plan.layers) - held,
         is_stepped=bool(plan.noisy) and plan.noisy <= counts.keys() - drawn,

@@ -264,6 +264,7 @@ class ProgramFacts:
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
         noisy: Number of sites of the default's choice whose gradients are noisy.
+        stepped: Sites that are served by predicted differences.
         held: Layers that are served by their law given what was drawn after them, if there are enough particles.
         crossed: Layers that are served by costs of other particles' values, if there are enough particles.
         is_stepped: Whether differences without predictions serve all noisy sites.
@@ -276,6 +277,7 @@ class ProgramFacts:
     elements: int
     particles: int = 1
     noisy: int = 0
+    stepped: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
     crossed: frozenset[str] = frozenset()
     is_stepped: bool = False
@@ -292,9 +294,9 @@ class ProgramFacts:
         return min(self.most, max(2, ELEMENTS * self.particles // max(self.elements, 1)))
 
 
-def _worthwhile(program: ProgramFacts) -> int:
+def _worthwhile(program: ProgramFacts, least: int = FEW_PARTICLES) -> int:
     """As many as add at most half of the time of what they share, but not too few."""
-    return min(program.affordable, max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, program.most))))
+    return min(program.affordable, max(least, int(min(1.0 + 0.5 * program.free, program.most))))
 
 
 def _paired(program: ProgramFacts) -> int:
@@ -308,6 +310,11 @@ PARTICLES = (
     Rule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
     Rule("slopes serve all sites", lambda p: bool(p.compared) and p.compared <= p.sloped, lambda p: 2),
+    Rule(
+        "predicted differences serve all sites",
+        lambda p: bool(p.compared) and p.compared <= p.stepped,
+        lambda p: _worthwhile(p, 2),
+    ),
     Rule(
         "hindsight serves all sites",
         lambda p: bool(p.compared) and p.compared <= p.held,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.relaxation import signs, uniform
-from pyro_bpq.plan.flips import Moves
+from pyro_bpq.plan.flips import FlippedSite, Moves, SlopedCosts
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.slopes import Wanted, expansions
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from pyro_bpq.reruns.at_values import Reruns
 
 # Share of uniform chances in those with which components are drawn; the rest is proportional to their uncertainty.
-_EVEN = 0.5
+_EVEN = 0.2
+# Rows that are evaluated one by one in compiled steps.
+_MOST_APART = 3
 # Slopes and curvatures that add up; ``None`` where there are none.
 Derivatives = list[tuple[Tensor | None, Tensor | None]]
 
@@ -52,9 +55,9 @@ class HeldRuns:
         drawn: The evaluated components ``(G, M, plates, n)`` of classes of sites of which not all are, and the inverse
             of the number of times that each is drawn on average.
         exact: The changes by site and by what changes, ``(M, plates, n, K)``; of drawn bits those of the other values,
-            ``(M, plates, n)``. Of counts ``back`` is the change of laws one step to the other side. If the runs were
-            not recorded, ``excess of later`` and ``excess of immediate`` costs ``(M, plates)`` tell how much more they
-            were in the runs than in the recording.
+            ``(M, plates, n)``. Of counts ``back`` is the change of laws one step to the other side, and ``ahead`` what
+            slopes at the other value predict of immediate costs. If the runs were not recorded, ``excess of later`` and
+            ``excess of immediate`` costs ``(M, plates)`` tell how much more they were in the runs than there.
         predicted: The changes of all components of sites of which some are drawn, ``(M, plates, D, K)``, of bits
             ``(M, plates, D)``; zero where nothing is known.
     """
@@ -96,12 +99,15 @@ class HeldRuns:
         for i, (traced, bound, costs) in enumerate(runs):
             drawn = by_site if len(runs) == 1 else {name: own[i : i + 1] for name, own in by_site.items()}
             steps, back = self._steps(traced, bound)
-            # Where few rows are evaluated, that of the sample costs as much as another one, if it is not joined. Rows
-            # are made without writes: where there are some, all rows are to come from one function.
-            is_apart = values.compiles and bool(drawn) and self.particle is None and not bound.recorded.core.writes
+            # Few rows are evaluated one by one, if the operators of each are joined with others. Rows are made without
+            # writes: where there are some, all rows are to come from one function.
+            is_few = plan.rows <= _MOST_APART and bool(drawn) and self.particle is None
+            is_apart = values.compiles and is_few and not bound.recorded.core.writes
             rows = Rows.of(plan, traced, bound, Moves(drawn, steps, is_apart), plan.wanted)
             laws = tuple(law for name in back for law in plan.sites[name].laws)
             before = Rows.of(plan, traced, bound, Moves(drawn, back, is_apart), laws) if laws else rows
+            for name, ahead in self._ahead(rows).items():
+                parts[name]["ahead"].append(ahead)
             for name, site in plan.sites.items():
                 plates, found = self.graph.node(name).plates, parts[name]
                 shape = self.rollout.run_shape(plates)
@@ -125,36 +131,57 @@ class HeldRuns:
                 back[name] = (-near.step * (near.back != 0.0)).reshape(shape)
         return ahead, back
 
+    def _ahead(self, rows: Rows) -> dict[str, Tensor]:
+        """The immediate changes that slopes at the drawn counts' other values predict, ``(M, plates, n)``."""
+        plan, bound, drawn = self.plan, rows.bound, rows.moves.drawn
+        counts = tuple(name for name, site in plan.sites.items() if name in rows.moves.steps and site.is_drawn)
+        groups = tuple(group for group in plan.groups if group.immediate | group.own)
+        found = defaultdict[str, list[Tensor]](list)
+        for row in range(1, plan.rows if counts else 0):
+            values = {bound.recorded.drawn[name].value: value[row] for name, value in rows.values.items()}
+            derivatives = self._derivatives(replace(bound, tensors={**bound.tensors, **values}), counts, groups)
+            for name in counts:
+                if 0 <= (at := row - plan.start[name]) < plan.sites[name].rows:
+                    table = self._table(name, rows.traced.run.sites[name], derivatives[name, "immediate"])
+                    found[name].append(table.gather(-1, drawn[name][..., at : at + 1]))
+        return {name: torch.cat(parts, -1) for name, parts in found.items()}
+
     @torch.no_grad()
     def _predict(self) -> None:
         """Changes that slopes and curvatures predict."""
-        rollout, found = self.rollout, defaultdict[str, list[list[Tensor]]](list)
+        plan, rollout, found = self.plan, self.rollout, defaultdict[str, list[list[Tensor]]](list)
         nesting = rollout.plate_ndim + 1 if rollout.is_vectorized and rollout.num_particles > 1 else 0
-        drawn = {name: site.components for name, site in self.plan.sites.items() if site.is_drawn}
+        drawn = tuple(name for name, site in plan.sites.items() if site.is_drawn)
         for traced, bound in zip(self.values.traced, self.values.bound, strict=True) if drawn else ():
-            derivatives = self._derivatives(bound, nesting)
-            for name, split in drawn.items():
-                record, plates = traced.run.sites[name], self.graph.node(name).plates
-                shape = (*rollout.run_shape(plates), *split.table_shape)
-                tables = [_predicted(split, record, derivatives[name, side]) for side in Changes._fields]
-                found[name].append([own.nan_to_num_(0.0, 0.0, 0.0).expand(shape) for own in tables])
+            derivatives = self._derivatives(bound, drawn, plan.groups, plan.laws, nesting)
+            for name in drawn:
+                record = traced.run.sites[name]
+                found[name].append([self._table(name, record, derivatives[name, side]) for side in Changes._fields])
         self.predicted = {name: Changes(*map(torch.cat, zip(*own, strict=True))) for name, own in found.items()}
 
-    def _derivatives(self, bound: Bound, nesting: int) -> dict[tuple[str, str], Derivatives]:
-        """The derivatives by site and by the changes that they predict."""
-        plan, recorded, terms = self.plan, bound.recorded, defaultdict[tuple[str, str], Derivatives](list)
-        sites = {name: site for name, site in plan.sites.items() if site.is_sloped}
+    def _table(self, name: str, record: SiteRecord, derivatives: Derivatives) -> Tensor:
+        """What derivatives predict, in the shape of the run; zero where that is no number."""
+        split, shape = self.plan.sites[name].components, self.rollout.run_shape(self.graph.node(name).plates)
+        return _predicted(split, record, derivatives).nan_to_num_(0.0, 0.0, 0.0).expand(*shape, *split.table_shape)
+
+    def _derivatives(
+        self,
+        bound: Bound,
+        drawn: Sequence[str],
+        groups: Sequence[SlopedCosts],
+        laws: tuple[str, ...] = (),
+        nesting: int = 0,
+    ) -> dict[tuple[str, str], Derivatives]:
+        """The derivatives of groups of costs and of laws, by site and by the changes that they predict."""
+        recorded, terms = bound.recorded, defaultdict[tuple[str, str], Derivatives](list)
+        sites = {name: site for name, site in self.plan.sites.items() if site.is_sloped and name in drawn}
         values = {name: bound.tensors[recorded.drawn[name].value] for name in sites}
         names = tuple(name for name, value in values.items() if value.is_floating_point())
         if not names:
             return terms
-        splits = [sites[name].components for name in names]
-        # Errors of counts are learned. In deeper nets they make up for second derivatives, which take their time.
-        blocks = tuple({"one_hot": split.cardinality, "count": 0}.get(split.kind, 1) for split in splits)
-        is_curved = any(site.curvature for site in sites.values())
-        groups = (*(group.costs for group in plan.groups), plan.laws)
+        blocks = tuple(_block(sites[name]) for name in names)
         try:
-            wanted = Wanted(groups, names, blocks if is_curved else None, nesting)
+            wanted = Wanted((*(group.costs for group in groups), laws), names, blocks, nesting)
             *of_costs, of_laws = expansions(bound, wanted, lambda own: _signs(own, self.generator))
         except BPQError:
             raise
@@ -169,7 +196,7 @@ class HeldRuns:
             return terms
         for name in names:
             terms[name, "law"].append(of_laws[name][1:])
-            for group, own in zip(plan.groups, of_costs, strict=True):
+            for group, own in zip(groups, of_costs, strict=True):
                 terms[name, "immediate" if name in group.immediate else "later"].append(own[name][1:])
                 terms[name, "immediate" if name in group.own else "later"].append((own[name].own, None))
         return terms
@@ -198,7 +225,8 @@ class HeldRuns:
         if not is_count:
             return held
         back = self._stack(names, "back").expand_as(exact.law)
-        return held._replace(near=batch.near, back=back, dispersion=batch.dispersion)
+        ahead = None if index is None else self._stack(names, "ahead").to(exact.law)
+        return held._replace(near=batch.near, back=back, ahead=ahead, dispersion=batch.dispersion)
 
     def _stack(self, names: Sequence[str], what: str) -> Tensor:
         return torch.stack([self.exact[name][what] for name in names])
@@ -262,6 +290,11 @@ def _draw(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
     bounds = chance.cumsum(-1)
     at = (torch.arange(number, device=chance.device) + uniform(bounds[..., :1], generator)) / number
     return torch.searchsorted(bounds, at * bounds[..., -1:], right=True).clamp(max=chance.shape[-1] - 1)
+
+
+def _block(site: FlippedSite) -> int:
+    """The size of blocks within which second derivatives mix; 0 if none are taken."""
+    return site.curvature and (site.components.cardinality if site.components.kind == "one_hot" else 1)
 
 
 def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:

@@ -114,12 +114,13 @@ def _is_close(first: Tensor, second: Tensor, tolerance: float = 5e-5) -> bool:
 
 
 class Rows(NamedTuple):
-    """Costs and laws of a run ``(rows, batch)``, the first row at the values of the run, by name."""
+    """Values of sites, and costs and laws of a run ``(rows, batch)``, by name; the first row is at those of the run."""
 
     flips: Flips
     moves: Moves
     traced: TracedRun
     bound: Bound
+    values: Mapping[str, Tensor]
     costs: Mapping[str, Tensor]
 
     @staticmethod
@@ -129,9 +130,11 @@ class Rows(NamedTuple):
         values = {name: bound.tensors[recorded.drawn[name].value] for name in flips.sites}
         moved = {name: flips.moved(name, value, sites[name].fn, moves) for name, value in values.items()}
         if not moves.is_apart:
-            return Rows(flips, moves, traced, bound, bound.at_rows(wanted, moved))
-        first, others = bound.again(wanted), bound.at_rows(wanted, {name: value[1:] for name, value in moved.items()})
-        return Rows(flips, moves, traced, bound, {n: torch.cat((first[n][None], own)) for n, own in others.items()})
+            return Rows(flips, moves, traced, bound, moved, bound.at_rows(wanted, moved))
+        rows = [bound.again(wanted)]
+        rows += [bound.again(wanted, {n: value[row] for n, value in moved.items()}) for row in range(1, flips.rows)]
+        costs = {name: torch.stack([row[name] for row in rows]) for name in wanted}
+        return Rows(flips, moves, traced, bound, moved, costs)
 
     def change(self, name: str, terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
         """The change of some costs at all values of a site, ``(M, plates, D, K)``, zero at the sampled one.

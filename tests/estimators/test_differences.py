@@ -184,13 +184,27 @@ def test_components_of_one_of_two_particles_are_exact(options: dict[str, Any]) -
     assert error_of_draws(elbo, *program) < 1e-10
 
 
+def test_slopes_of_costs_that_read_several_rows_leave_it_exact() -> None:
+    """The cost is known at other values of ``y`` alone, and is no immediate one of ``x``."""
+
+    def run(kind: str) -> None:
+        y = pyro.sample("y", dist.Binomial(1, logits=pyro.param(f"{kind}y", real(0.4, -0.7))).to_event(1))
+        with pyro.plate("rows", 2):
+            logits = pyro.param(f"{kind}x", real(0.3, -0.2)).expand(2, 2)
+            x = pyro.sample("x", dist.Binomial(1, logits=logits).to_event(1))
+            if kind == "p":
+                pyro.sample("e", dist.Normal(x.sum(-1), 0.9), obs=real(0.7, 0.1))
+        if kind == "p":
+            pyro.sample("d", dist.Normal((1.3 * x.sum()).sin() + y.prod(-1), 0.8), obs=real(0.7)[0])
+
+    program = (lambda: run("p")), (lambda: run("q"))
+    elbo = trained(program, estimator=DRAWN)
+    assert elbo.plan.held.sites["x"].rest == ("-log p(d)",)
+    assert error_of_draws(elbo, *program) < 1e-10
+
+
 def with_weights(own: Any, change: Callable[[Any], Any]) -> Any:
     return lambda before, after, near, *rest: own(before, after, change(near), *rest)
-
-
-def peeking(own: Any) -> Any:
-    """A prediction that knows its error."""
-    return lambda held, level, kept, known: own(held, level, kept, {**known, **own(held, level, kept, known)[-1]})
 
 
 # What is replaced, by what, and after how many steps: before any the score serves later costs.
@@ -210,21 +224,28 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], int]] = {
         lambda own: lambda table, held, context: own(table, held._replace(log_q=0.9 * held.log_q), context),
         3,
     ),
-    "prediction": ("_table", peeking, 3),
+    "slope at the next value": (
+        "_table",
+        lambda own: (
+            lambda held, *rest: own(held._replace(ahead=0.9 * held.ahead) if held.ahead is not None else held, *rest)
+        ),
+        3,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, wrong, steps = FAULTS[name]
-    program, estimator = (layers("binomial"), DRAWN) if name == "prediction" else (chain("binomial"), Differences())
+    program, estimator = (
+        (layers("binomial"), DRAWN) if name == "slope at the next value" else (chain("binomial"), Differences())
+    )
     monkeypatch.setattr(estimator_module, function, wrong(getattr(estimator_module, function)))
     assert error_of_draws(trained(program, steps=steps, estimator=estimator), *program) > 1e-4
 
 
-@pytest.mark.parametrize("is_deep", [False, True])
-def test_curvatures_predict_where_one_linear_map_leads_to_the_costs(is_deep: bool, monkeypatch: Any) -> None:
-    """Costs of second order are then exact; in deeper nets the mean errors, which are learned, make up for them."""
+@pytest.mark.parametrize("is_quadratic", [False, True])
+def test_slopes_at_both_values_tell_costs_of_second_order(is_quadratic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, seen = real(0.7, -0.4, 1.1, 0.3, -0.9, 0.5).reshape(2, 3), list[Any]()
 
     def guide() -> None:
@@ -234,15 +255,16 @@ def test_curvatures_predict_where_one_linear_map_leads_to_the_costs(is_deep: boo
     def model() -> None:
         with pyro.plate("rows", 2):
             mean = pyro.sample("z", dist.Poisson(real(0.6).expand(2, 3)).to_event(1)) @ weight.t()
-            mean = mean @ weight[:, :2] if is_deep else mean
+            mean = mean if is_quadratic else mean.sin()
             pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3).expand(2, 2))
 
     right = estimator_module._table
     monkeypatch.setattr(estimator_module, "_table", lambda held, *rest: seen.append(held) or right(held, *rest))
-    trained((guide, model)[::-1], steps=2, estimator=DRAWN)
+    trained((model, guide), steps=2, estimator=DRAWN)
     held = seen[-1]
-    error = (held.changes.immediate.gather(-1, held.drawn) - held.exact.immediate).abs().max()
-    assert bool(error > 1e-2) if is_deep else bool(error < 1e-10)
+    slopes = held.changes.immediate.gather(-1, held.drawn) + held.ahead
+    error = (held.exact.immediate - 0.5 * slopes).abs().max()
+    assert bool(error < 1e-10) if is_quadratic else bool(error > 1e-2)
 
 
 def test_what_a_count_excludes_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
