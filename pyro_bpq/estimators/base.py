@@ -120,7 +120,7 @@ class SiteContext:
         count: Number of steps behind the statistics, a tensor ``(G,)``; ``None`` where none are kept.
         signals: Further signals that the estimator asks for (:attr:`Estimator.needs`), by name.
         ranks: The processes that learn together, or ``None``.
-        excess: How much more the cost-to-go of the run is. It is added with the score, or ``None``.
+        excess: How much more the cost-to-go of the run is than the recording's, or ``None``; added with the score.
         num_rows_apart: Number of plate dimensions, if no row's costs depend on other rows; else 0.
     """
 

@@ -60,7 +60,8 @@ class HeldCosts(NamedTuple):
         particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
         drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all changes
             are.
-        share: For each of them the inverse of the number of times that it is drawn on average.
+        share: For each of them the inverse of the number of times that it is drawn on average in a particle, the choice
+            of the particle included.
         exact: True changes ``(G, M or 1, plates, n, K)`` of the drawn components.
         excess: Of later and of immediate costs, how much more they were in the run than where ``exact`` comes from,
             ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.

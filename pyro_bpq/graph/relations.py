@@ -22,6 +22,7 @@ def crossed(graph: StochasticComputationGraph, cuts_plates: bool) -> list[int]:
 
 
 def _crossed(graph: StochasticComputationGraph, plates: set[Plate]) -> list[int]:
+    """The same for these plates; a node is *inside* if it lies in all of them: what lies in some joins their rows."""
     found = [0] * len(graph.nodes)
     inside = sum(1 << j for j, node in enumerate(graph.nodes) if plates <= set(node.plates))
     leaving = 0

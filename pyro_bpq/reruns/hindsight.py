@@ -53,7 +53,7 @@ class HeldRuns:
         particle: Index ``(1,)`` of the only particle that is evaluated; ``None`` for all. The first dimension of
             ``drawn`` and ``exact`` is then 1.
         drawn: The evaluated components ``(G, M, plates, n)`` of classes of sites of which not all are, and the inverse
-            of the number of times that each is drawn on average.
+            of the number of times that each is drawn on average in a particle, the choice of the particle included.
         exact: The changes by site and by what changes, ``(M, plates, n, K)``; of drawn bits those of the other values,
             ``(M, plates, n)``. Of counts ``back`` is the change of laws one step to the other side, and ``ahead`` what
             slopes at the other value predict of immediate costs. If the runs were not recorded, ``excess of later`` and

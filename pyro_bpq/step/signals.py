@@ -52,7 +52,7 @@ class Signals:
             possible.
         by_value: Whether all gradients go through ``log q`` of every value, or only where an estimator needs it.
         shifts: For each site, how much ``tables`` give for the sample itself beyond what the runs have cost,
-            ``(M, plates)``.
+            ``(M, plates)``: minus the excess.
     """
 
     layout: Layout
@@ -120,6 +120,13 @@ class Signals:
         """The shape ``(G, M, plates)`` of a class."""
         return len(self.layout.classes[c].names), *self.batches[c].batch_shape
 
+    def rows_apart(self, c: int) -> bool:
+        """Whether no cost of one row reads a site of a class in another row; never where values steer the program.
+
+        A row may then get what other rows of the site have; sites of the class may read each other.
+        """
+        return not (self.layout.is_steered or any(map(self.layout.rows_meet, self.layout.classes[c].names)))
+
     def exact(self, c: int) -> Tensor | None:
         """Immediate costs at every value of every component, up to a constant per component; ``None`` if unknown."""
         tabled = self.layout.classes[c].spec.tabled
@@ -164,7 +171,6 @@ class Signals:
         """
         layout, cls, batch = self.layout, self.layout.classes[c], self.batches[c]
         estimator, by_component, shape = cls.spec.estimator, cls.spec.by_component, self.shape(c)
-        is_apart = not (layout.is_steered or any(map(layout.rows_meet, cls.names)))
         score = batch.component_score if by_component else batch.score
         context = SiteContext(
             cls.names,
@@ -174,7 +180,7 @@ class Signals:
             log_probs=batch.log_probs if batch.by_value else None,
             index=batch.index if batch.by_value else None,
             exact=self.exact(c) if estimator.uses_critic else None,
-            num_rows_apart=len(batch.batch_shape) - 1 if is_apart else 0,
+            num_rows_apart=len(batch.batch_shape) - 1 if self.rows_apart(c) else 0,
         )
         if by_component:
             return self._by_component(context, c)

@@ -34,8 +34,9 @@ class TwoPoint(dist.Normal):
         x = loc + scale · ε,   P(ε = -1) = P(ε = +1) = 1/2,
 
     and the log-probability is that of ``Normal(loc, scale)``. It is a formal cost, not the density of
-    ``x``. The noise has the first two moments of a standard normal. So ``E[∂ log_prob] = 0`` holds for
-    ``loc`` and for ``scale``, and estimators that drop the score of a pathwise site stay unbiased.
+    ``x``: an estimator that weighs values by the law of a child, as ``Hindsight`` does, is biased above it. The noise
+    has the first two moments of a standard normal. So ``E[∂ log_prob] = 0`` holds for ``loc`` and for ``scale``, and
+    estimators that drop the score of a pathwise site stay unbiased.
 
     Args:
         loc: Mean, any shape.
