@@ -14,13 +14,22 @@ from pyro.poutine.subsample_messenger import _Subsample
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.errors import (
+    OptionError,
+    SiteNotFoundError,
+    StructureChangedError,
+    TooManyOutcomesError,
+    UnsupportedProgramError,
+)
 from pyro_bpq.objectives.elbo import ExpectedCost
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE
 from pyro_bpq.record.watch import samples
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.moments import GradientReader, expected_gradient, take_step
+from pyro_bpq.testing.moments import OWN_NOISE, GradientReader, check_number, expected_gradient, take_step
+
+# Joint values of particles whose number was left open.
+_FEW = 2000
 
 
 def _cost(program: Program, num_outcomes: int, only_costs: bool) -> Tensor:
@@ -232,7 +241,9 @@ def assert_unbiased(
     Raises:
         AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
             comparison tests nothing.
-        OptionError: If the ELBO is a bound of several samples, whose gradient is another one.
+        OptionError: If the ELBO is a bound of several samples, whose gradient is another one, or if it left the number
+            of particles open, and these have many joint values.
+        StructureChangedError: If an estimator draws noise of its own, and ``noise`` does not have it.
     """
     is_bound = isinstance(elbo, TraceBackpropQ_IWAE | RenyiELBO)
     if is_bound and (number := getattr(elbo, "num_inner", elbo.num_particles)) > 1:
@@ -243,10 +254,22 @@ def assert_unbiased(
         )
     of_step = ("use_differentiable_loss", "noise")
     of_both = {k: v for k, v in kwargs.items() if k not in of_step}
+    if getattr(getattr(elbo, "particles", None), "is_open", False) and "num_outcomes" not in kwargs:
+        of_programs = {k: v for k, v in of_both.items() if k != "parameters"}
+        try:
+            check_number(elbo, guide, *args, num_outcomes=_FEW, **of_programs)
+        except TooManyOutcomesError as error:
+            raise OptionError(
+                f"The number of particles was left open, and all values of {elbo.num_particles} particles are too many "
+                "to sum over: write num_particles=1."
+            ) from error
     exact = exact_gradient(model, guide, *args, only_costs=isinstance(elbo, ExpectedCost), **of_both)
     _largest(exact, atol)
     expected = expected_gradient(elbo, model, guide, *args, **kwargs)
     if report := _differences(exact, expected, atol):
+        is_alone = kwargs.get("noise") is None
+        if is_alone and _differences(expected, expected_gradient(elbo, model, guide, *args, **kwargs), atol):
+            raise StructureChangedError(OWN_NOISE)
         if any(gradient.dtype != torch.float64 for gradient in exact.values()):
             report.append("Not all parameters are float64: torch.set_default_dtype(torch.float64), or a larger atol.")
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))

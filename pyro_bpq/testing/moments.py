@@ -286,6 +286,20 @@ def expected_moments(
         return _over_outcomes(elbo, step, num_outcomes, noise).named(reader)
 
 
+OWN_NOISE = (
+    "The step draws noise of its own: with the same values its gradient differs from one call to the next. "
+    "Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with z_scores(...)."
+)
+
+
+def check_number(elbo: Any, guide: Callable[..., Any], *args: Any, num_outcomes: int, **kwargs: Any) -> None:
+    """Raises a BPQError if the particles have too many joint outcomes."""
+    # A guide is quick, and leaves the ELBO alone.
+    own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
+    for _ in iter_outcomes(torch.no_grad()(partial(guide, *args, **kwargs)), num_outcomes=own):
+        pass
+
+
 def _over_outcomes(
     elbo: Any, step: Callable[[], Gradient], num_outcomes: int, noise: ChoiceNoise | None = None
 ) -> RunningMoments:
@@ -297,10 +311,7 @@ def _over_outcomes(
     first = [gradient for _, gradient in itertools.islice(outcomes(), _NUM_REPEATED)]
     for probability, gradient in outcomes():
         if found.count < len(first) and _changed(first[found.count], gradient, 1e-6):
-            raise StructureChangedError(
-                "The step draws noise of its own: with the same values its gradient differs from one call to the next. "
-                "Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with z_scores(...)."
-            )
+            raise StructureChangedError(OWN_NOISE)
         found.add(probability, gradient)
     if changed := _changed(before, _state(elbo)):
         raise StructureChangedError(
@@ -367,10 +378,7 @@ def gradient_moments(
     with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, None) as reader:
         step = partial(take_own_step, elbo, program, reader)
         with contextlib.suppress(BPQError):
-            # A guide is quick, and leaves the ELBO alone if there are too many outcomes.
-            own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
-            for _ in iter_outcomes(torch.no_grad()(partial(guide, *args, **kwargs)), num_outcomes=own):
-                pass
+            check_number(elbo, guide, *args, num_outcomes=num_outcomes, **kwargs)
             noises, found = getattr(elbo, "num_noises", 0), _over_outcomes(elbo, step, num_outcomes)
             if getattr(elbo, "num_noises", 0) == noises:  # else an estimator draws noise of its own
                 return found.named(reader)

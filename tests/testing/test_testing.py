@@ -23,7 +23,7 @@ from pyro_bpq.errors import (
     UnsupportedProgramError,
     UnsupportedSiteError,
 )
-from pyro_bpq.estimators import DisARM
+from pyro_bpq.estimators import DebiasedStraightThrough, DisARM
 from pyro_bpq.testing import (
     ChoiceNoise,
     TwoPoint,
@@ -537,6 +537,29 @@ def test_noise_of_its_own_is_noticed() -> None:
     case = BY_NAME["fork"].params()
     with pytest.raises(StructureChangedError, match="noise of its own"):
         expected_gradient(TraceBackpropQ_ELBO(estimator=DisARM()).eval(), *case.programs)
+
+
+def test_noise_that_the_first_outcomes_do_not_show_is_no_bias() -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.1, -0.2, 0.3, 0.4]))).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((4,), 0.4)).to_event(1))
+        pyro.factor("f", z[0] * (2.0 * z[1:].sum()).sin())
+
+    elbo = TraceBackpropQ_ELBO(1, estimator=DebiasedStraightThrough())
+    elbo.loss_and_grads(model, guide)
+    with pytest.raises(StructureChangedError, match="noise of its own"):
+        assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_a_number_of_particles_that_was_left_open_is_not_summed_over_for_minutes() -> None:
+    case = BY_NAME["fork"].params()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(20):
+        elbo.loss_and_grads(*case.programs)
+    with pytest.raises(OptionError, match="8 particles are too many to sum over: write num_particles=1"):
+        assert_unbiased(elbo.eval(), *case.programs)
 
 
 @pytest.mark.parametrize("elbo", [TraceBackpropQ_IWAE(2), RenyiELBO(0, 2)])
