@@ -50,10 +50,11 @@ class Differences(Estimator):
     components, has mean zero.
 
     A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
-    one slopes predict all changes. With ``a_d(z) = s_d ∂A/∂z_d`` the prediction of ``w_d A_d`` is ``½ (w_d + u_d)
-    a_d(z)``. As ``E[u_d a_d(z)] = E[w_d a_d(z + s_d)]``, its expectation is that of the trapezoid rule, whose error is
-    of third order. ``draws`` components of each row, drawn with probability ``π``, are evaluated, with their slope, and
-    add ``w_d (A_d - ½ (a_d(z) + a_d(z + s_d))) / π``. This is unbiased whatever slopes say. Costs that are not known at
+    one all changes are predicted, and ``draws`` components of each row, drawn with probability ``π``, are evaluated and
+    add ``(exact - predicted) / π``. This is unbiased for any prediction. Where a single linear map leads to the costs,
+    slopes and curvatures predict. Elsewhere ``w_d A_d`` is predicted by ``½ (w_d + u_d) a_d(z)``, with ``a_d(z) = s_d
+    ∂A/∂z_d``. As ``E[u_d a_d(z)] = E[w_d a_d(z + s_d)]``, that is the trapezoid rule in expectation, with an error of
+    third order, and drawn components add ``w_d (A_d - ½ (a_d(z) + a_d(z + s_d))) / π``. Costs that are not known at
     other values multiply the score, with a baseline. So does all that a ``total_count`` with a gradient costs.
 
     It pays where a count has little effect on what is drawn next. If a child shows its parent's value, ``λ`` is zero,
@@ -61,6 +62,7 @@ class Differences(Estimator):
 
     Args:
         draws: Number of components of a large site that are evaluated for each row.
+        curvature: Whether curvatures predict, where a single linear map leads to the costs.
         whole: Number of components up to which all of a site are evaluated.
 
     Raises:
@@ -72,11 +74,11 @@ class Differences(Estimator):
     """
 
     draws: int = positive(1)
+    curvature: bool = True
     whole: int = positive(4)
 
     is_unbiased: ClassVar[bool] = True
     takes_outdated: ClassVar[bool] = True
-    curvature: ClassVar[bool] = False
     needs = frozenset({"hindsight", "program"})
 
     unsupported = needs_counts
@@ -148,21 +150,21 @@ def _table(held: HeldCosts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor
     if at is None:
         first, change = _differences(exact, back, near, level)
         return torch.addcmul(first, kept, change), _moments(first, change)
-    assert share is not None and held.ahead is not None
+    assert share is not None
     slope = held.changes.immediate
     first, change = _differences(held.changes, torch.zeros_like(near.weight), near, level)
     predicted = torch.addcmul(first, kept, change)
-    # What the half of the slope that belongs to the next value is at this one, and is there.
-    half = 0.5 * (near.back - near.weight) * slope
+    # A half of the slope at the next value: its equal in expectation at this one, and what it is there.
+    here = torch.zeros_like(slope) if held.ahead is None else 0.5 * (near.back - near.weight) * slope
     near, slope = Neighbours(*(part.gather(-1, at) for part in near)), slope.gather(-1, at)
-    there = 0.5 * near.weight * (held.ahead - slope)
+    there = 0.0 if held.ahead is None else 0.5 * near.weight * (held.ahead - slope)
     level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
     first, change = _differences(exact, back, near, level)
     errors = torch.addcmul(first, kept, change) - predicted.gather(-1, at) - there
     # Sites of a group that takes no other values tell nothing.
     is_known = (share > 0.0).to(errors)
     moments = _moments(is_known * first, is_known * change)
-    return (predicted + half).scatter_add(-1, at, (errors * share).to(predicted)), moments
+    return (predicted + here).scatter_add(-1, at, (errors * share).to(predicted)), moments
 
 
 def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,8 @@ class HeldCosts(NamedTuple):
             ``(G, M or 1, plates)`` each; ``None`` if it is the run itself.
         near: Of counts the weights of the steps.
         back: Of counts the change of ``log q`` of the sites that read them one step to the other side, as ``exact``.
-        ahead: Of drawn counts the change of immediate costs that slopes at the other value predict, as ``exact``.
+        ahead: Of drawn counts the change of immediate costs that slopes at the other value predict, as ``exact``;
+            ``None`` where curvatures predict.
         dispersion: ``log q`` of negative binomials as a function of ``total_count`` alone, ``(G, M, plates)``, with its
             gradient; ``None`` if there is none.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.relaxation import signs, uniform
-from pyro_bpq.plan.flips import FlippedSite, Moves, SlopedCosts
+from pyro_bpq.plan.flips import Moves, SlopedCosts
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.reruns.slopes import Wanted, expansions
@@ -58,6 +58,7 @@ class HeldRuns:
             ``(M, plates, n)``. Of counts ``back`` is the change of laws one step to the other side, and ``ahead`` what
             slopes at the other value predict of immediate costs. If the runs were not recorded, ``excess of later`` and
             ``excess of immediate`` costs ``(M, plates)`` tell how much more they were in the runs than there.
+        curved: The sites in whose predictions curvatures are.
         predicted: The changes of all components of sites of which some are drawn, ``(M, plates, D, K)``, of bits
             ``(M, plates, D)``; zero where nothing is known.
     """
@@ -69,9 +70,10 @@ class HeldRuns:
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
         self.exact: dict[str, dict[str, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
+        self.curved = set[str]()
         self._choose()
-        self._evaluate()
         self._predict()
+        self._evaluate()
 
     def _choose(self) -> None:
         """Draws what is evaluated: a particle, if that serves all, and components."""
@@ -134,7 +136,8 @@ class HeldRuns:
     def _ahead(self, rows: Rows) -> dict[str, Tensor]:
         """The immediate changes that slopes at the drawn counts' other values predict, ``(M, plates, n)``."""
         plan, bound, drawn = self.plan, rows.bound, rows.moves.drawn
-        counts = tuple(name for name, site in plan.sites.items() if name in rows.moves.steps and site.is_drawn)
+        drawn_counts = (name for name in rows.moves.steps if plan.sites[name].is_drawn)
+        counts = tuple(name for name in drawn_counts if name not in self.curved)
         groups = tuple(group for group in plan.groups if group.immediate | group.own)
         found = defaultdict[str, list[Tensor]](list)
         for row in range(1, plan.rows if counts else 0):
@@ -152,8 +155,12 @@ class HeldRuns:
         plan, rollout, found = self.plan, self.rollout, defaultdict[str, list[list[Tensor]]](list)
         nesting = rollout.plate_ndim + 1 if rollout.is_vectorized and rollout.num_particles > 1 else 0
         drawn = tuple(name for name, site in plan.sites.items() if site.is_drawn)
+        is_curved = any(site.curvature for site in plan.sites.values() if site.is_sloped)
         for traced, bound in zip(self.values.traced, self.values.bound, strict=True) if drawn else ():
-            derivatives = self._derivatives(bound, drawn, plan.groups, plan.laws, nesting)
+            derivatives = self._derivatives(bound, drawn, plan.groups, plan.laws, nesting, is_curved)
+            self.curved |= {
+                name for (name, _), terms in derivatives.items() if any(own[1] is not None for own in terms)
+            }
             for name in drawn:
                 record = traced.run.sites[name]
                 found[name].append([self._table(name, record, derivatives[name, side]) for side in Changes._fields])
@@ -171,6 +178,7 @@ class HeldRuns:
         groups: Sequence[SlopedCosts],
         laws: tuple[str, ...] = (),
         nesting: int = 0,
+        is_curved: bool = False,
     ) -> dict[tuple[str, str], Derivatives]:
         """The derivatives of groups of costs and of laws, by site and by the changes that they predict."""
         recorded, terms = bound.recorded, defaultdict[tuple[str, str], Derivatives](list)
@@ -179,9 +187,11 @@ class HeldRuns:
         names = tuple(name for name, value in values.items() if value.is_floating_point())
         if not names:
             return terms
-        blocks = tuple(_block(sites[name]) for name in names)
+        splits = [sites[name].components for name in names]
+        # In deeper nets slopes of counts at both values make up for second derivatives, which take their time.
+        blocks = tuple({"one_hot": split.cardinality, "count": 0}.get(split.kind, 1) for split in splits)
         try:
-            wanted = Wanted((*(group.costs for group in groups), laws), names, blocks, nesting)
+            wanted = Wanted((*(group.costs for group in groups), laws), names, blocks if is_curved else None, nesting)
             *of_costs, of_laws = expansions(bound, wanted, lambda own: _signs(own, self.generator))
         except BPQError:
             raise
@@ -225,7 +235,8 @@ class HeldRuns:
         if not is_count:
             return held
         back = self._stack(names, "back").expand_as(exact.law)
-        ahead = None if index is None else self._stack(names, "ahead").to(exact.law)
+        has_ahead = index is not None and self.curved.isdisjoint(names)
+        ahead = self._stack(names, "ahead").to(exact.law) if has_ahead else None
         return held._replace(near=batch.near, back=back, ahead=ahead, dispersion=batch.dispersion)
 
     def _stack(self, names: Sequence[str], what: str) -> Tensor:
@@ -290,11 +301,6 @@ def _draw(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
     bounds = chance.cumsum(-1)
     at = (torch.arange(number, device=chance.device) + uniform(bounds[..., :1], generator)) / number
     return torch.searchsorted(bounds, at * bounds[..., -1:], right=True).clamp(max=chance.shape[-1] - 1)
-
-
-def _block(site: FlippedSite) -> int:
-    """The size of blocks within which second derivatives mix; 0 if none are taken."""
-    return site.curvature and (site.components.cardinality if site.components.kind == "one_hot" else 1)
 
 
 def _signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:

@@ -104,14 +104,14 @@ class Wanted(NamedTuple):
     Args:
         groups: Costs and laws; the sum of each group is differentiated.
         sites: The sites, in whose values.
-        blocks: For each site the size of blocks within which second derivatives mix, 1 if they do not; 0 for no second
-            derivatives.
+        blocks: For each site the size of blocks within which second derivatives mix. 1 for none; 0 for none, and none
+            where another linear map follows. ``None`` for no second derivatives.
         nesting: Second derivatives are averaged over the leftmost of so many batch dimensions.
     """
 
     groups: tuple[tuple[str, ...], ...]
     sites: tuple[str, ...]
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] | None = None
     nesting: int = 0
 
 
@@ -128,7 +128,7 @@ class Slopes:
         self.names = tuple(name for group in groups for name in group)
         self.groups = [[(recorded.named[name], bound.is_plain(name)) for name in group] for group in groups]
         self.sites = {name: recorded.drawn[name] for name in names}
-        self.blocks = dict(zip(names, blocks or (0,) * len(names), strict=True))
+        self.blocks = dict(zip(names, blocks or (1,) * len(names), strict=True))
         # What is differentiated to, each by the site and the kind of the derivative.
         ends = [((site.scored, (n, "own")), (site.value, (n, "slope"))) for n, site in self.sites.items()]
         self.ends = dict(end for pair in ends for end in pair)
@@ -136,7 +136,11 @@ class Slopes:
         read = {site.value for site in self.sites.values()}
         function = recording.cut(costs, self.ends.keys())
         wished = {self.sites[name].value for name, block in self.blocks.items() if block}
-        self.reads = [one for one in linear_reads(function, read) if one.sites & wished] if wished else []
+        self.reads = [
+            one
+            for one in (linear_reads(function, read) if blocks is not None else ())
+            if one.sites & wished or not any(effects_of(n.func).name in _MAPS for n in function.reading({one.output}))
+        ]
         more = [value for one in self.reads for value in (one.source, one.weight, one.output)]
         self.function = recording.cut([*costs, *more], self.ends.keys())
         # What of each group reads the sites otherwise than by scoring them: equal groups have equal derivatives.
@@ -215,8 +219,8 @@ class Slopes:
         found: dict[str, Tensor] = {}
         for (read, sign, _), bent in zip(known, second, strict=True):
             for name, site in self.sites.items() if bent is not None else ():
-                if self.blocks[name] and site.value in read.sites and site.value in points:
-                    part = self._in_site(read, sign * bent, values, points[site.value], site, self.blocks[name])
+                if site.value in read.sites and site.value in points:
+                    part = self._in_site(read, sign * bent, values, points[site.value], site, self.blocks[name] or 1)
                     if part is not None:
                         found[name] = found[name] + part if name in found else part
         return found
