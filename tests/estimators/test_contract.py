@@ -54,7 +54,7 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteContext, SiteTerm, site_mean
 from pyro_bpq.step.signal_table import SIGNALS
 from pyro_bpq.testing import check_estimator
-from pyro_bpq.testing.contract import Problem, default_problems, with_statistics
+from pyro_bpq.testing.contract import Problem, default_problems
 
 SCORES = [ScoreFunction(), *map(ScoreFunction, (LeaveOneOut(), RunningBaseline(), TrimmedBaseline()))]
 SUMS = [AllAction(), AllAction(exact=True), AllAction(exact=False), AllAction(adaptive=False), QProp(), LambdaReturn()]
@@ -82,10 +82,7 @@ CRITICS += [QControlVariate(), QControlVariate(num_samples=1, scale=OptimalScale
 BY_CRITIC = [QAllAction(), QScoreFunction(), QAdvantage(), QRelaxation(), QRelaxation(Annealed()), QPathwise()]
 BY_CRITIC += [ParentAdvantage(), ParentAdvantage(0.0), QRELAX(), QRELAX(Annealed(), scale=1.0)]
 ESTIMATORS: list[Any] = [*SCORES, *SUMS, *PATHWISE, *SLOPES, *RERUNS, *RELAXED, *CRITICS, *BY_CRITIC]
-# On finite components; those of continuous values have tests of their own.
-CALLED = [e for e in ESTIMATORS if not e.is_pathwise and not e.needs & {"program", "moved_value"}]
 each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
-active = pytest.mark.parametrize("estimator", CALLED, ids=repr)
 
 
 def contracts() -> Iterator[Any]:
@@ -129,19 +126,6 @@ def test_estimators_are_all_listed() -> None:
 @pytest.mark.parametrize(("estimator", "problem"), list(contracts()))
 def test_estimators_keep_the_contract(estimator: Any, problem: Problem) -> None:
     check_estimator(estimator, problems=[problem])
-
-
-@active
-def test_statistics_of_this_step_do_not_enter_its_gradient(estimator: Any) -> None:
-    # Unless they come from other particles: with one, the correction of a site is fixed before it is drawn.
-    made, logits = context(particles=1)
-    if isinstance(getattr(estimator, "baseline", None), LeaveOneOut):
-        pytest.skip("needs two particles")
-    made = with_statistics(estimator, made)
-    (one,) = torch.autograd.grad(estimator(made).surrogate.sum(), logits, retain_graph=True)
-    moved = replace(made, cost=made.cost + torch.tensor([0.0, 0.0, 5.0]))
-    (other,) = torch.autograd.grad(estimator(moved).surrogate.sum(), logits)
-    torch.testing.assert_close(one[..., :2, :, :], other[..., :2, :, :])
 
 
 # Planted faults: the check has to see each of them.
