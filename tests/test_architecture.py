@@ -177,7 +177,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15410,
+    "pyro_bpq": 15408,
     "modules": 110,
     "top": 249,
     "compiled/": 1253,
@@ -192,7 +192,7 @@ BUDGETS = {
     "rollout/": 498,
     "step/": 1302,
     "svi/": 277,
-    "testing/": 860,
+    "testing/": 858,
     "tests": 20236,
     "benchmarks": 3000,
     "words of docs": 15999,

@@ -292,14 +292,6 @@ OWN_NOISE = (
 )
 
 
-def check_number(elbo: Any, guide: Callable[..., Any], *args: Any, num_outcomes: int, **kwargs: Any) -> None:
-    """Raises a BPQError if the particles have too many joint outcomes."""
-    # A guide is quick, and leaves the ELBO alone.
-    own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
-    for _ in iter_outcomes(torch.no_grad()(partial(guide, *args, **kwargs)), num_outcomes=own):
-        pass
-
-
 def _over_outcomes(
     elbo: Any, step: Callable[[], Gradient], num_outcomes: int, noise: ChoiceNoise | None = None
 ) -> RunningMoments:
@@ -378,7 +370,10 @@ def gradient_moments(
     with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, None) as reader:
         step = partial(take_own_step, elbo, program, reader)
         with contextlib.suppress(BPQError):
-            check_number(elbo, guide, *args, num_outcomes=num_outcomes, **kwargs)
+            # A guide is quick, and leaves the ELBO alone if there are too many outcomes.
+            own = int(num_outcomes ** (1.0 / getattr(elbo, "num_particles", 1)) + 1e-9)
+            for _ in iter_outcomes(torch.no_grad()(partial(guide, *args, **kwargs)), num_outcomes=own):
+                pass
             noises, found = getattr(elbo, "num_noises", 0), _over_outcomes(elbo, step, num_outcomes)
             if getattr(elbo, "num_noises", 0) == noises:  # else an estimator draws noise of its own
                 return found.named(reader)
