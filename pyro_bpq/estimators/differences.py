@@ -2,6 +2,7 @@ r"""Differences of costs one step from a count: the exact gradient of an expecta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,10 +53,12 @@ class Differences(Estimator):
     A site of up to ``whole`` components is evaluated exactly, in one extra row of the recording for each. In a larger
     one all changes are predicted, and ``draws`` components of each row, drawn with probability ``π``, are evaluated and
     add ``(exact - predicted) / π``. This is unbiased for any prediction. Where a single linear map leads to the costs,
-    slopes and curvatures predict. Elsewhere ``w_d A_d`` is predicted by ``½ (w_d + u_d) a_d(z)``, with ``a_d(z) = s_d
-    ∂A/∂z_d``. As ``E[u_d a_d(z)] = E[w_d a_d(z + s_d)]``, that is the trapezoid rule in expectation, with an error of
-    third order, and drawn components add ``w_d (A_d - ½ (a_d(z) + a_d(z + s_d))) / π``. Costs that are not known at
-    other values multiply the score, with a baseline. So does all that a ``total_count`` with a gradient costs.
+    slopes and curvatures predict. Elsewhere ``(w_d + ½ τ_d (u_d - w_d)) a_d(z)`` predicts ``w_d A_d``, with
+    ``a_d(z) = s_d ∂A/∂z_d``, and drawn components add ``w_d (A_d - a_d(z) - ½ τ_d (a_d(z + s_d) - a_d(z))) / π``. As
+    ``E[u_d a_d(z)] = E[w_d a_d(z + s_d)]``, this is unbiased for any ``τ``. ``τ = 1`` is the trapezoid rule, whose
+    error is of third order; ``τ`` in ``[0, 1]`` weighs what it saves against the noise of ``u``, by earlier steps.
+    Costs that are not known at other values multiply the score, with a baseline. So does all that a ``total_count``
+    with a gradient costs.
 
     It pays where a count has little effect on what is drawn next. If a child shows its parent's value, ``λ`` is zero,
     and later costs multiply the score.
@@ -96,9 +99,10 @@ class Differences(Estimator):
         return {"baseline": 0.0, "rest": 0.0, "whole": 0.0, "moments": (0.0, 0.0)}
 
     def sized_statistics(self, width: int) -> Statistics:
-        """Moments of what is linear."""
-        sizes = {"level": (width,), "squares": (width,), "products": (width, width), "fit": (width, 2)}
-        return {name: torch.zeros(size) for name, size in sizes.items() if width <= _MOST_LINEAR}
+        """Of each component draws, and sums of errors and changes of slopes; moments for ``τ``, ``κ`` and ``H``."""
+        linear = {"level": (width,), "squares": (width,), "products": (width, width), "fit": (width, 2)}
+        sizes = {"drawn": (width, 3), "noise": (width, 2), **(linear if width <= _MOST_LINEAR else {})}
+        return {name: torch.zeros(size) for name, size in sizes.items()}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every mean by its difference."""
@@ -110,9 +114,10 @@ class Differences(Estimator):
             level, statistics = centred_cost(later, context, "baseline")
             kept = unit_scale(*context.statistics["moments"].unbind(1))
             kept = kept.reshape(-1, *(1,) * level.dim())
-            table, new = _table(held, level.unsqueeze(-1), kept)
+            table, new, sums = _table(held, level.unsqueeze(-1), kept, context.statistics)
             table, linear = _without_linear(table * held.near.step, held, context)
-            statistics = {**statistics, **linear, "moments": context.running_mean("moments", new, _DECAY)}
+            new |= linear
+            statistics |= sums | {name: context.running_mean(name, own, _DECAY) for name, own in new.items()}
             rest = unknown_costs(held, later)
         surrogate = (table * held.log_q).sum(-1)
         for cost, score, name in ((rest, context.score, "rest"), (held.settled + later, held.dispersion, "whole")):
@@ -139,32 +144,50 @@ def _without_linear(table: Tensor, held: HeldCosts, context: SiteContext) -> tup
         "products": centred.mT @ away / away.shape[1],
         "fit": torch.stack(((weighed * centred).mean(1), (weighed * linear).mean(1)), -1),
     }
-    left = own - unit_scale(*known["fit"].unbind(-1)).unsqueeze(1) * linear
-    return left.reshape(table.shape), {name: context.running_mean(name, own, _DECAY) for name, own in new.items()}
+    return (own - unit_scale(*known["fit"].unbind(-1)).unsqueeze(1) * linear).reshape(table.shape), new
 
 
-def _table(held: HeldCosts, level: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The coefficients of all means, without their signs, and new moments ``(G, 2)``."""
+def _table(
+    held: HeldCosts, level: Tensor, kept: Tensor, known: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The coefficients of all means, without their signs; of new statistics the means of this step; new sums."""
     near, back, exact, at, share = held.near, held.back, held.exact, held.drawn, held.share
     assert near is not None and back is not None and exact is not None
     if at is None:
         first, change = _differences(exact, back, near, level)
-        return torch.addcmul(first, kept, change), _moments(first, change)
+        return torch.addcmul(first, kept, change), {"moments": _moments(first, change)}, {}
     assert share is not None
     slope = held.changes.immediate
     first, change = _differences(held.changes, torch.zeros_like(near.weight), near, level)
     predicted = torch.addcmul(first, kept, change)
-    # A half of the slope at the next value: its equal in expectation at this one, and what it is there.
-    here = torch.zeros_like(slope) if held.ahead is None else 0.5 * (near.back - near.weight) * slope
-    near, slope = Neighbours(*(part.gather(-1, at) for part in near)), slope.gather(-1, at)
-    there = 0.0 if held.ahead is None else 0.5 * near.weight * (held.ahead - slope)
+
+    def pick(part: Tensor) -> Tensor:
+        return part.expand_as(slope).gather(-1, at)
+
+    drawn = Neighbours(*map(pick, near))
     level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
-    first, change = _differences(exact, back, near, level)
-    errors = torch.addcmul(first, kept, change) - predicted.gather(-1, at) - there
+    first, change = _differences(exact, back, drawn, level)
+    errors = torch.addcmul(first, kept, change) - pick(predicted)
+    # Half of the slope's change. In expectation it is half of the slope, by the weights of the steps to the value.
+    turn = torch.zeros_like(errors) if held.ahead is None else 0.5 * drawn.weight * (held.ahead - pick(slope))
+    half = 0.5 * (near.back - near.weight) * slope
+    shape = len(at), *(1,) * (at.dim() - 2), -1
+    means = known["drawn"][..., 1:] / (known["drawn"][..., :1] + 1.0)
+    mean, bent, tau = (part.reshape(shape) for part in (*means.unbind(-1), unit_scale(*known["noise"].unbind(-1))))
+    tau = torch.zeros_like(tau) if held.ahead is None else tau
+    offset = mean - tau * bent
+    left = (errors - pick(tau) * turn - pick(offset)) * share
+    table = torch.addcmul(predicted + offset, tau, half).scatter_add(-1, at, left.to(predicted))
     # Sites of a group that takes no other values tell nothing.
     is_known = (share > 0.0).to(errors)
-    moments = _moments(is_known * first, is_known * change)
-    return (predicted + here).scatter_add(-1, at, (errors * share).to(predicted)), moments
+    squares = pick(held.log_q.detach()) * ((turn - pick(bent)) * share).square()
+    squares = torch.zeros_like(slope).scatter_add(-1, at, squares.to(slope))
+    noise = torch.stack((squares, squares + 0.25 * slope.square()), -1).flatten(1, -3).mean(1)
+    told = (is_known, is_known * errors, is_known * turn)
+    zeros = torch.zeros_like(known["drawn"][..., 0])
+    sums = torch.stack([zeros.scatter_add(1, at.flatten(1), part.flatten(1).to(zeros)) for part in told], -1)
+    new = {"noise": noise, "moments": _moments(is_known * first, is_known * change)}
+    return table, new, {"drawn": _DECAY * known["drawn"] + sums}
 
 
 def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tensor) -> tuple[Tensor, Tensor]:

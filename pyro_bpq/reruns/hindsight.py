@@ -58,7 +58,7 @@ class HeldRuns:
             ``(M, plates, n)``. Of counts ``back`` is the change of laws one step to the other side, and ``ahead`` what
             slopes at the other value predict of immediate costs. If the runs were not recorded, ``excess of later`` and
             ``excess of immediate`` costs ``(M, plates)`` tell how much more they were in the runs than there.
-        curved: The sites in whose predictions curvatures are.
+        expanded: The sites that are predicted at the drawn value alone: by curvatures too, or by nothing.
         predicted: The changes of all components of sites of which some are drawn, ``(M, plates, D, K)``, of bits
             ``(M, plates, D)``; zero where nothing is known.
     """
@@ -70,7 +70,7 @@ class HeldRuns:
         self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
         self.exact: dict[str, dict[str, Tensor]] = {}
         self.predicted: dict[str, Changes] = {}
-        self.curved = set[str]()
+        self.expanded = set[str]()
         self._choose()
         self._predict()
         self._evaluate()
@@ -136,17 +136,19 @@ class HeldRuns:
     def _ahead(self, rows: Rows) -> dict[str, Tensor]:
         """The immediate changes that slopes at the drawn counts' other values predict, ``(M, plates, n)``."""
         plan, bound, drawn = self.plan, rows.bound, rows.moves.drawn
-        drawn_counts = (name for name in rows.moves.steps if plan.sites[name].is_drawn)
-        counts = tuple(name for name in drawn_counts if name not in self.curved)
         groups = tuple(group for group in plan.groups if group.immediate | group.own)
-        found = defaultdict[str, list[Tensor]](list)
-        for row in range(1, plan.rows if counts else 0):
+        sites = {name: site for name, site in plan.sites.items() if name in rows.moves.steps and site.is_drawn}
+        moving, found = defaultdict[int, list[str]](list), defaultdict[str, list[Tensor]](list)
+        for name in sites.keys() - self.expanded:
+            for at in range(sites[name].rows):
+                moving[plan.start[name] + at].append(name)
+        for row, names in sorted(moving.items()):
             values = {bound.recorded.drawn[name].value: value[row] for name, value in rows.values.items()}
-            derivatives = self._derivatives(replace(bound, tensors={**bound.tensors, **values}), counts, groups)
-            for name in counts:
-                if 0 <= (at := row - plan.start[name]) < plan.sites[name].rows:
-                    table = self._table(name, rows.traced.run.sites[name], derivatives[name, "immediate"])
-                    found[name].append(table.gather(-1, drawn[name][..., at : at + 1]))
+            derivatives = self._derivatives(replace(bound, tensors={**bound.tensors, **values}), names, groups)
+            for name in names:
+                table = self._table(name, rows.traced.run.sites[name], derivatives[name, "immediate"])
+                at = row - plan.start[name]
+                found[name].append(table.gather(-1, drawn[name][..., at : at + 1]))
         return {name: torch.cat(parts, -1) for name, parts in found.items()}
 
     @torch.no_grad()
@@ -158,9 +160,8 @@ class HeldRuns:
         is_curved = any(site.curvature for site in plan.sites.values() if site.is_sloped)
         for traced, bound in zip(self.values.traced, self.values.bound, strict=True) if drawn else ():
             derivatives = self._derivatives(bound, drawn, plan.groups, plan.laws, nesting, is_curved)
-            self.curved |= {
-                name for (name, _), terms in derivatives.items() if any(own[1] is not None for own in terms)
-            }
+            curved = {name for (name, _), terms in derivatives.items() if any(own[1] is not None for own in terms)}
+            self.expanded |= curved if derivatives else {*drawn}
             for name in drawn:
                 record = traced.run.sites[name]
                 found[name].append([self._table(name, record, derivatives[name, side]) for side in Changes._fields])
@@ -235,7 +236,7 @@ class HeldRuns:
         if not is_count:
             return held
         back = self._stack(names, "back").expand_as(exact.law)
-        has_ahead = index is not None and self.curved.isdisjoint(names)
+        has_ahead = index is not None and self.expanded.isdisjoint(names)
         ahead = self._stack(names, "ahead").to(exact.law) if has_ahead else None
         return held._replace(near=batch.near, back=back, ahead=ahead, dispersion=batch.dispersion)
 

@@ -15,13 +15,14 @@ from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
 from problems import error_of_draws
 from pyro import poutine
-from steps import bias, fresh, repeat, stepped
+from steps import bias, filtered, fresh, repeat, stepped
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import Differences
 from pyro_bpq.estimators import differences as estimator_module
 from pyro_bpq.rollout.features import count_mean, neighbours
+from pyro_bpq.testing import exact_gradient
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 
@@ -206,6 +207,21 @@ def test_slopes_of_costs_that_read_several_rows_leave_it_exact() -> None:
     elbo = trained(program, estimator=DRAWN)
     assert elbo.plan.held.sites["x"].rest == ("-log p(d)",)
     assert error_of_draws(elbo, *program) < 1e-10
+
+
+def test_a_law_without_a_derivative_beside_costs_that_have_one_leaves_it_exact() -> None:
+    def agent() -> None:
+        z = pyro.sample("z", dist.Binomial(2, logits=pyro.param("qz", real(0.4, -0.7))).to_event(1))
+        shown = torch.special.gammainc(z + 1.0, torch.ones_like(z)).sum(-1)  # torch refuses to go backward
+        y = pyro.sample("y", dist.Binomial(1, logits=pyro.param("qy", real(0.3))[0] + shown))
+        cost("c", (1.3 * z).sin().sum(-1) + z.prod(-1))
+        cost("d", 1.5 * y)
+
+    fresh()
+    with filtered("ignore"):
+        elbo = stepped(4, ExpectedCost(1, estimator=DRAWN), None, agent).eval()
+        truth = exact_gradient(None, agent, only_costs=True)
+        assert error_of_draws(elbo, None, agent, truth=truth) < 1e-10
 
 
 def with_weights(own: Any, change: Callable[[Any], Any]) -> Any:
