@@ -25,7 +25,7 @@ from vae import Digits, begin, layers
 from pyro_bpq import TraceBackpropQ_ELBO
 
 LATENTS = 200
-LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=120.0, slices=12)
+LONG = Size(rates=(1e-3, 3e-3), seeds=1, seconds=240.0, slices=12)
 QUICK = Size(rates=(1e-3,), seeds=1, seconds=30.0, slices=6)
 
 
