@@ -168,25 +168,25 @@ def _table(
     level = level if held.excess is None else level - held.excess[0].unsqueeze(-1)
     first, change = _differences(exact, back, drawn, level)
     errors = torch.addcmul(first, kept, change) - pick(predicted)
-    # Half of the slope's change. In expectation it is half of the slope, by the weights of the steps to the value.
-    turn = torch.zeros_like(errors) if held.ahead is None else 0.5 * drawn.weight * (held.ahead - pick(slope))
-    half = 0.5 * (near.back - near.weight) * slope
-    shape = len(at), *(1,) * (at.dim() - 2), -1
-    means = known["drawn"][..., 1:] / (known["drawn"][..., :1] + 1.0)
-    mean, bent, tau = (part.reshape(shape) for part in (*means.unbind(-1), unit_scale(*known["noise"].unbind(-1))))
-    tau = torch.zeros_like(tau) if held.ahead is None else tau
-    offset = mean - tau * bent
-    left = (errors - pick(tau) * turn - pick(offset)) * share
-    table = torch.addcmul(predicted + offset, tau, half).scatter_add(-1, at, left.to(predicted))
     # Sites of a group that takes no other values tell nothing.
     is_known = (share > 0.0).to(errors)
-    squares = pick(held.log_q.detach()) * ((turn - pick(bent)) * share).square()
-    squares = torch.zeros_like(slope).scatter_add(-1, at, squares.to(slope))
-    noise = torch.stack((squares, squares + 0.25 * slope.square()), -1).flatten(1, -3).mean(1)
+    new = {"moments": _moments(is_known * first, is_known * change)}
+    shape, means = (len(at), *(1,) * (at.dim() - 2), -1), known["drawn"][..., 1:] / (known["drawn"][..., :1] + 1.0)
+    offset, bent = (part.reshape(shape) for part in means.unbind(-1))
+    left, turn = errors, torch.zeros_like(errors)
+    if held.ahead is not None:
+        # Half of the slope's change. In expectation it is half of the slope, by the weights of the steps to the value.
+        turn = 0.5 * drawn.weight * (held.ahead - pick(slope))
+        tau = unit_scale(*known["noise"].unbind(-1)).reshape(shape)
+        predicted = torch.addcmul(predicted, tau, 0.5 * (near.back - near.weight) * slope)
+        offset, left = offset - tau * bent, left - pick(tau) * turn
+        squares = pick(held.log_q.detach()) * ((turn - pick(bent)) * share).square()
+        squares = torch.zeros_like(slope).scatter_add(-1, at, squares.to(slope))
+        new["noise"] = torch.stack((squares, squares + 0.25 * slope.square()), -1).flatten(1, -3).mean(1)
     told = (is_known, is_known * errors, is_known * turn)
     zeros = torch.zeros_like(known["drawn"][..., 0])
     sums = torch.stack([zeros.scatter_add(1, at.flatten(1), part.flatten(1).to(zeros)) for part in told], -1)
-    new = {"noise": noise, "moments": _moments(is_known * first, is_known * change)}
+    table = (predicted + offset).scatter_add(-1, at, (left - pick(offset)).mul(share).to(predicted))
     return table, new, {"drawn": _DECAY * known["drawn"] + sums}
 
 

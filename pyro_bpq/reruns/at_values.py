@@ -150,7 +150,7 @@ class SiteProgramRuns:
     @property
     def rows_meet(self) -> bool:
         """Whether a cost of one plate row reads another row."""
-        return any(self.layout.rows_meet(name) for name in self.names)
+        return not self.signals.rows_apart(self.c)
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
