@@ -67,7 +67,7 @@ elbo.network
 # %% [markdown]
 # All costs of `topic` read only what is known when it is drawn: they are immediate, and nothing is left to learn there.
 # (With one particle such costs are summed exactly over the values of the site.) The critic of `style` must learn the
-# later costs of the rows. By default so small a program runs eight particles in one call, which need no critics.
+# later costs of the rows. By default so small a program runs many particles in one call, which need no critics.
 #
 # ## What it is worth
 #

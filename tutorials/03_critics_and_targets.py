@@ -80,7 +80,7 @@ show("untrained critics", TraceBackpropQ_ELBO(num_particles=1), steps=0)
 show("critics", TraceBackpropQ_ELBO(num_particles=1))
 
 # %% [markdown]
-# (`num_particles=1` asks for one particle, which critics serve. By default this short chain runs eight particles in one
+# (`num_particles=1` asks for one particle, which critics serve. By default this short chain runs many particles in one
 # call, and needs none.)
 #
 # The bias is rounding error in every row, with an untrained critic and with a trained one: a critic changes only the
@@ -149,8 +149,8 @@ comparison = compare_estimators(model, guide, progress=False, **quick)
 plot_comparison(comparison)
 
 # %% [markdown]
-# The mean of several particles in one call, the default's eight or four, is best on this chain: the chain is short, and
-# eight particles of such a small program take little more time than one. `TraceGraph_ELBO` is far behind. Next:
+# The mean of many particles in one call, as the default takes it, is best on this chain: the chain is short, and
+# particles of such a small program take hardly any time. `TraceGraph_ELBO` is far behind. Next:
 # `04_discrete_vae`.
 #
 # ## Something to try

@@ -165,7 +165,7 @@ plt.show()
 
 # %% [markdown]
 # This comparison holds only for this program at these parameters: measure on your own program. `AllAction` sums
-# immediate costs over the values of a site. The default takes the mean of eight particles in one call.
+# immediate costs over the values of a site. The default takes the mean of many particles in one call.
 #
 # To use it at a single site: `infer={"bpq": {"estimator": WeightedBaseline()}}`. `docs/extending` has more skeletons (a
 # critic, a target, the features of a distribution). Next: `10_many_processes`.

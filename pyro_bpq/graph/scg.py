@@ -270,8 +270,14 @@ class StochasticComputationGraph:
 
     def leaves_plates(self, name: str) -> bool:
         """Whether a cost downstream of ``name`` lacks one of the plates of ``name`` and so reads several rows."""
-        plates = set(self.node(name).plates)
-        return any(not plates <= set(self.cost(cost).plates) for cost in self.downstream_costs(name))
+        bits = self.downstream_bits[self._position(name)]
+        return any(bits & ~self._costs_in.get(plate, 0) for plate in self.node(name).plates)
+
+    @cached_property
+    def _costs_in(self) -> dict[Plate, int]:
+        """The costs in each plate, as bits."""
+        plates = {plate for cost in self.costs for plate in cost.plates}
+        return {plate: sum(1 << i for i, cost in enumerate(self.costs) if plate in cost.plates) for plate in plates}
 
     def cost_names(self, bits: int) -> Sequence[str]:
         """Names of the costs whose positions are the bits of ``bits``."""

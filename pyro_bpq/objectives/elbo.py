@@ -51,7 +51,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     nothing is drawn after the first steps, and the gradient is exact.
 
     Args:
-        num_particles: Number of particles ``M``. ``None`` leaves it open: up to eight run in one vectorised call if
+        num_particles: Number of particles ``M``. ``None`` leaves it open: up to 128 run in one vectorised call if
             :func:`~pyro_bpq.plan.plan.num_particles_for` asks for several, and if particles among others have the
             same costs as alone, for which the first step runs the programs twice. One particle runs if you choose
             an estimator or ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or several

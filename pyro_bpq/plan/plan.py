@@ -188,13 +188,13 @@ def without_critic(estimators: Mapping[str, Estimator], critics: Mapping[str, Cr
 def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, particles: int = 1) -> int:
     r"""Number of particles that a program is good for.
 
-        M = min(8, max(4, 1 + a / 2b), max(2, 524288 / n)),   n elements of the largest value of a particle
+        M = min(128, max(4, min(8, 1 + a / 2b), 1 + a / 8b), max(2, 524288 / n))
 
     Several particles run if a site has no chosen estimator and a noisy gradient. A gradient has no noise if the site is
     the only one of the program, has one component, and all later costs are known at its other values. ``a`` is the
     time that all particles of one call share: the calls of operators. ``b`` is the time that each particle adds. Both
-    are in counted seconds. Several particles help because their mean is a baseline for each site and each row, which
-    means of earlier steps are not.
+    are in counted seconds. ``n`` is the number of elements of a particle's largest value. Several particles help
+    because their mean is a baseline for each site and each row, which means of earlier steps are not.
 
     The estimator of these sites may change ``M``. With :class:`~pyro_bpq.estimators.DebiasedStraightThrough` at all of
     them, ``M`` is 2, because it needs no baseline. So do predicted :class:`~pyro_bpq.estimators.Differences`: ``M`` may

@@ -33,8 +33,11 @@ from pyro_bpq.estimators.slopes import DebiasedStraightThrough, DisARM
 from pyro_bpq.record.config import SiteOptions
 from pyro_bpq.rollout.features import has_moments
 
-MOST_PARTICLES = 8
-# The same where differences serve all sites: they take the most of a step, and more particles take hardly more of it.
+# So many particles run if they add at most half of the time that they share.
+SOME_PARTICLES = 8
+# More, up to so many, if they add at most an eighth of it.
+MOST_PARTICLES = 128
+# The same where differences serve all sites: they take the most of a step, and half of the time is worth it.
 MOST_STEPPED = 1024
 # Sites that read a count up to which what they show of it is worth its time.
 MOST_CHILDREN = 3
@@ -284,25 +287,25 @@ class ProgramFacts:
     free: float = math.inf
 
     @property
-    def most(self) -> int:
-        """Number of particles that no program gets more than."""
-        return MOST_STEPPED if self.is_stepped else MOST_PARTICLES
-
-    @property
     def affordable(self) -> int:
         """Number of particles whose values are small enough for one call."""
-        return min(self.most, max(2, ELEMENTS * self.particles // max(self.elements, 1)))
+        return max(2, ELEMENTS * self.particles // max(self.elements, 1))
+
+    def adding(self, part: float) -> float:
+        """As many particles as add a part of the time that they share."""
+        return 1.0 + part * self.free
 
 
 def _worthwhile(program: ProgramFacts, least: int = FEW_PARTICLES) -> int:
-    """As many as add at most half of the time of what they share, but not too few."""
-    return min(program.affordable, max(least, int(min(1.0 + 0.5 * program.free, program.most))))
+    """As many as add little to the time that they share, but not too few."""
+    number = max(min(program.adding(0.5), SOME_PARTICLES), program.adding(0.125), least)
+    return int(min(number, MOST_PARTICLES, program.affordable))
 
 
 def _paired(program: ProgramFacts) -> int:
     """As many as their pairs allow: each particle is scored beside the past of every other one."""
     pairs = math.isqrt(2 * ELEMENTS * program.particles // max(program.elements, 1))
-    return min(program.affordable, max(FEW_PARTICLES, min(pairs, MOST_PARTICLES)))
+    return min(max(FEW_PARTICLES, min(pairs, SOME_PARTICLES)), MOST_PARTICLES, program.affordable)
 
 
 PARTICLES = (
@@ -322,6 +325,11 @@ PARTICLES = (
     ),
     # Log-probabilities of layers take little time beside the model's run.
     Rule("crossed costs serve all sites", lambda p: bool(p.compared) and p.compared <= p.crossed | p.held, _paired),
+    Rule(
+        "differences serve all sites",
+        lambda p: p.is_stepped,
+        lambda p: int(min(max(p.adding(0.5), FEW_PARTICLES), MOST_STEPPED, p.affordable)),
+    ),
     # A step is mostly Python, which particles of one call share.
     Rule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
 )

@@ -64,7 +64,7 @@ def test_an_objective_without_a_step_prints_its_options_and_what_to_do(make: typ
     [
         ({"num_particles": 4, "vectorize_particles": True}, "4, because of num_particles=4"),
         ({"vectorize_particles": True}, "1, because of vectorize_particles=True"),
-        ({}, "8, left open; the gradient of z0 to z11, 12 sites is noisy"),
+        ({}, "128, left open; the gradient of z0 to z11, 12 sites is noisy"),
         ({"critic": LinearCritic(), "num_particles": 2}, "2, because of num_particles=2"),
         ({"lam": lambda step: 0.5, "num_particles": 2}, "2, because of num_particles=2"),
     ],

@@ -8,6 +8,7 @@ import pytest
 from test_particles import ROWS, Chain, Layers, train
 
 from pyro_bpq.plan import plan as particles
+from pyro_bpq.plan import rules
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -16,11 +17,11 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 IN_A_PLATE = "in one call, in a plate of their own."
 HIDDEN = (
-    "8 particles run in one call, in a dimension that the program does not see. 8 particles do not run in a plate: it "
-    f"failed: shape '[{ROWS}, 3]' is invalid for input of size {8 * 3 * ROWS}."
+    "8 particles run in one call, in a dimension that the program does not see. 16 particles do not run in a plate: it "
+    f"failed: shape '[{ROWS}, 3]' is invalid for input of size {16 * 3 * ROWS}."
 )
 CASES: dict[str, tuple[Any, str]] = {
-    "plate": (Chain(), f"8 particles run {IN_A_PLATE}"),
+    "plate": (Chain(), f"16 particles run {IN_A_PLATE}"),
     "sums": (Chain(), f"All values run {IN_A_PLATE}"),
     "hidden": (Layers(mixes="shape"), HIDDEN),
     "steered": (Layers(mixes="steers"), "Values of z leave torch: every run is recorded."),
@@ -33,6 +34,7 @@ def test_what_is_settled_is_said_once(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs, text = CASES[name]
+    monkeypatch.setattr(rules, "MOST_PARTICLES", 16)
     if name == "sums":
         monkeypatch.setattr(particles, "DRAWN_STEPS", (1, 1))
     with caplog.at_level("INFO", "pyro_bpq"):

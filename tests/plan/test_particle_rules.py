@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pyro_bpq.plan.rules import ELEMENTS, FEW_PARTICLES, MANY_SITES, MOST_PARTICLES, PARTICLES, ProgramFacts
+from pyro_bpq.plan.rules import (
+    ELEMENTS,
+    FEW_PARTICLES,
+    MANY_SITES,
+    MOST_PARTICLES,
+    MOST_STEPPED,
+    PARTICLES,
+    SOME_PARTICLES,
+    ProgramFacts,
+)
 
 SITES = frozenset(("y", "z"))
 
@@ -30,7 +39,11 @@ SITES = frozenset(("y", "z"))
         (ProgramFacts(SITES, frozenset(), True, ELEMENTS, particles=4), 4, "average"),
         (ProgramFacts(SITES, frozenset(), True, 10, free=0.3), FEW_PARTICLES, "average"),
         (ProgramFacts(SITES, frozenset(), True, 10, free=10.2), 6, "average"),
-        (ProgramFacts(SITES, frozenset(), True, 10, crossed=SITES, free=0.3), MOST_PARTICLES, "crossed"),
+        (ProgramFacts(SITES, frozenset(), True, 10, free=40.0), SOME_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 10, free=80.0), 11, "average"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=1, is_stepped=True), MOST_STEPPED, "differences"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=1, is_stepped=True, free=80.0), 41, "differences"),
+        (ProgramFacts(SITES, frozenset(), True, 10, crossed=SITES, free=0.3), SOME_PARTICLES, "crossed"),
         (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 18, crossed=SITES), 6, "crossed"),
         (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 7, crossed=SITES), FEW_PARTICLES, "crossed"),
         (ProgramFacts(SITES, frozenset(), True, 10, crossed=frozenset("y"), held=frozenset("z")), 8, "crossed"),

@@ -13,7 +13,7 @@ import torch
 from steps import fresh, stepped, trained
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
-from pyro_bpq.plan.rules import MANY_COMPONENTS, SITES
+from pyro_bpq.plan.rules import MANY_COMPONENTS, MOST_PARTICLES, SITES
 from pyro_bpq.short import short
 
 ROWS = 12
@@ -96,7 +96,7 @@ def test_a_plan_tells_particles_critics_and_exact_costs() -> None:
         "z: AllAction(), because few values: a sum over all of them; known at all values: -log p(x), -log p(z), "
         "log q(z), by 2 rows of an extra run; critic: none, as nothing is left to learn",
     ]
-    assert str(after(coin, rows=ROWS).plan).startswith("8 particles\n")
+    assert str(after(coin, rows=ROWS).plan).startswith(f"{MOST_PARTICLES} particles\n")
 
 
 def test_sites_with_observations_of_their_own_are_told_together() -> None:
