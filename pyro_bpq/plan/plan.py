@@ -20,7 +20,7 @@ from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import Flips
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts, SiteFacts
-from pyro_bpq.plan.structure import STEP, SumPlan, Work, num_reads, work_of_run
+from pyro_bpq.plan.structure import STEP, SumPlan, Work, num_reads, work_at, work_of_run
 from pyro_bpq.record.components import Pattern
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import TracedRun, cost_of_site
@@ -218,15 +218,22 @@ def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, 
         is_plain=not (traced.is_dear or traced.untraced or traced.enumerated),
         elements=largest_value(traced),
         particles=particles,
-        free=math.inf if recorded is None or particles > 1 else _shared_over_added(work_of_run(recorded)),
+        free=math.inf if particles > 1 else _shared_over_added(recorded),
+        flipped=math.inf if particles > 1 else _shared_over_added(recorded, plan.flips),
     )
     return next(rule.gives(facts) for rule in PARTICLES if rule.holds(facts))
 
 
-def _shared_over_added(work: Work) -> float:
-    """Seconds of a step that its particles share over those that each adds."""
-    # A backward pass takes about twice as long as the run itself.
-    return (3.0 * work.shared + STEP) / (3.0 * work.added) if work.added > 0.0 else math.inf
+def _shared_over_added(recorded: Recorded | None, flips: Flips | None = None) -> float:
+    """Seconds of a step that its particles share over those that each adds, maybe in rows of other values too."""
+    if recorded is None:
+        return math.inf
+    run, row = work_of_run(recorded), Work()
+    if flips is not None and flips.wanted:
+        row = work_at(recorded, flips.wanted, flips.start)
+    # A backward pass takes about twice as long as the run itself; there is none through the rows.
+    added = 3.0 * run.added + row.added * (0 if flips is None else flips.rows)
+    return (3.0 * run.shared + STEP + row.shared) / added if added > 0.0 else math.inf
 
 
 def num_rows_for(plan: Plan | None, traced: TracedRun, recorded: Recorded | None, particles: int = 1) -> int:

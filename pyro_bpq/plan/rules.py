@@ -272,6 +272,7 @@ class ProgramFacts:
         crossed: Layers that are served by costs of other particles' values, if there are enough particles.
         is_stepped: Whether differences without predictions serve all noisy sites.
         free: Seconds of a particle that the particles of one call share, over those that each of them adds.
+        flipped: The same with the rows in which sites take other values.
     """
 
     compared: frozenset[str]
@@ -285,20 +286,19 @@ class ProgramFacts:
     crossed: frozenset[str] = frozenset()
     is_stepped: bool = False
     free: float = math.inf
+    flipped: float = math.inf
 
     @property
     def affordable(self) -> int:
         """Number of particles whose values are small enough for one call."""
         return max(2, ELEMENTS * self.particles // max(self.elements, 1))
 
-    def adding(self, part: float) -> float:
-        """As many particles as add a part of the time that they share."""
-        return 1.0 + part * self.free
-
 
 def _worthwhile(program: ProgramFacts, least: int = FEW_PARTICLES) -> int:
     """As many as add little to the time that they share, but not too few."""
-    number = max(min(program.adding(0.5), SOME_PARTICLES), program.adding(0.125), least)
+    number = max(least, min(1.0 + program.free / 2, SOME_PARTICLES))
+    if not (program.crossed or program.held):  # these take time by pairs and by rows
+        number = max(number, 1.0 + program.flipped / 8)
     return int(min(number, MOST_PARTICLES, program.affordable))
 
 
@@ -328,7 +328,7 @@ PARTICLES = (
     Rule(
         "differences serve all sites",
         lambda p: p.is_stepped,
-        lambda p: int(min(max(p.adding(0.5), FEW_PARTICLES), MOST_STEPPED, p.affordable)),
+        lambda p: int(min(max(1.0 + p.free / 2, FEW_PARTICLES), MOST_STEPPED, p.affordable)),
     ),
     # A step is mostly Python, which particles of one call share.
     Rule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
