@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,19 +16,29 @@ import torch
 from models import BY_NAME, Case, each_case
 from pyro.distributions.transforms import affine_coupling, planar
 from pyro.infer import SVI, Trace_ELBO
-from pyro.optim import SGD
+from pyro.optim import SGD, Adam
 from steps import filtered, repeat, seeing, stepped
 from torch import nn
 
 from pyro_bpq import (
+    ActorCriticSVI,
     AllAction,
+    BackwardSweep,
+    Compile,
     CriticLearner,
+    ExpectedCost,
     LeaveOneOut,
     MLPCritic,
+    ProximalSVI,
+    Replay,
     RunningBaseline,
     ScoreFunction,
+    SlowTracking,
     TabularCritic,
     TraceBackpropQ_ELBO,
+    TraceBackpropQ_IWAE,
+    TrustRegionSVI,
+    ValueCritic,
     config_bpq,
 )
 from pyro_bpq.critics.nets import CriticShape
@@ -42,12 +54,18 @@ from pyro_bpq.estimators import (
     REBAR,
     RELAX,
     Annealed,
+    Concrete,
     CrossedLeaveOneOut,
     DebiasedStraightThrough,
+    GumbelStraightThrough,
+    Hindsight,
     LambdaReturn,
     NetworkVariate,
     OptimalScale,
+    ParentAdvantage,
     QControlVariate,
+    QProp,
+    ReinMax,
     SecondRun,
 )
 
@@ -160,39 +178,54 @@ def test_wrong_plates_raise_what_pyro_raises() -> None:
     assert isinstance(ours, type(theirs.value))
 
 
+LOOP = (None, None, Adam({}), ExpectedCost(learner=CriticLearner(replay=Replay())))
+LAYERS = ([32], 32.0, (0,), ("a",))
+# What takes the options, and values of each that are refused.
+BAD: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
+    (CriticLearner, {"lr": (0.0, math.nan), "max_idle": (-1, 0.5), "steps": (0, 1.5)}),
+    (CriticLearner, {"replay": (5,), "slow": (0.1,), "sweep": (0.1,), "ranks": (2,)}),
+    (Replay, {"capacity": (0,), "batch_size": (0,), "updates_per_step": (-1,), "draws": (0,)}),
+    (functools.partial(Replay, costs="stored"), {"coparents": ("old", "stored"), "costs": ("old",)}),
+    (SlowTracking, {"rate": (0.0, -0.1, 1.5)}),
+    (BackwardSweep, {"rate": (0.0,)}),
+    (Compile, {"max_recordings": (0,), "backend": (Compile,)}),
+    (AllAction, {"exact": ("always",), "decay": (1.0,), "max_scale": (-1.0,)}),
+    (QProp, {"decay": (1.0,), "max_scale": (0.0,)}),
+    (ScoreFunction, {"baseline": (0.3, LeaveOneOut, AllAction())}),
+    (RunningBaseline, {"decay": (1.5,)}),
+    (CrossedLeaveOneOut, {"decay": (1.0,)}),
+    (SecondRun, {"decay": (-0.1,)}),
+    (DebiasedStraightThrough, {"decay": (1.0,), "mixture": (0.0, 1.5)}),
+    (Hindsight, {"draws": (0,)}),
+    *((kind, {"lam": (1.1,)}) for kind in (LambdaReturn, ParentAdvantage)),
+    *((kind, {"temperature": (0.0,)}) for kind in (REBAR, ReinMax, GumbelStraightThrough, Concrete)),
+    (REBAR, {"scale": (True, "optimal")}),
+    (RELAX, {"temperature": (Annealed(),), "variate": ("mlp",)}),
+    (Annealed, {"start": (0.05,)}),
+    (OptimalScale, {"max_scale": (0.0,)}),
+    (QControlVariate, {"num_samples": (0,)}),
+    (TabularCritic, {"max_cells": (0,)}),
+    (MLPCritic, {"hidden": LAYERS, "context": ((0,),)}),
+    (NetworkVariate, {"hidden": LAYERS}),
+    (ValueCritic, {"hidden": ((),)}),
+    (functools.partial(ProximalSVI, *LOOP), {"epochs": (0,), "clip": (1.0,), "target_kl": (0.0,)}),
+    (functools.partial(TrustRegionSVI, *LOOP), {"max_kl": (0.0,), "max_site_kl": (-1.0,), "damping": (-1.0,)}),
+    (functools.partial(TrustRegionSVI, *LOOP), {"iterations": (0,), "confidence": (-1.0,), "divergence": ("both",)}),
+    (functools.partial(ActorCriticSVI, *LOOP), {"rounds": (-1,), "critic_updates": (0.5,), "warm_up": (-1,)}),
+    (functools.partial(ActorCriticSVI, *LOOP), {"entropy": (-0.1,)}),
+    (TraceBackpropQ_IWAE, {"num_particles": (0, None), "num_outer": (1.5,), "baseline": ("mean",)}),
+    (TraceBackpropQ_ELBO, {"form": ("other",), "immediate": ("none",), "compile": (3, "fast")}),
+]
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: CriticLearner(lr=0.0),
-        lambda: CriticLearner(lr=float("nan")),
-        lambda: CriticLearner(max_idle=-1),
-        lambda: CriticLearner(max_idle=0.5),
-        lambda: AllAction(exact="always"),
-        lambda: AllAction(decay=1.0),
-        lambda: AllAction(max_scale=-1.0),
-        lambda: RunningBaseline(decay=1.5),
-        lambda: ScoreFunction(baseline=0.3),
-        lambda: ScoreFunction(baseline=LeaveOneOut),
-        lambda: TabularCritic(max_cells=0),
-        lambda: CrossedLeaveOneOut(decay=1.0),
-        lambda: SecondRun(decay=-0.1),
-        lambda: DebiasedStraightThrough(decay=1.0),
-        lambda: DebiasedStraightThrough(mixture=0.0),
-        lambda: DebiasedStraightThrough(mixture=1.5),
-        lambda: LambdaReturn(1.1),
-        lambda: REBAR(temperature=0.0),
-        lambda: REBAR(scale="optimal"),
-        lambda: RELAX(temperature=Annealed()),
-        lambda: RELAX(variate="mlp"),
-        lambda: Annealed(0.1, 1.0),
-        lambda: NetworkVariate(hidden=(0,)),
-        lambda: OptimalScale(max_scale=0.0),
-        lambda: QControlVariate(num_samples=0),
-    ],
+    ("make", "name", "value"),
+    [(make, name, value) for make, options in BAD for name, values in options.items() for value in values],
 )
-def test_bad_values_of_options_raise(make: Callable[[], Any]) -> None:
-    with pytest.raises(OptionError, match=r"^\w+\(.*\): write"):
-        make()
+def test_bad_values_of_options_raise(make: Any, name: str, value: Any) -> None:
+    """The error says the option and what to write."""
+    with pytest.raises(OptionError, match=rf"\b{name}\b.*[:;] write "):
+        make(**{name: value})
 
 
 # Warnings

@@ -70,9 +70,7 @@ class Replay(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.costs == "stored" and self.coparents != "redrawn":
-            raise OptionError(
-                f'Replay(costs="stored", coparents={self.coparents!r}): stored costs go with coparents="redrawn".'
-            )
+            raise OptionError(f'Replay(costs="stored", coparents={self.coparents!r}): write coparents="redrawn".')
 
 
 @dataclass(frozen=True)

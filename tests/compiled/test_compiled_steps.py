@@ -32,7 +32,7 @@ from pyro_bpq import (
     TraceBackpropQ_IWAE,
     compile_report,
 )
-from pyro_bpq.errors import BPQWarning, OptionError
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import (
     AllAction,
     Concrete,
@@ -424,16 +424,6 @@ def test_the_number_of_recordings_is_bounded() -> None:
         for rows in (3, 2, 4):
             repeat(14, elbo.loss_and_grads, slope_model, slope_guide, torch.ones(rows))
     assert len(entries(elbo)) == 2
-
-
-def test_bad_options() -> None:
-    with pytest.raises(OptionError, match="max_recordings"):
-        Compile(max_recordings=0)
-    with pytest.raises(OptionError, match="backend"):
-        Compile(Compile)
-    for option in (3, "fast"):
-        with pytest.raises(OptionError, match="compile"):
-            TraceBackpropQ_ELBO(compile=option)
 
 
 def test_reports() -> None:

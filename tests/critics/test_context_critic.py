@@ -46,11 +46,6 @@ def test_context_and_finite_values_are_needed(shape: CriticShape) -> None:
         MLPCritic(context=()).build(shape, torch.Generator())
 
 
-def test_bad_layers_are_refused() -> None:
-    with pytest.raises(OptionError, match="context"):
-        MLPCritic(context=(0,))
-
-
 def program() -> None:
     def site(name: str, logits: torch.Tensor, *features: float) -> torch.Tensor:
         infer = {"bpq": {"context": real(*features)}}

@@ -22,8 +22,6 @@ from pyro_bpq.critics.nets import (
     SiteValue,
     TabularCritic,
 )
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.variates import NetworkVariate
 
 PLAIN = [MLPCritic(), MLPCritic((8, 4)), MLPCritic(hidden=()), LinearCritic(), TabularCritic()]
 JOINT = [MomentCritic(), MomentCritic((8, 4)), MomentCritic(()), ValueCritic(), ValueCritic((8,))]
@@ -155,15 +153,3 @@ def test_layers_may_be_an_int(kind: Any) -> None:
 def test_critics_are_values(critic: Any) -> None:
     assert isinstance(critic, Critic)
     assert eval(repr(critic)) == critic and hash(eval(repr(critic))) == hash(critic)
-
-
-@pytest.mark.parametrize("hidden", [[32], 32.0, (0,), ("a",)])
-@pytest.mark.parametrize("kind", [MLPCritic, NetworkVariate])
-def test_layer_sizes_are_positive_integers(kind: Any, hidden: Any) -> None:
-    with pytest.raises(OptionError, match=r"hidden=.*layer sizes"):
-        kind(hidden=hidden)
-
-
-def test_a_critic_of_values_has_a_layer() -> None:
-    with pytest.raises(OptionError, match="write"):
-        ValueCritic(())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TrimmedBaseline
+from pyro_bpq.estimators import LeaveOneOut, RunningBaseline, TrimmedBaseline
 from pyro_bpq.estimators.base import update_mean
 from pyro_bpq.estimators.score_function import leave_one_out
 
@@ -81,9 +78,3 @@ def test_update_mean_is_the_plain_mean_at_first(decay: float) -> None:
         mean = update_mean(mean, torch.tensor([value]), torch.tensor([float(count)]), decay)
     expected = {0.0: 10.0, 0.5: (4.0 + 10.0) / 2, 0.99: 6.0}[decay]
     assert mean.tolist() == pytest.approx([expected])
-
-
-@pytest.mark.parametrize("wrong", [AllAction(), LeaveOneOut, 1.0])
-def test_what_is_no_baseline_is_refused(wrong: Any) -> None:
-    with pytest.raises(OptionError, match=r"baseline=.*write a baseline"):
-        ScoreFunction(baseline=wrong)

@@ -15,7 +15,7 @@ from steps import repeat, stepped
 from torch import Tensor
 
 from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
-from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.rollout.runs import Program
@@ -216,8 +216,6 @@ def test_particles_that_know_the_row_leave_the_critic_its_differences() -> None:
 def test_refusals_say_what_to_write() -> None:
     for estimator in (QPathwise(), LAXQ()):
         assert "ScoreFunction()" in (estimator.unsupported(SiteInfo("z", "Poisson", False, None, 1)) or "")
-    with pytest.raises(OptionError, match="ValueCritic"):
-        ValueCritic(())
     with pytest.raises(UnsupportedSiteError, match=r"'x'.*no critic"):
         ExpectedCost(critic=None).loss_and_grads(None, steps_policy(QPathwise()))
     with pytest.raises(UnsupportedSiteError, match="LAXQ"):

@@ -151,6 +151,3 @@ def test_errors_say_what_to_write() -> None:
         train(chain_model, chain_guide(QProp(), estimator=QProp()), steps=1)
     with pytest.raises(OptionError, match="finite components"):
         train(chain_model, chain_guide(critic=MomentCritic()), steps=1)
-    for wrong in ({"decay": 1.0}, {"max_scale": 0.0}):
-        with pytest.raises(OptionError, match="write a"):
-            QProp(**wrong)

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import REBAR
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.estimators.variates import (
     OptimalScale,
@@ -52,8 +50,6 @@ def test_fixed_scales_have_no_statistics() -> None:
     assert scale_statistics(0.5) == {} and update_scale(0.5, context(1.0), torch.zeros(1), torch.zeros(1)) == {}
     assert read_scale(0.5, context(1.0)).tolist() == [[[0.5]]]
     assert read_scale(OptimalScale(), context(1.0, scale=0.3)).flatten().tolist() == pytest.approx([0.3])
-    with pytest.raises(OptionError, match=r"REBAR\(scale=True\)"):
-        REBAR(scale=True)
 
 
 @pytest.mark.parametrize(("product", "share"), [(-1.0, 0.0), (0.0, 0.0), (2.0, 0.5), (4.0, 1.0)])

@@ -140,12 +140,3 @@ def test_more_critic_steps_fit_the_rollout_better() -> None:
         run(elbo, steps=6)
         losses.append(float(elbo.info["a"]["td_loss"]))
     assert losses[1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"replay": 5}, {"slow": 0.1}])
-def test_learner_refuses_bad_options(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        CriticLearner(**options)
-    for rate in (0.0, -0.1, 1.5):
-        with pytest.raises(ValueError, match="rate"):
-            SlowTracking(rate)

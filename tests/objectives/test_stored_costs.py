@@ -250,9 +250,6 @@ def test_guide_waits_for_the_warm_up() -> None:
     assert not torch.equal(pyro.param("q1"), OLD["q1"])
 
 
-@pytest.mark.parametrize("options", [{"rounds": -1}, {"critic_updates": 0.5}, {"warm_up": -1}, {"entropy": -0.1}])
-def test_actor_critic_refuses_bad_options(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        actor(**options)
+def test_actor_critic_needs_a_replay() -> None:
     with pytest.raises(ValueError, match="Replay"):
         ActorCriticSVI(None, chain, Adam({"lr": 0.05}), ExpectedCost())

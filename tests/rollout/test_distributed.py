@@ -14,8 +14,6 @@ import pytest
 import torch
 from steps import assert_equal
 
-from pyro_bpq import CriticLearner
-from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import SIZE
 from pyro_bpq.rollout.sums import Ranks
 
@@ -119,8 +117,3 @@ def test_a_loss_that_is_not_finite_teaches_no_rank(ranks: list[dict[str, Any]]) 
 
 def test_one_process_is_alone() -> None:
     assert Ranks().size == 1
-
-
-def test_ranks_option_is_checked() -> None:
-    with pytest.raises(OptionError, match="ranks"):
-        CriticLearner(ranks=2)  # type: ignore[arg-type]
