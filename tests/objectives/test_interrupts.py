@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
+from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import Adam
+from pyro.poutine.messenger import Messenger
 from steps import assert_equal
 
 from pyro_bpq import (
@@ -23,41 +24,23 @@ from pyro_bpq import (
     TraceBackpropQ_IWAE,
 )
 
+CASE = BY_NAME["factor"]
+
 
 class Interrupt(BaseException):
     """As KeyboardInterrupt, which would end the tests."""
 
 
-class Bell:
-    """Raises at a call that was chosen."""
+class Bell(Messenger):
+    """Raises at a statement that was chosen."""
 
-    def __init__(self) -> None:
-        self.calls, self.at = 0, -1
-        self.error: type[BaseException] = Interrupt
+    calls, at = 0, -1
+    error: type[BaseException] = Interrupt
 
-    def __call__(self) -> None:
+    def _pyro_sample(self, msg: Any) -> None:
         self.calls += 1
         if self.calls == self.at:
             raise self.error
-
-
-def chain(bell: Bell) -> tuple[Any, Any]:
-    table = torch.tensor([-0.5, 0.8])
-
-    def model() -> None:
-        z = torch.tensor(0.0)
-        for t in range(2):
-            bell()
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=table[z.long()]))
-            pyro.sample(f"x{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.5))
-
-    def guide() -> None:
-        q, z = pyro.param("q", torch.zeros(2)), torch.tensor(0.0)
-        for t in range(2):
-            bell()
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t] + z))
-
-    return model, guide
 
 
 def elbo(**options: Any) -> Callable[[], Any]:
@@ -85,11 +68,11 @@ CASES: dict[str, Callable[[], Any]] = {
 
 def run(name: str, taken: int, at: int, error: type[BaseException] = Interrupt) -> tuple[dict[str, Any], bool]:
     """Three steps after some that were taken, the first of which is interrupted at a call, and then taken again."""
-    pyro.clear_param_store()
+    CASE.params()
     pyro.set_rng_seed(0)
     bell = Bell()
     objective = CASES[name]()
-    svi = SVI(*chain(bell), Adam({"lr": 0.02}), objective)
+    svi = SVI(bell(CASE.model), bell(CASE.guide), Adam({"lr": 0.02}), objective)
     losses = [svi.step() for _ in range(taken)]
     state = torch.get_rng_state()
     bell.calls, bell.at, bell.error = 0, at, error
@@ -124,7 +107,7 @@ def assert_undone(name: str, taken: int, error: type[BaseException] = Interrupt,
 
 
 # Each stored rollout that is run again has calls of its own to be interrupted at.
-LONG = ("replay expected", "replay stored", "replay slow")
+LONG = ("replay stored", "replay slow")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from collections import Counter
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
-import torch
+from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import repeat
@@ -18,25 +17,7 @@ from torch import Tensor
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.critics.bank import Block
 
-LONGEST = 6
-
-
-def loop_model() -> None:
-    steps = 0
-    for t in range(LONGEST):
-        steps += 1
-        if not pyro.sample(f"z_{t}", dist.Bernoulli(0.5)).item():
-            break
-    pyro.sample("x", dist.Normal(float(steps), 1.0), obs=torch.tensor(3.0))
-
-
-def loop_guide() -> None:
-    logits = pyro.param("logits", torch.zeros(LONGEST))
-    for t in range(LONGEST):
-        if not pyro.sample(f"z_{t}", dist.Bernoulli(logits=logits[t] + 0.5)).item():
-            break
-
-
+CASE = BY_NAME["dynamic_sites"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {"structure": "auto"},
     "dynamic": {"structure": "dynamic"},
@@ -50,9 +31,10 @@ class Stepper:
     """Takes steps and counts what is alive afterwards."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        CASE.params()
         pyro.set_rng_seed(0)
         self.elbo = TraceBackpropQ_ELBO(**options)
-        self.svi = SVI(loop_model, loop_guide, Adam({"lr": 1e-3}), self.elbo)
+        self.svi = SVI(*CASE.programs, Adam({"lr": 1e-3}), self.elbo)
 
     def take(self, steps: int) -> Counter[str]:
         repeat(steps, self.svi.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyro
@@ -53,10 +54,10 @@ def mixture(subsample: int | None = None, scale: float = 1.0) -> Callable[[], No
 MIXTURE = {"w": (3,), "mu": (3,)}
 
 
-def hmm() -> None:
+def hmm(**infer: Any) -> None:
     z: Any = 0
     for t in pyro.markov(range(4)):
-        z = pick(f"z_{t}", p("a")[z], infer=PARALLEL)
+        z = pick(f"z_{t}", p("a")[z], infer=infer)
         observe(f"x_{t}", p("mu")[z], DATA[t])
 
 
@@ -94,9 +95,9 @@ def two_sums() -> None:
     observe("v", p("mu")[pick("y", 0.3 - p("w"), infer=PARALLEL)], DATA[1])
 
 
-def masked_rows() -> None:
+def masked_rows(**infer: Any) -> None:
     with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
-        observe("x", p("mu")[pick("z", p("w"), infer=PARALLEL)], DATA[:3])
+        observe("x", p("mu")[pick("z", p("w"), infer=infer)], DATA[:3])
 
 
 def local_model() -> None:
@@ -143,23 +144,10 @@ def rows_guide(size: int | None = None, **infer: Any) -> Callable[[], None]:
 ROWS = {"pa": (), "pb": (2, 3), "mu": (3,), "qa": (4,), "qb": (2, 3)}
 
 
-def markov_model() -> None:
-    z: Any = 0
-    for t in pyro.markov(range(4)):
-        z = pick(f"z_{t}", p("a")[z])
-        observe(f"x_{t}", p("mu")[z], DATA[t])
-
-
 def markov_guide() -> None:
     z: Any = 0
     for t in pyro.markov(range(4)):
         z = pick(f"z_{t}", p("q")[z] + t, infer=PARALLEL)
-
-
-def masked_model() -> None:
-    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
-        z = pick("z", p("w"))
-        observe("x", p("mu")[z], DATA[:3])
 
 
 def masked_guide() -> None:
@@ -185,7 +173,7 @@ ENUMERATED = [
     Case("mixture", mixture(), empty, MIXTURE),
     Case("mixture_subsampled", mixture(2), empty, MIXTURE),
     Case("mixture_scaled", mixture(2, 0.3), empty, MIXTURE),
-    Case("hmm", hmm, empty, {"a": (3, 3), "mu": (3,)}),
+    Case("hmm", partial(hmm, **PARALLEL), empty, {"a": (3, 3), "mu": (3,)}),
     Case("hmm_in_plate", hmm_in_plate, empty, {"a": (3, 3), "mu": (3,)}),
     Case("two_orders", two_orders, empty, {"a": (2, 2), "b": (2, 2), "mu": (2,)}),
     Case("nested_sums", nested_sums, empty, {"w": (2,), "py": (2,), "pz": (2, 3), "mu": (3,)}),
@@ -194,10 +182,11 @@ ENUMERATED = [
     Case("guide_expanded", local_model, config_enumerate(apart_guide, expand=True), LOCAL),
     Case("guide_rows", rows_model(), rows_guide(enumerate="parallel"), ROWS),
     Case("guide_subsampled", rows_model(2), rows_guide(2, enumerate="parallel"), ROWS),
-    Case("guide_markov", markov_model, markov_guide, {"a": (3, 3), "mu": (3,), "q": (3, 3)}),
-    Case("guide_masked", masked_model, masked_guide, {"w": (3,), "mu": (3,), "q": (3,), "pf": ()}),
+    Case("guide_markov", hmm, markov_guide, {"a": (3, 3), "mu": (3,), "q": (3, 3)}),
+    Case("guide_masked", masked_rows, masked_guide, {"w": (3,), "mu": (3,), "q": (3,), "pf": ()}),
     Case("both", both_model, both_guide, BOTH),
 ]
+TWO_SUMS = Case("two_sums", two_sums, empty, MIXTURE)
 
 
 def gradients(elbo: Any, program: Case, through_loss: bool = False) -> tuple[float, dict[str, Tensor]]:
@@ -250,8 +239,7 @@ def test_later_steps_are_the_same(name: str) -> None:
 
 def test_sums_with_scales_of_their_own() -> None:
     # Pyro wants one scale for all; sums that share nothing need none.
-    program = Case("two_sums", two_sums, empty, MIXTURE)
-    program.params()
+    TWO_SUMS.params()
     with torch.no_grad():
         expected = torch.zeros(())
         for scale, logits, data in ((2.5, p("w"), DATA[0]), (1.0, 0.3 - p("w"), DATA[1])):
@@ -261,7 +249,7 @@ def test_sums_with_scales_of_their_own() -> None:
 
 
 def test_vectorised_particles_without_sampled_sites() -> None:
-    program = Case("mixture", mixture(), empty, MIXTURE)
+    program = ENUMERATED[0]
     assert_same(exactly(num_particles=3, vectorize_particles=True), program, num_particles=3, vectorize_particles=True)
     assert_same(exactly(num_particles=3), program, num_particles=3)
 
@@ -410,9 +398,8 @@ def test_exact_gradient_is_that_of_pyro_with_all_sites_enumerated(name: str) -> 
 
 @pytest.mark.parametrize("name", ["mixture_subsampled", "mixture_scaled", "hmm", "masked_rows", "two_sums"])
 def test_exact_loss_sums_marked_sites(name: str) -> None:
-    more = (Case("two_sums", two_sums, empty, MIXTURE), Case("masked_rows", masked_rows, empty, MIXTURE))
-    programs = [*ENUMERATED, *more]
-    program = next(x for x in programs if x.name == name)
+    masked = Case("masked_rows", partial(masked_rows, **PARALLEL), empty, MIXTURE)
+    program = next(x for x in [*ENUMERATED, TWO_SUMS, masked] if x.name == name)
     program.params()
     if name == "two_sums":
         with pytest.raises(UnsupportedProgramError, match="scales"):

@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat
+from steps import CHAIN, repeat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,23 +54,6 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def chain() -> tuple[Callable[[], None], Callable[[], None]]:
-    def model() -> None:
-        z = torch.zeros(())
-        with pyro.plate("rows", 3):
-            for t in range(4):
-                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * z + torch.zeros(3)))
-                pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.ones(3))
-
-    def guide() -> None:
-        slope, z = pyro.param("slope", torch.tensor(0.5)), torch.zeros(())
-        with pyro.plate("rows", 3):
-            for t in range(4):
-                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=slope * (z + torch.ones(3))))
-
-    return model, guide
-
-
 def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
     def sites(rate: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -98,9 +81,9 @@ def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
     [{}, {"num_particles": 2}, {"critic": LinearCritic()}, {"learner": None}, {"reduction": "per_cost"}],
     ids=["default", "two particles", "linear", "no learner", "per cost"],
 )
-@pytest.mark.parametrize("program", [chain, mixed])
-def test_a_cached_step_reads_two_numbers(program: Any, options: dict[str, Any]) -> None:
-    model, guide = program()
+@pytest.mark.parametrize("make", [lambda: CHAIN.params().programs, mixed], ids=["chain", "mixed"])
+def test_a_cached_step_reads_two_numbers(make: Any, options: dict[str, Any]) -> None:
+    model, guide = make()
     elbo = TraceBackpropQ_ELBO(**options)
     with pyro.validation_enabled(False):
         repeat(14, elbo.loss_and_grads, model, guide)
