@@ -253,25 +253,25 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gam
                     "continuous ones, or use pyro.infer.SVI."
                 )
             if spec.components is None:
-                if c in one.learned:
-                    terms.append(_continuous(one, c))
+                level = one.learned(c, lambda critic: critic.says.level)
+                if level is not None:
+                    terms.append(_continuous(one, c, level))
                     terms += [-entropy * _entropy(one, c, names)] if entropy else []
                 continue
-            exact, learned = one.exact(c), one.learned.get(c)
+            exact, learned = one.exact(c), one.learned(c, lambda critic: critic.says.table)
             tables = [] if exact is None else [gamma * exact]
-            tables += [] if learned is None or learned.table is None else [learned.table]
+            tables += [] if learned is None else [learned]
             if tables:
                 table, log_q = sum(tables[1:], tables[0]), one.batches[c].log_probs
                 terms.append((log_q.exp() * (table + entropy * log_q if entropy else table)).sum())
     return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
-def _continuous(signals: Signals, c: int) -> Tensor:
-    """The term of sites without finite components."""
+def _continuous(signals: Signals, c: int, level: Tensor) -> Tensor:
+    """The term of sites without finite components; ``level`` is what critics expect."""
     if NEEDS_LEAF in signals.layout.classes[c].spec.estimator.needs:
         return (q_slope(signals, c) * moved_value(signals, c)).sum()
-    advantage = q_value(signals, c) - signals.learned[c].level
-    return (advantage * signals.batches[c].score).sum()
+    return ((q_value(signals, c) - level) * signals.batches[c].score).sum()
 
 
 def _entropy(signals: Signals, c: int, names: str) -> Tensor:

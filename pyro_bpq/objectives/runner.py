@@ -220,14 +220,14 @@ class StepRunner(Runner):
             values = replace(values, alone=self.alone(one, particles, first))
 
         def staged() -> Staged:
-            tables, shifts = flipped_costs(plan, values, rollout) if plan.flips.sites else ({}, {})
+            tables = flipped_costs(plan, values, rollout) if plan.flips.sites else {}
             rerun, charges = None, rollout
             if one is not None and plan.needs_program and not is_dynamic:
                 rerun = Reruns(values, plan, self.noise())
             if plan.patterns:
                 runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
                 charges = replace(rollout, runs=runs)
-            signals = Signals(plan.layout, charges, tables, self.critics, mode.learning, rerun, mode.by_value, shifts)
+            signals = Signals(plan.layout, charges, tables, self.critics, mode.learning, rerun, mode.by_value)
             return Staged(traced, tuple(programs), particles, signals)
 
         return staged

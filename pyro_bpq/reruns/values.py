@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.plan.flips import ALL, Flips, Moves, Terms
@@ -17,6 +16,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.rollout.sums import total
 
@@ -148,13 +148,22 @@ class Rows(NamedTuple):
         found = summed(kept, plates, shape, like).to(like).expand(site.rows, *shape)
         if split.kind == "count" or (drawn is not None and split.kind == "bernoulli"):
             return found.movedim(0, -1)
-        value = self.bound.tensors[self.bound.recorded.drawn[name].value]
-        index = split.index(value, self.traced.run.sites[name].fn).expand(*shape, -1)
-        return by_value(found, index if drawn is None else index.gather(-1, drawn), split.cardinality)
+        index = self._index(name, shape)
+        return by_value(found, like.new_zeros(()), index if drawn is None else index.gather(-1, drawn), split)
 
-    def sample(self, terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
-        """Some costs at the sample, ``(M, plates)``."""
-        return summed(((self.costs[c][:1], own) for c, own in terms.items()), plates, shape, self.traced.run.loss)[0]
+    def table(self, name: str, terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
+        """Some costs at all values of a site, ``(M, plates, D, K)``."""
+        site, start, like = self.flips.sites[name], self.flips.start[name], self.traced.run.loss.detach()
+        sample, others = (
+            summed(((self.costs[c][rows], own) for c, own in terms.items()), plates, shape, like).to(like)
+            for rows in (slice(1), slice(start, start + site.rows))
+        )
+        return by_value(others.expand(-1, *shape), sample[0], self._index(name, shape), site.components)
+
+    def _index(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The sampled values of a site, ``(M, plates, D)``."""
+        value = self.bound.tensors[self.bound.recorded.drawn[name].value]
+        return self.flips.sites[name].components.index(value, self.traced.run.sites[name].fn).expand(*shape, -1)
 
     def excess(self, costs: Mapping[str, Tensor], terms: Terms, plates: Plates, shape: tuple[int, ...]) -> Tensor:
         """How much more costs ``(batch)`` were in the run than at the sample here, ``(M, plates)``.
@@ -166,27 +175,15 @@ class Rows(NamedTuple):
 
 
 @torch.no_grad()
-def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The immediate costs of each flipped site.
-
-    Args:
-        plan: The plan of the structure.
-        values: The recording, and the runs of the step.
-        rollout: The tensors of these runs.
-
-    Returns:
-        The costs at all values in nats, ``(M, plate dims, D, K)``; and how much the recording gives for the sample
-        itself beyond what the run has cost, ``(M, plate dims)``: zero while the recording is not outdated.
-    """
-    flips, pairs = plan.flips, list(zip(values.traced, values.bound, strict=True))
-    rows, tables, shifts = [Rows.of(flips, *pair, ALL, flips.wanted) for pair in pairs], {}, {}
+def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> dict[str, Tensor]:
+    """The immediate costs of each flipped site, at all values in nats, ``(M, plate dims, D, K)``."""
+    flips, tables = plan.flips, dict[str, Tensor]()
+    rows = [Rows.of(flips, *pair, ALL, flips.wanted) for pair in zip(values.traced, values.bound, strict=True)]
     for name, site in flips.sites.items():
         plates = plan.graph.node(name).plates
-        own = plates, rollout.run_shape(plates)
-        found = [one.sample(site.costs, *own)[..., None, None] + one.change(name, site.costs, *own) for one in rows]
-        tables[name] = torch.cat(found)
-        shifts[name] = torch.cat([-one.excess(one.traced.run.costs, site.costs, *own) for one in rows])
-    return tables, shifts
+        shape = rollout.run_shape(plates)
+        tables[name] = torch.cat([one.table(name, site.costs, plates, shape) for one in rows])
+    return tables
 
 
 def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -204,14 +201,16 @@ def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...
     return cost.sum(extra, keepdim=True) if extra else cost
 
 
-def by_value(changes: Tensor, index: Tensor, cardinality: int) -> Tensor:
-    """Turns changes by row into changes by component and value, ``(M, plates, D, K)``; zero at the sampled values.
+def by_value(rows: Tensor, sample: Tensor, index: Tensor, split: Components) -> Tensor:
+    """Turns numbers by row into numbers by component and value, ``(M, plates, D, K)``.
 
     Args:
-        changes: Changes ``(D (K - 1), M, plates)`` at each step from the sample of each component.
+        rows: Numbers ``(D (K - 1), M, plates)`` at each step from the sample of each component.
+        sample: Those at the sample, ``(M, plates)``.
         index: Sampled values ``(M, plates, D)``.
-        cardinality: Number of values ``K``.
+        split: The components.
     """
-    steps = changes.unflatten(0, (index.shape[-1], cardinality - 1)).movedim((0, 1), (-2, -1))
-    values = torch.arange(cardinality, device=index.device)
-    return pad(steps, (1, 0)).gather(-1, (values - index.unsqueeze(-1)) % cardinality)
+    steps = rows.unflatten(0, (index.shape[-1], split.cardinality - 1)).movedim((0, 1), (-2, -1))
+    steps = torch.cat((sample[..., None, None].expand(*steps.shape[:-1], 1), steps), -1)
+    values = torch.arange(split.cardinality, device=index.device)
+    return steps.gather(-1, (values - index.unsqueeze(-1)) % split.cardinality)

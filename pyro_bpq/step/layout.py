@@ -1,8 +1,8 @@
 r"""Batches the sites of a graph: classes of like-shaped sites, matrices between them, and what critics read.
 
-Three matrices of zeros and ones say what is left of a site's cost-to-go; they sum stacked tensors, class by class:
+Two matrices of zeros and ones say what is left of a site's cost-to-go; they sum stacked tensors, class by class:
 
-    R_X = Σ_f counted[X, f] f - Σ_f known[X, f] f - Σ_A predicted[X, A] A
+    R_X = Σ_f counted[X, f] f - I_X(x) - Q_X(x) - Σ_A predicted[X, A] A
 """
 
 from __future__ import annotations
@@ -134,12 +134,6 @@ class Layout(Constants):
         over_rows = [Columns(cls.plates, [size + k for k in cls.bits], over_rows=True) for cls in self.cost_classes]
         sets = [near | far << size for near, far in self._downstream]
         return Matrix(self.classes, sets, [*self.cost_classes, *over_rows])
-
-    @cached_property
-    def known(self) -> Matrix:
-        """From all costs to the sites at whose every value they are known."""
-        sets = [own | others for own, others in map(self._tabled, self.graph.names)]
-        return Matrix(self.classes, sets, self.cost_classes)
 
     @cached_property
     def predicted(self) -> Matrix:

@@ -62,7 +62,7 @@ def moved_value(signals: Signals, c: int) -> Tensor:
 
 def q_value(signals: Signals, c: int) -> Tensor:
     """``Q(x)`` at the sample, ``(G, M, plates)`` in nats, detached; zero without critics."""
-    return _per_site(signals, c, lambda critic: critic.says.value.detach())
+    return _per_site(signals, c, lambda critic: critic.says.value)
 
 
 def q_slope(signals: Signals, c: int) -> Tensor:
@@ -82,12 +82,9 @@ def q_slope(signals: Signals, c: int) -> Tensor:
 
 
 def _per_site(signals: Signals, c: int, pick: Callable[[CriticBatch], Tensor | None], *event: int) -> Tensor:
-    """Sums what is picked of critics over the Q-nodes of each site of a class."""
-    total = signals.batches[c].score.detach().new_zeros(*signals.shape(c), *event)
-    for critic in signals.critics.values():
-        part = pick(critic) if critic.group.c == c else None
-        total = total if part is None else total + critic.group.sum_to_sites(part)
-    return total
+    """What is picked of critics for the sites of a class; zero for nothing."""
+    found = signals.learned(c, pick)
+    return signals.batches[c].score.detach().new_zeros(*signals.shape(c), *event) if found is None else found
 
 
 def crossed(signals: Signals, c: int) -> Tensor | None:

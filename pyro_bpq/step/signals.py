@@ -1,10 +1,10 @@
 r"""What estimators get from one rollout: of each site's cost-to-go what is counted, what is known, what is predicted.
 
-    R_X = C_X - I_X(x) - Q_X(x) - Σ_Y A_Y
-        = Σ_f counted[X, f] f - Σ_f known[X, f] f - Q_X(x) - Σ_A predicted[X, A] A
+    R_X = C_X - I_X(x) - Q_X(x) - Σ_Y A_Y = Σ_f counted[X, f] f - I_X(x) - Q_X(x) - Σ_A predicted[X, A] A
 
-The matrices are those of the :class:`~pyro_bpq.step.layout.Layout`. ``A_Y`` are the control variates of later
-sites, ``I_Y(y) - E_Y[I_Y]`` of known costs and ``Q_Y(y) - E_Y[Q_Y]`` of critics. Estimators scale the terms.
+The matrices are those of the :class:`~pyro_bpq.step.layout.Layout`. ``I_X`` is a table of known costs at all values.
+``A_Y`` are the control variates of later sites, ``I_Y(y) - E_Y[I_Y]`` of known costs and ``Q_Y(y) - E_Y[Q_Y]`` of
+critics. Estimators scale the terms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.rollout.sums import total
 from pyro_bpq.step.classes import Known, QGroup
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.layout import TABLES, Layout
@@ -28,14 +29,6 @@ from pyro_bpq.step.learning import bootstrap
 from pyro_bpq.step.site_batch import SiteBatch
 
 T = TypeVar("T")
-
-
-class Learned(NamedTuple):
-    """The critics' outputs for the sites of a class, summed over their Q-nodes, in nats, detached."""
-
-    level: Tensor  # `V` of a dueling critic, `E[Q]` of a joint critic; `(G, M, plates)`
-    table: Tensor | None  # Table `(G, M, plates, D, K)` of the critic, or `None`
-    own: Tensor | None  # Residual of mean zero of a joint critic, `(G, M, plates)`, or `None`
 
 
 @dataclass(eq=False, repr=False)
@@ -51,8 +44,6 @@ class Signals:
         rerun: Runs the program at other values, :class:`~pyro_bpq.reruns.at_values.Reruns`; ``None`` if that is not
             possible.
         by_value: Whether all gradients go through ``log q`` of every value, or only where an estimator needs it.
-        shifts: For each site, how much ``tables`` give for the sample itself beyond what the runs have cost,
-            ``(M, plates)``: minus the excess.
     """
 
     layout: Layout
@@ -62,7 +53,6 @@ class Signals:
     build: InitVar[bool]
     rerun: Any = None
     by_value: bool = True
-    shifts: Mapping[str, Tensor] = field(default_factory=dict)
     # Tensors that are computed once for all classes, by name.
     shared: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -91,18 +81,11 @@ class Signals:
         """The critics' slow copies by group."""
         return self._evaluated({g: critic.group for g, critic in self.critics.items()}, False, slow=True)
 
-    @cached_property
-    def learned(self) -> dict[int, Learned]:
-        """The critics' outputs by class."""
-        found: dict[int, Learned] = {}
-        for critic in self.critics.values():
-            c, says, is_joint = critic.group.c, critic.says, critic.batch.cls.spec.has_moments
-            parts = (says.level, says.table, says.residual if is_joint else None)
-            own = [None if part is None else critic.group.sum_to_sites(part.detach()) for part in parts]
-            if c in found:
-                own = [None if a is None or b is None else a + b for a, b in zip(found[c], own, strict=True)]
-            found[c] = Learned(*own)  # type: ignore[arg-type]
-        return found
+    def learned(self, c: int, pick: Callable[[CriticBatch], Tensor | None]) -> Tensor | None:
+        """What is picked of critics, summed over the Q-nodes of each site of a class, detached; ``None`` if of none."""
+        picked = [(critic.group, pick(critic)) for critic in self.critics.values() if critic.group.c == c]
+        parts = [group.sum_to_sites(part.detach()) for group, part in picked if part is not None]
+        return total(parts) if parts else None
 
     @cached_property
     def costs_by_name(self) -> dict[str, Tensor]:
@@ -187,8 +170,8 @@ class Signals:
         if gamma != 1.0 and not estimator.takes_discount:
             names = ", ".join(map(repr, cls.names))
             raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
-        shift, learned = bootstrap(self, c, gamma), self.learned.get(c)
-        known = None if context.exact is None else self.known(c, shape)
+        shift = bootstrap(self, c, gamma)
+        known = None if context.exact is None else self._known(c)
         if gamma != 1.0 and estimator.replaces_costs:
             # An immediate cost is one level away.
             table = None if context.exact is None else gamma * context.exact
@@ -202,9 +185,9 @@ class Signals:
         return replace(
             context,
             exact_cost=known,
-            learned=None if learned is None else learned.table,
-            level=None if learned is None else learned.level,
-            own=None if learned is None else learned.own,
+            learned=self.learned(c, lambda critic: critic.says.table),
+            level=self.learned(c, lambda critic: critic.says.level),
+            own=self.learned(c, lambda critic: critic.says.residual) if cls.spec.has_moments else None,
             moments=batch.moments if cls.spec.has_moments else None,
             correction=predicted,
             exact_correction=later,
@@ -222,12 +205,14 @@ class Signals:
             exact_cost=None if table is None else self.batches[c].sampled(table),
         )
 
-    def known(self, c: int, shape: tuple[int, ...]) -> Tensor | None:
-        """What the tables say of the costs of the sample; outdated tables do not say what the runs have cost."""
-        cost, names = self.layout.known.sums(c, self.costs, shape), self.layout.classes[c].names
-        if cost is None or any(name not in self.shifts for name in names):
-            return cost
-        return cost + torch.stack([self.shifts[name].expand(shape[1:]) for name in names])
+    def _known(self, c: int) -> Tensor:
+        """What the tables say of the sample, ``(G, M, plates)``; outdated ones do not say what the runs have cost."""
+        tabled, parts = self.layout.classes[c].spec.tabled, list[Tensor]()
+        for kinds in (kinds & tabled for kinds in TABLES if kinds & tabled):
+            by_component = self.batches[c].sampled(self._table(c, kinds))
+            # Log-probabilities of components add up; each component has the whole costs of the model.
+            parts.append(by_component[..., 0] if Known.MODEL in kinds else by_component.sum(-1))
+        return total(parts)
 
     def later(self, c: int, shape: tuple[int, ...]) -> list[Tensor | None]:
         """The sums of later sites' control variates: of those that critics predict, and of those of known costs."""
