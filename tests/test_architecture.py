@@ -195,7 +195,7 @@ BUDGETS = {
     "testing/": 858,
     "tests": 20120,
     "benchmarks": 3000,
-    "words of docs": 16008,
+    "words of docs": 15997,
 }
 
 
