@@ -10,13 +10,10 @@ step is recorded, operators give the same results without reading.
 
 from __future__ import annotations
 
-import linecache
 import operator
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import takewhile
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, handlers
+from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, frames, handlers, text_of
 from pyro_bpq.record.function import Check, Function
 from pyro_bpq.record.key import Call, is_library
 from pyro_bpq.record.operators import effects_of, has_scalars, one_hot, put, selected, sizing
@@ -181,7 +178,7 @@ class StepTape(Tape):
                     "the baseline of a site is a second run that draws all sites anew (SecondRun). Several particles "
                     "need no second run: write num_particles=2 or more, and leave SecondRun out"
                 )
-            if any(_module(frame).startswith("pyro_bpq.reruns.") for frame in _frames()):
+            if any(module.startswith("pyro_bpq.reruns.") for _, module in frames()):
                 self._refuse(
                     "it draws values that are no sites, and costs that read them are computed again at other values"
                 )
@@ -229,27 +226,18 @@ class _StepCalls(Calls):
 
 def _reader() -> tuple[str, bool]:
     """Where Python reads a number, in words, and whether that is code of the user's."""
-    frames = list(takewhile(lambda frame: _module(frame) != "pyro_bpq.compiled.recorder", _frames()))
-    own = [each for each in frames if not (is_library(_module(each)) or each.f_code.co_filename.startswith("<"))]
-    readers = [each for each in frames if _module(each).startswith(_READERS) and _module(each) not in _WATCHING]
-    for frame in (own or readers)[:1]:
-        file, code = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        text = f", in {frame.f_code.co_name} of {_module(frame)}: {code!r} ({file}:{frame.f_lineno})"
-        return text, bool(own)
+    run = list(takewhile(lambda each: each[1] != "pyro_bpq.compiled.recorder", frames()))
+    own = [each for each in run if not (is_library(each[1]) or each[0].f_code.co_filename.startswith("<"))]
+    readers = [each for each in run if each[1].startswith(_READERS) and each[1] not in _WATCHING]
+    for frame, module in (own or readers)[:1]:
+        code, place = frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return f", in {code.co_name} of {module}: {text_of(frame)!r} ({place})", bool(own)
     return "", False
-
-
-def _frames() -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_stack(None)]
-
-
-def _module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__") or ""
 
 
 def _is_called_by(name: str) -> bool:
     """Whether a function of ours of this name runs."""
-    return any(each.f_code.co_name == name and _module(each).startswith("pyro_bpq.") for each in _frames())
+    return any(each.f_code.co_name == name and module.startswith("pyro_bpq.") for each, module in frames())
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@ r"""What an objective learns, and when: critics, their optimiser, what waits to 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from pyro_bpq.critics.replay_buffer import (
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Staged, Transient, guide_leaves, swapped
 from pyro_bpq.record.further import Hold, StaleError, isolated
-from pyro_bpq.record.statements import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.record.statements import SkipCosts, given_costs
 from pyro_bpq.rollout.sums import Ranks
 from pyro_bpq.step.layout import Layout
 from pyro_bpq.step.learning import critic_loss
@@ -354,13 +353,13 @@ class Replayer:
     ) -> Staged:
         """Runs the programs again, unless they have another structure now."""
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
-        # Where nothing may be called, neither may be a function that was not reached before.
-        skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
         with isolated(seed), torch.enable_grad():
             traced = []
             for program, held, paid in zip(stored.programs, values, costs, strict=True):
+                # Where nothing may be called, neither may be a function that was not reached before.
+                given = SkipCosts(paid, calls=stored.plan is None)
                 try:
-                    with swapped(dict(self._leaves.items), self.slow_guide), Hold(held), skip, GiveCosts(paid):
+                    with swapped(dict(self._leaves.items), self.slow_guide), Hold(held), given:
                         traced.append(owner.run_program(program, stored.particles))
                 except UnsupportedProgramError:
                     raise

@@ -93,7 +93,7 @@ class StepRunner(Runner):
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:
         planner, nesting, number = self.plans.planner, particles.nesting, particles.number
         return TraceOptions(
-            planner.choose, nesting, number, planner.attach, noise=self.noise, jumps=self.recordings.jumps, **more
+            planner.choose, nesting, number, planner.estimator, noise=self.noise, jumps=self.recordings.jumps, **more
         )
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:

@@ -106,13 +106,6 @@ class Planner:
         """Whether program order serves a run well: rows of plates, choices at sites and dear costs need the graph."""
         return not traced.is_dear and all(traced.options[n].is_open and not traced.plates[n] for n in traced.scored)
 
-    def attach(self, infer: Mapping[str, Any]) -> Any:
-        """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
-        options = infer.get("bpq")
-        # What is no dictionary is refused with the site's other options.
-        chosen = (options.get("estimator") if isinstance(options, Mapping) else None) or self.estimator
-        return chosen if isinstance(chosen, Estimator) and chosen.attaches else None
-
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """Plans the steps on a structure.
 

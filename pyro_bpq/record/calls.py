@@ -184,10 +184,9 @@ def catcher(outer: FrameType | None) -> FrameType | None:
     A ``with`` counts where the function names ``suppress``. Other context managers are taken to let errors through, and
     so are libraries.
     """
-    for frame in _frames(outer):
-        if not is_library(frame.f_globals.get("__name__") or ""):
-            if any(start <= frame.f_lasti < end for start, end in _caught(frame.f_code)):
-                return frame
+    for frame, module in frames(outer):
+        if not is_library(module) and any(start <= frame.f_lasti < end for start, end in _caught(frame.f_code)):
+            return frame
     return None
 
 
@@ -199,11 +198,11 @@ def entering() -> FrameType:
     return frame
 
 
-def _frames(outer: FrameType | None = None) -> Iterator[FrameType]:
-    """The functions that run, from the one that called the caller to one that is ``outer``."""
+def frames(outer: FrameType | None = None) -> Iterator[tuple[FrameType, str]]:
+    """The functions that run, from the one that called the caller to one that is ``outer``, and their modules."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame is not outer:
-        yield frame
+        yield frame, frame.f_globals.get("__name__") or ""
         frame = frame.f_back
 
 
@@ -225,8 +224,7 @@ def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 def is_library_check() -> bool:
     """Whether the nearest caller outside of torch's internals and of this package is one of the libraries."""
-    for frame in _frames():
-        module = frame.f_globals.get("__name__") or ""
+    for frame, module in frames():
         if module.startswith(_LIBRARIES):
             return frame.f_code.co_name != "__eq__"  # the caller of == gets the answer
         if module != "torch" and not module.startswith(("torch.", "pyro_bpq.")):
@@ -236,9 +234,12 @@ def is_library_check() -> bool:
 
 def line_of_the_program() -> str:
     """The line of the program that runs."""
-    for frame in _frames():
-        module = frame.f_globals.get("__name__") or ""
+    for frame, module in frames():
         if not module.startswith(("torch", "pyro.", *OWN)) and not frame.f_code.co_filename.startswith("<"):
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            return f"{text!r} in {frame.f_code.co_name}, line {frame.f_lineno}"
+            return f"{text_of(frame)!r} in {frame.f_code.co_name}, line {frame.f_lineno}"
     return "a library"
+
+
+def text_of(frame: FrameType) -> str:
+    """The line of a function that runs."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

@@ -40,20 +40,17 @@ class Pattern:
     number: int  # number of components `D` of the site
 
     @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all rows of the cost are alike."""
-        return math.prod(self.shape[: len(self.shape) - self.event_ndim]) == 1
-
-    @cached_property
-    def _index(self) -> Tensor:
-        """The components with the event dimensions flattened to one."""
-        return torch.tensor(self.components).reshape(*self.shape[: len(self.shape) - self.event_ndim], -1)
+    def _index(self) -> Tensor | None:
+        """The components with the event dimensions flattened to one; ``None`` if each element reads its own."""
+        lead = self.shape[: len(self.shape) - self.event_ndim]
+        is_own = math.prod(lead) == 1 and self.components == tuple(range(self.number))
+        return None if is_own else torch.tensor(self.components).reshape(*lead, -1)
 
     def charge(self, elements: Tensor, batch: torch.Size) -> Tensor:
         """Sums elements ``batch_of_cost + event`` by component, ``batch + (D,)``, with the batch shape of the site."""
         lead = elements.shape[: elements.dim() - self.event_ndim]
         flat = elements.reshape(*lead, -1)
-        if not self.is_uniform or self.components != tuple(range(self.number)):
+        if self._index is not None:
             index = self._index.to(flat.device).expand(flat.shape)
             # Elements that read no component are added to an extra component, which is dropped.
             charged = flat.new_zeros(*lead, self.number + 1)
@@ -91,13 +88,9 @@ def elements_of(site: Any) -> tuple[Tensor, int]:
     """The scaled, masked elements of a log-probability, and their number of event dimensions."""
     is_one = (independent_components(site["fn"]) or 1) == 1
     log_prob, event_ndim = (site["unscaled_log_prob"], 0) if is_one else element_log_prob(site["fn"], site["value"])
-    return weighted_elements(log_prob, event_ndim, site["scale"], site["mask"]), event_ndim
-
-
-def weighted_elements(elements: Tensor, event_ndim: int, *weights: Any) -> Tensor:
-    """The elements of a log-probability, with the scale and the mask of its batch."""
+    weights = [site["scale"], site["mask"]]
     wide = [w.reshape(w.shape + (1,) * event_ndim) if isinstance(w, Tensor) else w for w in weights]
-    return scale_and_mask(elements, *wide)
+    return scale_and_mask(log_prob, *wide), event_ndim
 
 
 def labels_of(

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import is_of_critic
 from pyro_bpq.record.function import Function, Uncut, flat, seeded
-from pyro_bpq.record.laws import mapped
+from pyro_bpq.record.laws import mapped, tensors_of
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import Bound
 from pyro_bpq.record.statements import Answers
 from pyro_bpq.record.traced_run import TracedRun, named, record_run
 from pyro_bpq.record.values import Value, put_back
-from pyro_bpq.record.watch import samples
+from pyro_bpq.record.watch import gradients_of, samples
 
 # What of a site's message is computed anew.
 _PARTS = ("fn", "value", "log_prob", "unscaled_log_prob", "log_prob_sum", "score_parts", "scale", "mask")
@@ -120,10 +120,8 @@ def _weigh(site: Any, scale: Any, mask: Any) -> None:
 
 def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:
     """The tensors of traces in a fixed order."""
-    found: list[Tensor] = []
-    for trace in (guide_trace, model_trace):
-        _changed(trace, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+    sites = [*samples(guide_trace).values(), *samples(model_trace).values()]
+    return tensors_of([site[part] for site in sites for part in _PARTS if part in site])
 
 
 def _changed(trace: Any, change: Callable[[Tensor], Tensor]) -> Trace:
@@ -162,11 +160,8 @@ def gradients_agree(traced: TracedRun, bound: Bound) -> bool:
     values = {site.value: traced.run.sites[name].value for name, site in bound.recorded.drawn.items()}
     (again,) = function.at({**bound.tensors, **values})
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
-    native = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
-    if not again.requires_grad:
-        return all(gradient is None for gradient in native)
-    other = torch.autograd.grad(again, leaves, allow_unused=True, retain_graph=True)
-    return all(_agree(*pair) for pair in zip(native, other, strict=True))
+    native, other = (gradients_of(total, leaves, retain_graph=True) for total in (loss, again))
+    return all(_agree(native.get(leaf), other.get(leaf)) for leaf in leaves)
 
 
 def _agree(first: Tensor | None, second: Tensor | None) -> bool:

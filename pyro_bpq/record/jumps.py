@@ -91,34 +91,21 @@ def _with_switches(function: Function, number: int) -> Function:
     return replace(function, nodes=tuple(nodes), wanted=wanted)
 
 
-def may_jump(recorded: Recorded, names: Set[str], passing: Set[str]) -> bool:
-    """Whether an operator between some sites and the costs may switch."""
-    sites, through = ({recorded.drawn[name].value for name in own} for own in (names, passing))
-    costs = [value for cost, value in recorded.costs.items() if recorded.can_compute(cost)]
-    return bool(switches(recorded.recording.cut(costs, sites, through, sees_all=True), sites))
-
-
 @torch.no_grad()
-def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed: int) -> Jump | None:
+def jump_of(bound: Bound, name: str, values: Mapping[str, Value], whole: Function, seed: int) -> Jump | None:
     """The largest jump of a cost on lines from the value of a site to others that are drawn; ``None`` if none jumps.
 
     Each line is halved until the two sides of a switch are close. A cost jumps if it changes between them by more than
     it has changed on either side, in the last half of the halvings. That is computed in double precision.
 
     Args:
-        recorded: A recorded run.
-        bound: Its tensors.
+        bound: A recorded run.
         name: The site.
-        passing: Sites that pass on what their laws are made of.
+        values: Costs that can be computed again.
+        whole: The operators between the sites and these costs.
         seed: Seed of the draws; the global generators stay as they are.
-
-    Raises:
-        Uncut: If a cost cannot be computed again.
     """
-    recording, site = recorded.recording, recorded.drawn[name].value
-    through = frozenset(recorded.drawn[other].value for other in passing - {name})
-    values = {cost: value for cost, value in recorded.costs.items() if recorded.can_compute(cost)}
-    whole = recording.cut(values.values(), {site}, through)
+    recording, site = bound.recorded.recording, bound.recorded.drawn[name].value
     moving = {site}.union(*map(results_of, whole.reading({site})))
     found, costs = switches(whole, {site}), [cost for cost in values if values[cost] in moving]
     if not found or not costs:
@@ -129,7 +116,7 @@ def jump_of(recorded: Recorded, bound: Bound, name: str, passing: Set[str], seed
     draws = [bound.again((), redrawn=frozenset((name,)), seed=seed + i)[name] for i in range(number)]
     tensors, right = doubled(bound.tensors), torch.stack(draws).double()
     left, tensors[site] = tensors[site].expand_as(right), right
-    function = _with_switches(recording.cut(wanted, {site}, through), len(costs)).in_double().in_rows({site}, tensors)
+    function = _with_switches(whole.cut(wanted, {*whole.given}), len(costs)).in_double().in_rows({site}, tensors)
 
     # What each column of the costs, and of the switches, belongs to.
     owners = [name for name, size in zip((*costs, *found.values()), sizes, strict=True) for _ in range(size)]
@@ -204,6 +191,10 @@ def path_of(recorded: Recorded, names: Set[str], has_counters: bool) -> Path:
     return Path([read for mask, read in recording.told if mask & ~bits], found)
 
 
+def _is_delta(fn: Any) -> bool:
+    return isinstance(base_distribution(fn), Delta)
+
+
 def open_sites(run: TracedRun) -> frozenset[str]:
     """The sites of a recorded run whose gradient is pathwise, and that nobody chose an estimator for."""
     assert run.recorded is not None
@@ -211,7 +202,7 @@ def open_sites(run: TracedRun) -> frozenset[str]:
         name
         for name, site in run.run.sites.items()
         if name in run.recorded.drawn and run.infos[name].has_rsample and run.options[name].estimator is None
-        if site.value.requires_grad and not carried(site.value) and not isinstance(base_distribution(site.fn), Delta)
+        if site.value.requires_grad and not carried(site.value) and not _is_delta(site.fn)
     )
 
 
@@ -248,11 +239,17 @@ def jumps_of(
     # Looked at are the first recorded run, the second, the fourth, and so on.
     if (looks + 1).bit_count() > 1:
         return
-    passing = frozenset(n for n in recorded.drawn if isinstance(base_distribution(run.run.sites[n].fn), Delta))
-    bound = run.bound(recorded, call)
-    for name in sorted(sites) if may_jump(recorded, sites, passing) else ():
+    # Deltas pass on what their laws are made of.
+    passing = {own.value for name, own in recorded.drawn.items() if _is_delta(run.run.sites[name].fn)}
+    values = {cost: value for cost, value in recorded.costs.items() if recorded.can_compute(cost)}
+    try:
+        whole = recorded.recording.cut(values.values(), redrawn=passing)
+    except Uncut:
+        return
+    bound, moved = run.bound(recorded, call), {recorded.drawn[name].value for name in sites}
+    for name in sorted(sites) if switches(whole, moved) else ():
         try:
-            jump = jump_of(recorded, bound, name, passing, 1 + looks)
+            jump = jump_of(bound, name, values, whole, 1 + looks)
         except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
             continue  # a program may fail in any way at other values
         if jump is not None:

@@ -44,7 +44,6 @@ class Effects(NamedTuple):
     is_blank: bool = False  # only the shape of its argument matters
     is_random: bool = False  # draws from a generator
     is_total: bool = False  # never fails because of a value
-    is_plain: bool = True  # does nothing of this but, maybe, give a view
 
 
 @cache
@@ -78,11 +77,10 @@ def effects_of(func: Any) -> Effects:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
     is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
-    is_plain = kind == Effects(name, is_view=kind.is_view)
     # What is made of other operators, as inference mode shows, may give back what it took.
     hides = _SHARING.fullmatch(name) or func._can_decompose()
     allocates = not hides and all(result.alias_info is None for result in schema.returns)
-    return kind._replace(is_plain=is_plain, is_total=is_total, allocates=allocates)
+    return kind._replace(is_total=is_total, allocates=allocates)
 
 
 def sizing(kind: Effects, args: Any) -> Any:

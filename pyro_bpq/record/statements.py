@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import pyro
@@ -160,34 +160,29 @@ class _Cost(TorchDistribution):
         return ScoreParts(self.value, 0, self.value)  # type: ignore[arg-type]
 
 
-class _Further(Messenger):
-    """Around runs that are no step's own."""
+class SkipCosts(Messenger):
+    """Around runs that are no step's own: skips the functions of costs.
+
+    Args:
+        values: What functions have returned earlier; these costs have these values.
+        calls: Whether the functions of other costs are called all the same.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor] = MappingProxyType({}), calls: bool = False) -> None:
+        super().__init__()
+        self.values, self.calls = values, calls
+
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        known = self.values.get(msg["name"])
+        if known is not None or not self.calls:
+            msg["value"], msg["done"] = None if known is None else known.clone(), True
+            msg["infer"]["is_called"] = False
 
     def _pyro_bpq_external(self, msg: Any) -> None:
         raise UnsupportedProgramError(
             f"The programs run once more, but {msg['args'][0].name} is called in a step's own run alone. Vectorised "
             "particles need max_plate_nesting; replay and proximal steps need pyro_bpq.cost(name, function, z) instead."
         )
-
-
-class SkipCosts(_Further):
-    """Skips the functions of costs."""
-
-    def _pyro_bpq_cost(self, msg: Any) -> None:
-        msg["done"], msg["infer"]["is_called"] = True, False
-
-
-class GiveCosts(_Further):
-    """Gives costs the values that their functions returned earlier, instead of calling the functions."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_bpq_cost(self, msg: Any) -> None:
-        if msg["name"] in self.values:
-            msg["value"], msg["done"] = self.values[msg["name"]].clone(), True
-            msg["infer"]["is_called"] = False
 
 
 def given_costs(trace: Any) -> dict[str, Tensor]:

@@ -70,8 +70,7 @@ class Tape(Ledger, TorchDispatchMode):
         self.steering = 0
         self.positions = 0  # sources that have chosen a view
         self.has_ended = False  # whether the program has: what is read from then on steers nothing
-        self._calls_open: list[tuple[int, set[int]]] = []
-        self._states: dict[int, int] = {}  # what objects have been handed, by what is called
+        self._calls_open: list[tuple[int, set[int], int, int]] = []
         self._stacks: dict[Value, Stack] = {}
         self._calls = Calls(self)
         self._stack: ExitStack | None = None
@@ -245,7 +244,7 @@ class Tape(Ledger, TorchDispatchMode):
         # The autograd graph of a view holds the view's position as a plain number.
         positions = self.positions if self.positions and torch._C._current_graph_task_id() != -1 else 0
         mask = self.steering | positions | (0 if kind.is_blank else taken.mask)
-        is_of_stack = kind.name in _OF_STACKS and kind.is_plain and not positions
+        is_of_stack = kind.name in _OF_STACKS and not (kind.writes or positions)
         stack = self._stack_of(kind.name, taken, args) if is_of_stack else None
         own: Sequence[int] = ()
         if stack is not None:
@@ -290,19 +289,19 @@ class Tape(Ledger, TorchDispatchMode):
 
     def open_call(self) -> None:
         """Call it right before such a function runs."""
-        self._calls_open.append((self.steering, {key for key, known in self.storages.items() if known.shared}))
+        shared = {key for key, known in self.storages.items() if known.shared}
+        self._calls_open.append((self.steering, shared, len(self.guards), len(self.told)))
 
-    def close_call(self, owner: Any, args: Any, result: Any) -> int:
+    def close_call(self, args: Any, result: Any) -> int:
         """Call it right after: only the result depends on what the function has read, whose sources are returned.
 
-        It has its own memory. It depends on the arguments, too, and on earlier calls of the same object (a bound
-        method, a callable with state).
+        It has its own memory. It depends on the arguments, too.
         """
-        before, shared = self._calls_open.pop()
+        before, shared, guards, told = self._calls_open.pop()
+        # What is read within switches nothing.
+        del self.guards[guards:], self.told[told:]
         mask = self.mask_of(args) | self.mask_of(result) | (self.steering & ~before)
         self.steering = before
-        if owner is not None:
-            mask = self._states[id(owner)] = mask | self._states.get(id(owner), 0)
         for key, known in self.storages.items():
             # Memory that only this call saw from outside of torch is no longer shared.
             known.shared = known.shared and key in shared

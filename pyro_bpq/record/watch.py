@@ -40,8 +40,7 @@ class TraceOptions:
     choose: Callable[[SiteInfo, SiteOptions], Estimator]  # returns the estimator of a site
     max_plate_nesting: float = math.inf  # bound on the number of nested plates, for Pyro's shape checks
     num_particles: int = 1  # number of particles in all runs of the step
-    # Returns the estimator in a site's `infer`, if that estimator attaches a gradient to the site's value
-    attach: Callable[[Mapping[str, Any]], Any] | None = None
+    estimator: Estimator | None = None  # that of sites that name none, if the user has chosen one
     track: bool = False  # whether the run is recorded
     call: Call = field(default_factory=Call)  # what the call of the programs looks like
     noise: Callable[[], torch.Generator] = torch.Generator  # makes the generator that such estimators draw from
@@ -97,20 +96,17 @@ class Watch(Messenger):
             msg["fn"] = rebased(msg["fn"], lambda base: base, has_rsample=False)
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        self._note(msg)
-        if self.tape is not None:
-            self.escaped[self.is_guide, msg["name"]] = self.tape.steering
-
-    def _note(self, msg: Any) -> None:
         name = msg["name"]
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[name] = msg["value"]
-            return
-        self.met[self.where][name] = msg
-        if is_enumerated(msg):
-            self._enumerate(msg)
-        elif self.is_guide and not msg["is_observed"]:
-            self._draw(msg)
+        else:
+            self.met[self.where][name] = msg
+            if is_enumerated(msg):
+                self._enumerate(msg)
+            elif self.is_guide and not msg["is_observed"]:
+                self._draw(msg)
+        if self.tape is not None:
+            self.escaped[self.is_guide, name] = self.tape.steering
 
     def _draw(self, msg: Any) -> None:
         """Makes the value that the guide has drawn a source."""
@@ -153,9 +149,11 @@ class Watch(Messenger):
                 check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
         # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
         if self.tape is not None and not msg["infer"]["exact"]:
-            result = msg["value"]
-            mask = self.tape.close_call(owner_of(msg["args"][2]), msg["args"][3:], result)
+            result, owner = msg["value"], owner_of(msg["args"][2])
+            # It depends on earlier calls of the same object, too.
+            mask = self.tape.close_call([msg["args"][3:], self.memories.get(id(owner), ())], result)
             self.tape.made(same, (result,), result, mask)
+            self.memories.update({} if owner is None else {id(owner): [result]})
             self.tape.hide(result, "a function of a cost")
 
     def _pyro_bpq_external(self, msg: Any) -> None:
@@ -169,10 +167,7 @@ class Watch(Messenger):
         before = attributes_of(external.owner)
         self._hand(tape, external, given)
         tape.open_call()
-        notes = [(own, len(own)) for own in (tape.guards, tape.told)]
         msg["value"] = self.options.answers.to(external, *given)
-        for own, number in notes:  # what is read within switches nothing
-            del own[number:]
         after = attributes_of(external.owner)
         state |= {name for name in before | after if before.get(name) != after.get(name)}
         self._answered(tape, external, [*tensors_in(given)], [*tensors_in(msg["value"])], msg)
@@ -189,7 +184,7 @@ class Watch(Messenger):
 
     def _answered(self, tape: Tape, external: Any, handed: list[Tensor], results: list[Tensor], msg: Any) -> None:
         """Notes that results read what was handed over, now and earlier."""
-        owner, mask = id(external.owner), tape.close_call(None, handed, results)
+        owner, mask = id(external.owner), tape.close_call(handed, results)
         read = [*handed, *self.memories.get(owner, ())]
         names = tape.sources_of(read)
         if unseen := sorted(tape.names(mask) - names):
@@ -223,12 +218,12 @@ class Watch(Messenger):
 
     def _attach(self, msg: Any) -> None:
         """Attaches a gradient to the value of a site, if the estimator of the site does so."""
-        attach, name = self.options.attach, msg["name"]
-        estimator = None if attach is None else attach(msg["infer"])
+        name = msg["name"]
+        estimator = site_options(name, msg["infer"]).estimator or self.options.estimator
         # A value that was set from outside does not depend on the parameters.
-        if estimator is None or name in self.given or (has_rsample(msg) and not estimator.corrects):
+        if estimator is None or not estimator.attaches or name in self.given:
             return
-        if self._choose(msg) == estimator:
+        if (estimator.corrects or not has_rsample(msg)) and self._choose(msg) == estimator:
             try:
                 msg["value"] = estimator.at(self.options.step).attach(msg["fn"], msg["value"], self._noise)
             except UnsupportedSiteError as error:
