@@ -30,9 +30,8 @@ from pyro_bpq.compiled.subject import (
 )
 from pyro_bpq.compiled.watch import NotYet, StepTape, first_line
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.function import results_of
 from pyro_bpq.record.key import Call, kind_of
-from pyro_bpq.record.values import Node, RecordingError, Value
+from pyro_bpq.record.values import Node, RecordingError, Value, results_of
 from pyro_bpq.record.watch import gradients_of, inputs_of, leaf_of
 from pyro_bpq.rollout.runs import RecordedStep, scheduled
 

@@ -71,6 +71,7 @@ class StepTape(Tape):
         self.own_noise: list[tuple[Noise, Tensor]] = []
         self.scheduled: list[tuple[Callable[[int], float], Tensor]] = []
         self.refused: Unrecordable | None = None
+        self.rows: list[tuple[Tensor, Any]] = []  # copies, where the program has taken a view, and its index
         self._first_seed, self._calls = first_seed, _StepCalls(self)
         # Where the call has its data, by the identity of tensors.
         self._data = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
@@ -78,6 +79,10 @@ class StepTape(Tape):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         put_back(self.written)
+        if any(known.last_write is not None for row, _ in self.rows for known in self.storages.behind(row)):
+            self.refused = self.refused or Unrecordable(
+                "it writes into a row whose number a tensor holds, as by x[z].add_(1): write x[z] = x[z] + 1"
+            )
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
 
@@ -219,9 +224,14 @@ class _StepCalls(Calls):
 
     def index(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Takes a scalar in an index as an index."""
-        if has_scalars(args[1]):
-            func = put if func is Tensor.__setitem__ else selected
-        return func(*args)
+        if not has_scalars(args[1]):
+            return func(*args)
+        if func is Tensor.__setitem__:  # x[i] += 1 puts back the row that it has taken
+            self.tape.rows = [own for own in self.tape.rows if not (own[0] is args[2] and own[1] is args[1])]
+            return put(*args)
+        row = selected(*args)
+        self.tape.rows.append((row, args[1]))
+        return row
 
 
 def _reader() -> tuple[str, bool]:

@@ -22,11 +22,10 @@ from pyro_bpq.graph.scg import (
     cost_of_model,
 )
 from pyro_bpq.record.components import Pattern, Patterns
-from pyro_bpq.record.function import values_in
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import Recorded
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.values import Node, Value
+from pyro_bpq.record.values import Node, Value, values_in
 from pyro_bpq.record.watch import carried, samples
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.step.classes import Known

@@ -115,7 +115,13 @@ class Calls(TorchFunctionMode):
             tape.steer(tape.mask_of(args))
             raise
         tape.positions |= mask
+        memory = tape.storages.behind(args[0])
+        for known in memory if again is put else ():
+            # x[i] += y puts the row back that it has taken, so that nothing of it is lost.
+            known.index = None if known.index is args[1] else known.index
         tape.made(again, (*args, *kwargs.values()), result, targets=written)
+        for known in memory if again is selected else ():
+            known.index = args[1]
         if torch._C._functorch.maybe_current_level() is not None and result is not None:
             tape.hide(result, func.__name__)
         return result

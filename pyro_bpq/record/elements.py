@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, values_in
+from pyro_bpq.record.function import Function
 from pyro_bpq.record.operators import MASKS, copied, effects_of, filled, one_hot, remade, selected, written
-from pyro_bpq.record.values import Value
+from pyro_bpq.record.values import Value, values_in
 
 NONE, MANY = -1, -2
 """``NONE``: reads no element of the source. ``MANY``: reads several, or an unknown one."""

@@ -18,22 +18,7 @@ from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.laws import Draw, rows_of
 from pyro_bpq.record.operators import copied, effects_of, filled, written, written_arguments
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.values import Node, Notes, Value
-
-
-def values_in(item: Any) -> Iterator[Value]:
-    """The values among the arguments or results of a node, within lists too."""
-    if item.__class__ is Value:
-        yield item
-    elif item.__class__ is tuple or item.__class__ is list:
-        for part in item:
-            yield from values_in(part)
-
-
-def results_of(node: Node) -> list[Value]:
-    """The values that a node makes, those that it writes included."""
-    own = [node.result] if node.result.__class__ is Value else [*values_in(node.result)]
-    return own + [new for _, new in node.written] if node.written else own
+from pyro_bpq.record.values import Node, Notes, Value, results_of, values_in
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # torch's transforms ask for the representation

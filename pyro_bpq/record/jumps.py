@@ -14,12 +14,12 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, Uncut, results_of
+from pyro_bpq.record.function import Function, Uncut
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, doubled
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.values import Node, Value
+from pyro_bpq.record.values import Node, Value, results_of
 from pyro_bpq.record.watch import carried
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number as in_short

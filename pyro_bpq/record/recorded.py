@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.record.components import Drawn, Pattern, Scored, patterns_of, rows_that_meet
-from pyro_bpq.record.function import Check, Function, Recording, Uncut, results_of
+from pyro_bpq.record.function import Check, Function, Recording, Uncut
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.values import Value
+from pyro_bpq.record.values import Value, results_of
 
 # Largest number of cost elements in rows that run at once.
 MOST_ELEMENTS = 1 << 21

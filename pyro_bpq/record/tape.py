@@ -320,7 +320,7 @@ class Tape(Ledger, TorchDispatchMode):
 
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""
-        before, taken = self.targets(targets), self.taken(args)
+        taken, before = self.taken(args), self.targets(targets)
         mask |= taken.mask | self.steering
         self.note(func, taken, self.bind_all(result, mask), mask, before)
 

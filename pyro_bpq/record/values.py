@@ -44,6 +44,21 @@ class Node(NamedTuple):
     after: tuple[int, ...] = ()  # earlier nodes whose writes into the memory of its arguments it sees
 
 
+def values_in(item: Any) -> Iterator[Value]:
+    """The values among the arguments or results of a node, within lists too."""
+    if item.__class__ is Value:
+        yield item
+    elif item.__class__ is tuple or item.__class__ is list:
+        for part in item:
+            yield from values_in(part)
+
+
+def results_of(node: Node) -> list[Value]:
+    """The values that a node makes, those that it writes included."""
+    own = [node.result] if node.result.__class__ is Value else [*values_in(node.result)]
+    return own + [new for _, new in node.written] if node.written else own
+
+
 class Guard(NamedTuple):
     """What Python read from a value that no source reaches."""
 
@@ -136,6 +151,7 @@ class Known(weakref.ref[Any]):
     inputs: tuple[Value, ...] = ()  # the inputs in it
     written: int = 0  # the sources of what was written into it
     last_write: int | None = None  # the last node that wrote into it
+    index: Any = None  # that of the last view of it which a recording makes a copy of
 
 
 class Table(dict[int, Known]):
@@ -218,13 +234,16 @@ class Ledger(Notes):
         if isinstance(item, Tensor):
             known = self._tensors.get(id(item))
             value = self._arrived(item) if known is None else known.value
-            self._reads.append(value)
-            self._mask |= self.masks[value]
             for storage in memory_of(item) if self.has_writes else ():
                 memory = self.storages.get(id(storage))
                 if memory is not None and memory.last_write is not None:
+                    if memory.index is not None and value < min(results_of(self.nodes[memory.last_write]), default=0):
+                        value = self.bind(item, self.masks[value])
+                        self.opaque[value] = "a write into a row, or into a tensor with a row that is in use"
                     self._mask |= memory.written
                     self._after = (*self._after, memory.last_write)
+            self._reads.append(value)
+            self._mask |= self.masks[value]
             return value
         kind = item.__class__
         if kind is Value:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.record.components import Drawn
-from pyro_bpq.record.function import Function, flat, results_of, values_in
+from pyro_bpq.record.function import Function, flat
 from pyro_bpq.record.operators import PASSING, effects_of
 from pyro_bpq.record.recorded import Bound
-from pyro_bpq.record.values import Value
+from pyro_bpq.record.values import Value, results_of, values_in
 
 
 class Expansion(NamedTuple):

@@ -92,6 +92,8 @@ def is_alike(values: Values, number: int) -> bool:
     (run,), (recorded,), (among,), index = values.traced, values.recorded, values.bound, torch.tensor([number])
     alone = values.of_particle(index)
     own = alone.recorded
+    if not (run.is_dear or all(map(own.can_compute, own.costs))):
+        return False
     names = [name for name in own.costs if name in recorded.costs and own.can_compute(name) and not own.draws(name)]
     found = alone.again(names)
     if all(_is_close(found[name], values.particle_of(run.run.costs[name], index)) for name in names):
