@@ -240,11 +240,13 @@ class CriticBank(nn.Module):
         tensors = ((f"{key}.{name}", t) for key in names for name, t in named_tensors(self.blocks[key]).items())
         return {name: tensor for name, tensor in tensors if tensor.requires_grad}
 
-    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """Gradients of a loss, by name of the weight; only the blocks selected since :meth:`tidy` can have one."""
+    def gradients(
+        self, loss: Tensor, blocks: Iterable[str] | None = None, retain_graph: bool = False
+    ) -> dict[str, Tensor]:
+        """Gradients of a loss, by name of the weight; ``None`` stands for the blocks selected since :meth:`tidy`."""
         # Sorted, because all processes that learn together need the same order.
-        weights = self.weights(sorted(self._touched))
-        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        weights = self.weights(sorted(self._touched) if blocks is None else blocks)
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, retain_graph=retain_graph)
         return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
     @property

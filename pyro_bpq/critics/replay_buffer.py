@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_bpq.errors import Checked, OptionError, one_of, whole
 from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.rollout.runs import Particles, Run
+from pyro_bpq.rollout.runs import Particles
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ class StoredRollout:
     @property
     def learned(self) -> tuple[str, ...]:
         """Sites with a learned Q-node, in program order."""
-        return learned_sites(self.network)
+        names = {node.site for node in self.network.learned}
+        return tuple(node.name for node in self.network.graph.nodes if node.name in names)
 
 
 class ReplayBuffer:
@@ -192,12 +193,6 @@ class ReplayBuffer:
 # learn from the same rollout if every held site that affects its costs is in ``An_Z + Z``.
 
 
-def learned_sites(network: BackpropQNetwork) -> tuple[str, ...]:
-    """Sites with a learned Q-node, in program order."""
-    names = {node.site for node in network.learned}
-    return tuple(node.name for node in network.graph.nodes if node.name in names)
-
-
 def known_sites(network: BackpropQNetwork, site: str) -> frozenset[str]:
     """The sites that the Q-functions of a site condition on: ``An_X + X``, in history form all up to X."""
     graph = network.graph
@@ -230,10 +225,3 @@ def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
         if not bits & relevant & ~graph.known_bits(graph.index[node.site], network.form):
             found.add(node.name)
     return frozenset(found)
-
-
-def stored_values(network: BackpropQNetwork, run: Run, subsamples: Mapping[str, Any], form: str) -> dict[str, Tensor]:
-    """The tensors of a run that a rollout stores: values that some update holds, and subsample indices."""
-    wanted = frozenset[str]().union(*(held_sites(network, site, form) for site in learned_sites(network)))
-    values = {name: site.value.detach().clone() for name, site in run.sites.items() if name in wanted}
-    return {**values, **{name: index.clone() for name, index in subsamples.items()}}

@@ -138,28 +138,6 @@ def check_discount(network: BackpropQNetwork, gamma: float) -> None:
         )
 
 
-def lambda_return_solve(
-    rule: Tensor, roots: Tensor, ahead: Tensor, learned: Tensor, lam: Tensor, gamma: float
-) -> Tensor:
-    r"""The lambda-returns of Q-nodes with the same plates, by one triangular solve.
-
-        (1 - γ R diag(λ)) G = roots + γ R (ahead - λ learned),   roots already discounted by γ
-
-    Args:
-        rule: Matrix ``R`` of the averages, ``(Q, Q)``, strictly upper triangular: nodes in program order.
-        roots: Costs among the children, times ``γ``, ``(Q, ...)``, in nats.
-        ahead: ``E_Y[Q_Y]`` of each node, ``(Q, ...)``; ``γ`` times the immediate cost of a node that is not learned.
-        learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
-        lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
-        gamma: Discount per edge.
-    """
-    shape = roots.shape
-    flat = shape[0], -1
-    right = roots.reshape(flat) + gamma * rule @ (ahead.reshape(flat) - lam.unsqueeze(1) * learned.reshape(flat))
-    system = torch.eye(shape[0], dtype=rule.dtype, device=rule.device) - gamma * rule * lam
-    return torch.linalg.solve_triangular(system, right, upper=True, unitriangular=True).reshape(shape)
-
-
 @dataclass(frozen=True)
 class Rules:
     """The rules of a network as matrices: averages over Q-nodes and over costs, and immediate costs."""
@@ -189,14 +167,26 @@ def network_rules(network: BackpropQNetwork, like: Tensor) -> Rules:
 
 
 def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:
-    r"""The lambda-returns ``(Q, ...)`` of Q-nodes with the same plates, in nats.
+    r"""The lambda-returns ``(Q, ...)`` of Q-nodes with the same plates, in nats, by one triangular solve.
 
-    ``mean`` is ``E_Y[Q_Y]`` of each node without its immediate costs, zero if not learned; for the others see
-    :func:`lambda_return_solve`. The discount is not 1 only if no edge passes levels by.
+        (1 - γ R diag(λ)) G = γ roots + γ R (mean + γ immediate - λ learned)
+
+    The discount is not 1 only if no edge passes levels by.
+
+    Args:
+        rules: The averages ``R`` over Q-nodes, the costs among the children, and the immediate costs.
+        costs: The costs, ``(costs, ...)``, in nats.
+        mean: ``E_Y[Q_Y]`` of each node without its immediate costs, ``(Q, ...)``; zero for one that is not learned.
+        learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
+        lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
+        gamma: Discount per edge.
     """
+    rule, flat = rules.within, (len(mean), -1)
     ahead = mean if rules.immediate is None else mean + gamma * (rules.immediate @ costs)
     roots = torch.zeros_like(mean) if rules.root is None else gamma * (rules.root @ costs)
-    return lambda_return_solve(rules.within, roots, ahead, learned, lam, gamma)
+    right = roots.reshape(flat) + gamma * rule @ (ahead.reshape(flat) - lam.unsqueeze(1) * learned.reshape(flat))
+    system = torch.eye(len(mean), dtype=rule.dtype, device=rule.device) - gamma * rule * lam
+    return torch.linalg.solve_triangular(system, right, upper=True, unitriangular=True).reshape(mean.shape)
 
 
 def advantages(

@@ -14,7 +14,7 @@ from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import CriticBank, Write, named_tensors
-from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer, SlowTracking, track
+from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer, SlowTracking
 from pyro_bpq.critics.replay_buffer import (
     Replay,
     ReplayBuffer,
@@ -22,7 +22,6 @@ from pyro_bpq.critics.replay_buffer import (
     held_sites,
     known_sites,
     off_policy_plan,
-    stored_values,
     trainable,
 )
 from pyro_bpq.errors import UnsupportedProgramError
@@ -249,8 +248,8 @@ class Replayer:
         network = layout.network
         if network is None or not network.learned:
             return
-        form = self._form(layout.is_steered)
-        values = tuple(stored_values(network, own.run, own.subsamples, form) for own in staged.traced)
+        drawn = [{n: site.value for n, site in own.run.sites.items()} | {**own.subsamples} for own in staged.traced]
+        values = tuple({name: value.detach().clone() for name, value in own.items()} for own in drawn)
         key, programs = staged.traced[0].key, staged.programs
         stored = StoredRollout(key, network, values, programs, staged.particles, layout.is_steered)
         if self.replay.costs == "stored":
@@ -259,11 +258,11 @@ class Replayer:
         if self.slow is not None and self.slow.guide:
             leaves = guide_leaves(staged.traced[0], staged.programs[0][1])
             self._leaves = Transient(leaves.items())
-            known = self.slow_guide
-            moved = {n: known[n].clone() for n, own in leaves.items() if n in known and known[n].shape == own.shape}
-            track([*moved.values()], [leaves[name].detach() for name in moved], self.slow.rate)
-            new = {name: leaf.detach().clone() for name, leaf in leaves.items() if name not in moved}
-            self.slow_guide = {**known, **moved, **new}
+            now = {name: leaf.detach() for name, leaf in leaves.items()}
+            # One that is new, or has another shape, begins where the guide is.
+            known = now | {n: own for n, own in self.slow_guide.items() if n in now and own.shape == now[n].shape}
+            moved = {name: torch.lerp(own, now[name], self.slow.rate) for name, own in known.items()}
+            self.slow_guide = {**self.slow_guide, **moved}
 
     def gradients(self, owner: PlannedObjective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
         """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
@@ -372,19 +371,17 @@ class Replayer:
 
 
 def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:
-    """What else is stored where costs are not called again: all values, the costs, what learns from them."""
+    """What else is stored where costs are not called again: the costs, and what learns from them."""
     assert layout.network is not None
-    values, costs, names = [], [], set[str]()
+    costs, names = [], set[str]()
     for traced in staged.traced:
-        own = {name: record.value.detach().clone() for name, record in traced.run.sites.items()}
-        values.append({**own, **{name: index.clone() for name, index in traced.subsamples.items()}})
         costs.append(given_costs(traced.guide_trace) | given_costs(traced.model_trace))
         names |= {name for name, options in traced.user_costs.items() if options.is_function}
     expected = {
         name for cls in layout.classes if cls.spec.components and cls.spec.critic is not None for name in cls.names
     }
     plan = off_policy_plan(layout.network, expected, layout.tabled, names)
-    return {"values": tuple(values), "costs": tuple(costs), "plan": plan}
+    return {"costs": tuple(costs), "plan": plan}
 
 
 def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:

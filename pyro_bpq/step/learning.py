@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import Selection, Write
+from pyro_bpq.critics.bank import CriticBank, Selection, Write
 from pyro_bpq.critics.targets import Backups, check_discount, lambda_return, network_rules, solve_rules
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
@@ -310,7 +310,7 @@ def sweep(signals: Signals, learning: Learning, notes: Notes) -> None:
             value, nodes = critic.says.value, critic.group.nodes
             targets = torch.stack([backups.target(node).expand(value.shape[1:]) for node in nodes])
             loss = site_mean((value.detach() - targets).square())
-            _descend(value / critic.unit, targets / critic.unit, critic, learning)
+            _descend(value / critic.unit, targets / critic.unit, critic, signals.bank, learning)
             again = evaluate_critics(signals, critic.group)
             assert again is not None
             for node, target, own, error in zip(nodes, targets, again.says.value.detach(), loss, strict=True):
@@ -320,14 +320,12 @@ def sweep(signals: Signals, learning: Learning, notes: Notes) -> None:
             notes.writes += critic.selection.write("count", critic.selection.read("count") + 1)
 
 
-def _descend(value: Tensor, target: Tensor, critic: CriticBatch, learning: Learning) -> None:
+def _descend(value: Tensor, target: Tensor, critic: CriticBatch, bank: CriticBank, learning: Learning) -> None:
     """One step on half the squared error, averaged over all samples; for tables over the samples of each entry."""
-    blocks = {key: block for key, block, *_ in critic.selection.parts}
-    weights = {f"{key}.{name}": w for key, block in blocks.items() for name, w in block.weights().items()}
     is_table, ranks, error = critic.group.critic.uses_cells, learning.ranks, (value - target).square()
     loss = 0.5 * (error.sum() if is_table else site_mean(error).sum())
-    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, retain_graph=is_table)
-    gradients = {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+    blocks = [key for key, *_ in critic.selection.parts]
+    weights, gradients = bank.weights(blocks), bank.gradients(loss, blocks, retain_graph=is_table)
     # Of a table, the number of samples that read an entry is the derivative of the sum of what was read.
     seen = torch.autograd.grad(value.sum(), [weights[name] for name in gradients]) if is_table else ()
     numbers = dict(zip(gradients, seen, strict=is_table))

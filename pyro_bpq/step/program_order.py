@@ -67,23 +67,21 @@ class RecentCosts:
         self.max_idle = max_idle
         # The sites that were used last are at the end.
         self._costs: dict[str, list[float]] = {}
-        self._baselines: dict[str, float] = {}
 
     def __repr__(self) -> str:
         return f"RecentCosts({len(self._costs)} sites)"
 
     def baselines(self, names: Iterable[str]) -> list[float]:
         """The baseline of each site; zero for new ones."""
-        return [self._baselines.get(name, 0.0) for name in names]
+        return [_centre(self._costs.get(name, [0.0])) for name in names]
 
     def add(self, new: Mapping[str, float]) -> None:
         """Adds the costs that sites had."""
         for name, cost in new.items():
-            costs = [*self._costs.pop(name, ())[1 - TrimmedBaseline.recent :], cost]
-            self._costs[name], self._baselines[name] = costs, _centre(costs)
+            self._costs[name] = [*self._costs.pop(name, ())[1 - TrimmedBaseline.recent :], cost]
         surplus = len(self._costs) - self.max_idle - len(new) if new else 0
         for name in list(islice(self._costs, max(surplus, 0))):
-            del self._costs[name], self._baselines[name]
+            del self._costs[name]
 
     def state_dict(self) -> dict[str, list[float]]:
         """The costs by site."""
@@ -92,7 +90,6 @@ class RecentCosts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
         self._costs = {name: list(costs) for name, costs in state.items()}
-        self._baselines = {name: _centre(costs) for name, costs in self._costs.items()}
 
 
 def _centre(costs: Sequence[float]) -> float:
