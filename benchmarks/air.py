@@ -21,7 +21,6 @@ from common import (
     AVERAGE,
     DEFAULT,
     DEFAULT_COMPILED,
-    DEFAULT_ONE,
     Data,
     Method,
     Race,
@@ -195,7 +194,7 @@ def rows_of(race: Race) -> list[Row]:
 
 
 NET = Method("TraceGraph, net", TraceGraph_ELBO, "net", "TraceGraph")
-METHODS = (DEFAULT, DEFAULT_ONE, replace(DEFAULT_COMPILED, name="default, compiled"), AVERAGE, NET)
+METHODS = (DEFAULT, replace(DEFAULT_COMPILED, name="default, compiled"), AVERAGE, NET)
 
 
 def main() -> None:

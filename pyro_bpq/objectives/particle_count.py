@@ -296,8 +296,9 @@ class _Step:
             return found.staged()
         self._back(draws, found.runs)
         plate = Particles(number, True, False, 1 + self._nesting(found.runs[0]))
-        hidden = Particles(min(number, SOME_PARTICLES), False, True, count.nesting)
-        found, said = self._first_of((plate, hidden), count.one, (found.runs[0], call))
+        number = min(self._good_for(found, 1, is_hidden=True)[0], SOME_PARTICLES)
+        hidden = [Particles(number, False, True, count.nesting)] if number > 1 else []
+        found, said = self._first_of((plate, *hidden), count.one, (found.runs[0], call))
         count.say(said)
         return found
 
@@ -349,14 +350,14 @@ class _Step:
             return "its gradient is not that of its operators, as with hooks or torch.no_grad()"
         return "the costs of a particle depend on the particles that it runs with"
 
-    def _good_for(self, found: Observation, number: int) -> tuple[int, str]:
+    def _good_for(self, found: Observation, number: int, is_hidden: bool = False) -> tuple[int, str]:
         """The number of particles to take for a program, from a run of some number; and why, where it is 1."""
         recordings = self.runner.recordings
         if found.plan is None:
             mode = recordings.mode
             return 1, "sampled values steer the program" if mode == "auto" else f'you wrote structure="{mode}"'
         run, recorded = found.runs[0], recordings.recorded(found.runs[0], number)
-        return num_particles_for(found.plan, run, recorded, number), found.plan.alone
+        return num_particles_for(found.plan, run, recorded, number, is_hidden), found.plan.alone
 
     def _nesting(self, one: TracedRun) -> float:
         """Bound on the number of nested plates, from a run of one particle."""

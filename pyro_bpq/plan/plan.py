@@ -185,7 +185,9 @@ def without_critic(estimators: Mapping[str, Estimator], critics: Mapping[str, Cr
 # How many particles a program is good for, where their number is left open.
 
 
-def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, particles: int = 1) -> int:
+def num_particles_for(
+    plan: Plan, traced: TracedRun, recorded: Recorded | None, particles: int = 1, is_hidden: bool = False
+) -> int:
     r"""Number of particles that a program is good for.
 
         M = min(128, max(4, min(8, 1 + a / 2b), 1 + a / 8b), max(2, 524288 / n))
@@ -200,7 +202,8 @@ def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, 
     them, ``M`` is 2, because it needs no baseline. So do predicted :class:`~pyro_bpq.estimators.Differences`: ``M`` may
     be as low as 2. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
     :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` it is 8, or less if the values of all pairs of particles have more
-    than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
+    than ``2^20`` elements. Particles of programs that do not broadcast, ``is_hidden``, are at most 8, and run where
+    four or more are worth their time. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
     held = frozenset(name for name, may_hold in plan.layers.items() if may_hold)
     stepped = [name for name, spec in plan.layout.specs.items() if isinstance(spec.estimator, Differences)]
@@ -218,6 +221,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, recorded: Recorded | None, 
         is_plain=not (traced.is_dear or traced.untraced or traced.enumerated),
         elements=largest_value(traced),
         particles=particles,
+        is_hidden=is_hidden,
         free=math.inf if particles > 1 else _shared_over_added(recorded),
         flipped=math.inf if particles > 1 else _shared_over_added(recorded, plan.flips),
     )

@@ -266,6 +266,7 @@ class ProgramFacts:
         is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
+        is_hidden: Whether they do not run in a plate.
         noisy: Number of sites of the default's choice whose gradients are noisy.
         stepped: Sites that are served by predicted differences.
         held: Layers that are served by their law given what was drawn after them, if there are enough particles.
@@ -280,6 +281,7 @@ class ProgramFacts:
     is_plain: bool
     elements: int
     particles: int = 1
+    is_hidden: bool = False
     noisy: int = 0
     stepped: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
@@ -296,9 +298,12 @@ class ProgramFacts:
 
 def _worthwhile(program: ProgramFacts, least: int = FEW_PARTICLES) -> int:
     """As many as add little to the time that they share, but not too few."""
-    number = max(least, min(1.0 + program.free / 2, SOME_PARTICLES))
+    number = min(1.0 + program.free / 2, SOME_PARTICLES)
+    if program.is_hidden:  # they are computed beside the program's own run
+        return int(min(number, program.affordable)) if number >= least else 1
+    number = max(number, least)
     if not (program.crossed or program.held):  # these take time by pairs and by rows
-        number = max(number, 1.0 + program.flipped / 8)
+        number = max(number, 2 ** int(math.log2(min(1.0 + program.flipped / 8, MOST_PARTICLES))))
     return int(min(number, MOST_PARTICLES, program.affordable))
 
 
