@@ -139,21 +139,12 @@ def names(graph: StochasticComputationGraph, bits: int) -> list[str]:
 
 
 def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> None:
-    graph = StochasticComputationGraph.from_parents(
-        {"a": [], "b": ["a"], "c": ["a", "b"], "d": ["a"]},
-        {
-            "log q(a)": ["a"],
-            "log q(b)": ["b", "a"],
-            "log q(c)": ["c", "a", "b"],
-            "-log p(a)": ["a", "b"],
-            "-log p(b)": ["b", "c", "d"],
-            "-log p(d)": ["d", "b"],
-            "x": ["a", "b"],
-        },
-    )
-    owned = {"log q(a)": "a", "log q(b)": "b", "log q(c)": "c", "-log p(a)": "a", "-log p(b)": "b", "-log p(d)": "d"}
+    q = {"log q(a)": "a", "log q(b)": "ba", "log q(c)": "cab"}
+    p = {"-log p(a)": "ab", "-log p(b)": "bcd", "-log p(d)": "db"}
+    graph = StochasticComputationGraph.from_parents({"a": "", "b": "a", "c": "ab", "d": "a"}, {**q, **p, "x": "ab"})
+    owned = {name: name[-2] for name in (*q, *p)}
     graph = replace(graph, costs=tuple(replace(cost, site=owned.get(cost.name)) for cost in graph.costs))
-    found = crossings(graph, {name: "q" in name for name in owned})
+    found = crossings(graph, owned)
     by_site = {
         node.name: (names(graph, law), names(graph, value))
         for node, law, value in zip(graph.nodes, found.own_law, found.own_value, strict=True)

@@ -278,14 +278,6 @@ def test_components_are_drawn_as_often_as_their_shares_say() -> None:
 # Immediate costs.
 
 
-def test_immediate_costs_read_no_site_downstream() -> None:
-    plan = trained(LAYERS["bits"], 1, steps=1).plan
-    found = {name: set(site.immediate) for name, site in plan.held.sites.items()}
-    low, top = ({cost_of_guide(name), cost_of_model(name)} for name in ("low", "top"))
-    assert found["low"] == {cost_of_guide("low"), cost_of_model("low only")}
-    assert found["top"] == {*top, *low - {cost_of_guide("low")}, cost_of_model("x")}
-
-
 def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
     plan = trained(LAYERS["bits"], 1, steps=1, estimator=Hindsight(draws=1)).plan
     guide, model, factor = (group for group in plan.held.groups)

@@ -33,26 +33,9 @@ def spec(components: Components | None = COIN, **more: Any) -> SiteSpec:
     )
 
 
-def test_classes_stack_equal_specs_in_program_order() -> None:
-    graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}, {"f": ["d"], "g": ["a"]})
-    specs = {"a": spec(), "b": spec(components=DIE), "c": spec(), "d": spec(share="s")}
-    found = Layout(graph, BackpropQNetwork.build(graph, "chain"), specs, {})
-    assert [cls.names for cls in found.classes] == [("a", "c"), ("b",), ("d",)]
-    assert found.place == {"a": (0, 0), "c": (0, 1), "b": (1, 0), "d": (2, 0)}
-
-
 def chain(length: int) -> Graph:
     nodes = {f"x{i}": [f"x{j}" for j in range(i)] for i in range(length)}
     return Graph.from_parents(nodes, {"f": list(nodes)})
-
-
-def test_critics_of_later_sites_correct_earlier_ones() -> None:
-    graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"]}, {"f": ["c"], "g": ["b"]})
-    network = BackpropQNetwork.build(graph, "chain", immediate="learned")
-    found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
-    (variates,) = found.variates
-    # Bits of the costs of each site, and of the sites whose predictions count for it.
-    assert list(variates.costs) == [0b11, 0b11, 0b01] and found.predicted.sets == [0b110, 0b100, 0]
 
 
 def test_contexts_are_a_window_and_the_sum_of_all() -> None:
