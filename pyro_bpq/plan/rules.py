@@ -298,13 +298,12 @@ class ProgramFacts:
 
 def _worthwhile(program: ProgramFacts, least: int = FEW_PARTICLES) -> int:
     """As many as add little to the time that they share, but not too few."""
-    number = min(1.0 + program.free / 2, SOME_PARTICLES)
+    most, number = min(MOST_PARTICLES, program.affordable), min(1.0 + program.free / 2, SOME_PARTICLES)
     if program.is_hidden:  # they are computed beside the program's own run
-        return int(min(number, program.affordable)) if number >= least else 1
-    number = max(number, least)
+        return int(min(number, most)) if number >= least else 1
     if not (program.crossed or program.held):  # these take time by pairs and by rows
         number = max(number, 2 ** int(math.log2(min(1.0 + program.flipped / 8, MOST_PARTICLES))))
-    return int(min(number, MOST_PARTICLES, program.affordable))
+    return int(min(max(number, least), most))
 
 
 def _paired(program: ProgramFacts) -> int:
