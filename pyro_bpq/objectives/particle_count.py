@@ -36,7 +36,6 @@ from pyro_bpq.errors import (
 )
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.plan import num_drawn_steps, num_particles_for, num_rows_for
-from pyro_bpq.plan.rules import SOME_PARTICLES
 from pyro_bpq.record.function import Uncut
 from pyro_bpq.record.further import Draws
 from pyro_bpq.record.key import Call
@@ -296,7 +295,7 @@ class _Step:
             return found.staged()
         self._back(draws, found.runs)
         plate = Particles(number, True, False, 1 + self._nesting(found.runs[0]))
-        number = min(self._good_for(found, 1, is_hidden=True)[0], SOME_PARTICLES)
+        number, _ = self._good_for(found, 1, is_hidden=True)
         hidden = [Particles(number, False, True, count.nesting)] if number > 1 else []
         found, said = self._first_of((plate, *hidden), count.one, (found.runs[0], call))
         count.say(said)

@@ -292,8 +292,9 @@ class ProgramFacts:
 
     @property
     def affordable(self) -> int:
-        """Number of particles whose values are small enough for one call."""
-        return max(2, ELEMENTS * self.particles // max(self.elements, 1))
+        """Number of particles whose values are small enough for one call, which knows each of the hidden ones."""
+        number = max(2, ELEMENTS * self.particles // max(self.elements, 1))
+        return min(number, SOME_PARTICLES) if self.is_hidden else number
 
 
 def _worthwhile(program: ProgramFacts, least: int = FEW_PARTICLES) -> int:
