@@ -135,14 +135,16 @@ def written_options(traced: TracedRun, estimator: Estimator | None, asks: tuple[
     return [*chosen, *asks, *([f'infer={{"bpq": ...}} at {listed(sites)}'] if sites else [])]
 
 
-def why_one(traced: TracedRun, estimator: Estimator | None) -> str:
+def why_one(traced: TracedRun, estimator: Estimator | None, is_noisy: bool) -> str:
     """Why one particle runs, where values do not steer the program."""
     chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
     if traced.is_dear:
         return "the program has cost statements or external functions, which may be dear"
     if estimator is not None:
         return f"you wrote estimator={short(estimator)}"
-    return f"you wrote an estimator or a baseline at {listed(chosen)}" if chosen else "no gradient is noisy"
+    if chosen:
+        return f"you wrote an estimator or a baseline at {listed(chosen)}"
+    return "each takes long, and differences need no baseline" if is_noisy else "no gradient is noisy"
 
 
 NO_CRITICS = (
@@ -200,7 +202,7 @@ def num_particles_for(
 
     The estimator of these sites may change ``M``. With :class:`~pyro_bpq.estimators.DebiasedStraightThrough` at all of
     them, ``M`` is 2, because it needs no baseline. So do predicted :class:`~pyro_bpq.estimators.Differences`: ``M`` may
-    be as low as 2. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
+    be 1. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
     :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` it is 8, or less if the values of all pairs of particles have more
     than ``2^20`` elements. Particles of programs that do not broadcast, ``is_hidden``, are at most 8, and run where
     four or more are worth their time. The table is ``PARTICLES`` in ``plan/rules.py``.

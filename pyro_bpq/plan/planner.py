@@ -170,7 +170,7 @@ class Planner:
             summed=summed,
             sums=sums,
             notes=tuple(notes),
-            alone=why_one(traced, self.estimator),
+            alone=why_one(traced, self.estimator, bool(compared)),
             unread=unread,
         )
 

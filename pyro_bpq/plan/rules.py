@@ -316,12 +316,12 @@ def _paired(program: ProgramFacts) -> int:
 PARTICLES = (
     Rule("no noise that particles average", lambda p: not (p.compared or p.noisy), lambda p: 1),
     Rule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
-    # Slopes need no baseline.
+    # Slopes and differences need no baseline.
     Rule("slopes serve all sites", lambda p: bool(p.compared) and p.compared <= p.sloped, lambda p: 2),
     Rule(
         "predicted differences serve all sites",
         lambda p: bool(p.compared) and p.compared <= p.stepped,
-        lambda p: _worthwhile(p, 2),
+        lambda p: _worthwhile(p, 1),
     ),
     Rule(
         "hindsight serves all sites",
