@@ -11,7 +11,9 @@ step is recorded, operators give the same results without reading.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +28,7 @@ from pyro_bpq.record.function import Check, Function
 from pyro_bpq.record.key import Call, is_library
 from pyro_bpq.record.operators import effects_of, has_scalars, one_hot, put, selected, sizing
 from pyro_bpq.record.tape import Tape, same
-from pyro_bpq.record.values import Guard, Value, put_back, tensors_in
+from pyro_bpq.record.values import Guard, Known, Value, put_back, tensors_in
 from pyro_bpq.rollout.runs import scheduled
 
 _ATEN = torch.ops.aten
@@ -57,6 +59,16 @@ class Noise(NamedTuple):
         return drawn
 
 
+@dataclass
+class _Row:
+    """A copy, where the program has taken a view."""
+
+    memory: Tensor
+    view: weakref.ref[Tensor]
+    index: Any
+    settled: int | None = None  # the last write into it that was put back
+
+
 class StepTape(Tape):
     """Writes down one run of a step. What the run writes into tensors that it did not make is undone at its end.
 
@@ -71,7 +83,8 @@ class StepTape(Tape):
         self.own_noise: list[tuple[Noise, Tensor]] = []
         self.scheduled: list[tuple[Callable[[int], float], Tensor]] = []
         self.refused: Unrecordable | None = None
-        self.rows: list[tuple[Tensor, Any]] = []  # copies, where the program has taken a view, and its index
+        self.rows: list[_Row] = []
+        self.parts: list[Known] = []  # the memory that they were taken from
         self._first_seed, self._calls = first_seed, _StepCalls(self)
         # Where the call has its data, by the identity of tensors.
         self._data = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
@@ -79,7 +92,8 @@ class StepTape(Tape):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         put_back(self.written)
-        if any(known.last_write is not None for row, _ in self.rows for known in self.storages.behind(row)):
+        is_lost = any(self.last_write(row.memory) != row.settled for row in self.rows)
+        if is_lost or any(known.parted for known in self.parts):
             self.refused = self.refused or Unrecordable(
                 "it writes into a row whose number a tensor holds, as by x[z].add_(1): write x[z] = x[z] + 1"
             )
@@ -103,6 +117,11 @@ class StepTape(Tape):
         if func in _FRESH:
             self.constants.add(self.value_of(args[0]))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def last_write(self, row: Tensor) -> int | None:
+        """The last node that wrote into the memory of a copy of a row."""
+        (known,) = self.storages.behind(row)
+        return known.last_write
 
     def forget(self) -> None:
         """Lets go of tensors that are looked at only until all values are known."""
@@ -226,12 +245,23 @@ class _StepCalls(Calls):
         """Takes a scalar in an index as an index."""
         if not has_scalars(args[1]):
             return func(*args)
-        if func is Tensor.__setitem__:  # x[i] += 1 puts back the row that it has taken
-            self.tape.rows = [own for own in self.tape.rows if not (own[0] is args[2] and own[1] is args[1])]
-            return put(*args)
-        row = selected(*args)
-        self.tape.rows.append((row, args[1]))
-        return row
+        memory, rows = self.tape.storages.behind(args[0]), self.tape.rows
+        if func is Tensor.__setitem__:
+            lost = [known.parted for known in memory]
+            back = [row for row in rows if row.view() is args[2] and row.index is args[1]]
+            put(*args)
+            for row in back:  # x[i] += 1 puts back the row that it has taken
+                row.settled = self.tape.last_write(row.memory)
+            for known, before in zip(memory, lost, strict=True) if back else ():
+                known.parted = before or len(known.views()) > 1
+            return None
+        found = selected(*args)
+        with self.tape.paused:
+            rows.append(_Row(found.detach(), weakref.ref(found), args[1]))
+        for known in memory:
+            known.rows = (*known.rows, (rows[-1].view, args[1], False))
+        self.tape.parts += memory
+        return found
 
 
 def _reader() -> tuple[str, bool]:

@@ -204,8 +204,8 @@ def num_particles_for(
     them, ``M`` is 2, because it needs no baseline. So do predicted :class:`~pyro_bpq.estimators.Differences`: ``M`` may
     be 1. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
     :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` it is 8, or less if the values of all pairs of particles have more
-    than ``2^20`` elements. Particles of programs that do not broadcast, ``is_hidden``, are at most 8, and run where
-    four or more are worth their time. The table is ``PARTICLES`` in ``plan/rules.py``.
+    than ``2^20`` elements. Particles of programs that do not broadcast, ``is_hidden``, are at most 8; those
+    that average noise run where four are worth their time. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
     held = frozenset(name for name, may_hold in plan.layers.items() if may_hold)
     stepped = [name for name, spec in plan.layout.specs.items() if isinstance(spec.estimator, Differences)]

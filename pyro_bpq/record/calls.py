@@ -9,6 +9,7 @@ import dis
 import functools
 import linecache
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import CodeType, FrameType, FunctionType, MappingProxyType
@@ -116,12 +117,15 @@ class Calls(TorchFunctionMode):
             raise
         tape.positions |= mask
         memory = tape.storages.behind(args[0])
-        for known in memory if again is put else ():
-            # x[i] += y puts the row back that it has taken, so that nothing of it is lost.
-            known.index = None if known.index is args[1] else known.index
+        back = [tape.puts_back(known, *args[1:]) for known in memory] if again is put else []
+        for known in memory if any(back) else ():
+            known.parted = False
         tape.made(again, (*args, *kwargs.values()), result, targets=written)
+        for known in memory if any(back) else ():
+            # x[i] += y puts the row back that it has taken, so that nothing of it is lost; other rows are older.
+            known.parted = len(known.views()) > 1
         for known in memory if again is selected else ():
-            known.index = args[1]
+            known.rows = (*known.rows, (weakref.ref(result), args[1], known.parted))
         if torch._C._functorch.maybe_current_level() is not None and result is not None:
             tape.hide(result, func.__name__)
         return result

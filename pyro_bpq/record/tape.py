@@ -28,6 +28,7 @@ from pyro_bpq.record.calls import Calls, catcher, entering, is_library_check, li
 from pyro_bpq.record.operators import Effects, effects_of, sizing, written_arguments
 from pyro_bpq.record.values import (
     Guard,
+    Known,
     Ledger,
     Node,
     RecordingError,
@@ -36,6 +37,7 @@ from pyro_bpq.record.values import (
     Target,
     Value,
     put_back,
+    results_of,
     tensors_in,
 )
 
@@ -279,6 +281,7 @@ class Tape(Ledger, TorchDispatchMode):
             for known in self.storages.behind(target):
                 known.written |= mask
                 known.last_write = len(self.nodes)
+                known.parted = known.parted or bool(known.rows and known.views())
                 if known.shared:
                     self.steer(mask)
                 else:
@@ -317,6 +320,11 @@ class Tape(Ledger, TorchDispatchMode):
         """Whatever is written into the memory of a tensor from now on is read at once."""
         for known in self.storages.behind(tensor):
             known.shared = True
+
+    def puts_back(self, known: Known, index: Any, row: Any) -> bool:
+        """Whether a row that was taken at an index, and was written into last, comes back there."""
+        taken = any(view() is row and at is index and not before for view, at, before in known.rows)
+        return taken and known.last_write is not None and self.value(row) in results_of(self.nodes[known.last_write])
 
     def made(self, func: Callable[..., Any], args: Any, result: Any, mask: int = 0, targets: Any = ()) -> None:
         """Writes down a call of a function in place of the operators that it ran."""

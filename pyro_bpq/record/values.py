@@ -151,7 +151,14 @@ class Known(weakref.ref[Any]):
     inputs: tuple[Value, ...] = ()  # the inputs in it
     written: int = 0  # the sources of what was written into it
     last_write: int | None = None  # the last node that wrote into it
-    index: Any = None  # that of the last view of it which a recording makes a copy of
+    # Views of it that a recording makes copies of, with their index, and whether it was parted before.
+    rows: tuple[tuple[weakref.ref[Any], Any, bool], ...] = ()
+    parted: bool = False  # whether it was written into while there was such a view
+
+    def views(self) -> list[Any]:
+        """The views that are left."""
+        self.rows = tuple(own for own in self.rows if own[0]() is not None)
+        return [view() for view, *_ in self.rows]
 
 
 class Table(dict[int, Known]):
@@ -237,7 +244,7 @@ class Ledger(Notes):
             for storage in memory_of(item) if self.has_writes else ():
                 memory = self.storages.get(id(storage))
                 if memory is not None and memory.last_write is not None:
-                    if memory.index is not None and value < min(results_of(self.nodes[memory.last_write]), default=0):
+                    if memory.parted and value < min(results_of(self.nodes[memory.last_write]), default=0):
                         value = self.bind(item, self.masks[value])
                         self.opaque[value] = "a write into a row, or into a tensor with a row that is in use"
                     self._mask |= memory.written
