@@ -195,7 +195,7 @@ BUDGETS = {
     "testing/": 858,
     "tests": 20147,
     "benchmarks": 3000,
-    "words of docs": 16000,
+    "words of docs": 15998,
 }
 
 
