@@ -144,7 +144,9 @@ def why_one(traced: TracedRun, estimator: Estimator | None, is_noisy: bool) -> s
         return f"you wrote estimator={short(estimator)}"
     if chosen:
         return f"you wrote an estimator or a baseline at {listed(chosen)}"
-    return "each takes long, and differences need no baseline" if is_noisy else "no gradient is noisy"
+    if not is_noisy:
+        return "no gradient is noisy"
+    return "particles cannot be taken apart" if traced.untraced else "each takes long, and differences need no baseline"
 
 
 NO_CRITICS = (
