@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam, AdamW, ClippedAdam, ExponentialLR, PyroOptim, RMSprop, clipped_adam
-from steps import fresh, repeat
+from steps import filtered, fresh, no_gradients, repeat
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, MLPCritic, ScoreFunction, TraceBackpropQ_ELBO, compile_report
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQWarning, OptionError
 
 ROWS = torch.tensor([-0.4, 0.9, 1.7])
 
@@ -34,6 +36,11 @@ def guide(x: Tensor = ROWS) -> None:
     q = pyro.param("q", torch.zeros(2))
     with pyro.plate("rows", len(x)):
         pyro.sample("z", dist.Bernoulli(logits=q[0] + q[1] * x))
+
+
+def idle_guide() -> None:
+    pyro.param("idle", torch.zeros(2))  # has no gradient, but a step size, which decays
+    guide()
 
 
 def plain() -> TraceBackpropQ_ELBO:
@@ -57,11 +64,24 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 KINDS: list[tuple[Any, dict[str, Any]]] = [(SVI, {}), (CompiledSVI, {"compile": "eager"})]
 
 
-def both_kinds() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Pyro's loop and the compiled one, with options, each from the start."""
-    for kind in KINDS:
+def adam() -> Adam:
+    return Adam({"lr": 0.02})
+
+
+def both(
+    take: Callable[[Any], list[float]],
+    programs: Any = (model, guide),
+    optim: Callable[[], Any] = adam,
+    elbo: Callable[[], Any] = plain,
+) -> Any:
+    """The compiled loop, after it has given the numbers of Pyro's loop."""
+    found = []
+    for kind, options in KINDS:
         fresh(1)
-        yield kind
+        svi = kind(*programs, optim(), elbo(), **options)
+        found.append(take(svi))
+    assert found[1] == pytest.approx(found[0], abs=1e-9)
+    return svi
 
 
 def train(
@@ -90,8 +110,10 @@ def train(
 def test_steps_are_those_of_svi(name: str) -> None:
     if name == "centred" and "centered_variance" not in inspect.signature(clipped_adam.ClippedAdam).parameters:
         pytest.skip("Pyro 1.9.1 has no centred variance")
-    expected, _ = train(SVI, OPTIMIZERS[name](), plain())
-    found, svi = train(CompiledSVI, OPTIMIZERS[name](), plain(), compile="eager")
+    # Pyro does not clip the norm of parameters without a gradient.
+    programs = (model, guide if name == "clipped norm" else idle_guide)
+    expected, _ = train(SVI, OPTIMIZERS[name](), plain(), programs=programs)
+    found, svi = train(CompiledSVI, OPTIMIZERS[name](), plain(), programs=programs, compile="eager")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     report = compile_report(svi.loss_and_grads.__self__)
     assert "steps taken" in report
@@ -112,9 +134,9 @@ def test_critics_learn_as_in_eager_steps(kind: Any, options: dict[str, Any]) -> 
             pyro.sample("x", dist.Normal(second + q[0], 1.0), obs=ROWS[1])
 
     programs = functools.partial(chain, "p"), functools.partial(chain, "q")
-    expected, _ = train(SVI, Adam({"lr": 0.02}), TraceBackpropQ_ELBO(critic=MLPCritic(), **options), programs=programs)
+    expected, _ = train(SVI, adam(), TraceBackpropQ_ELBO(critic=MLPCritic(), **options), programs=programs)
     elbo = TraceBackpropQ_ELBO(critic=MLPCritic(), compile="eager", **options)
-    found, _ = train(kind, Adam({"lr": 0.02}), elbo, programs=programs)
+    found, _ = train(kind, adam(), elbo, programs=programs)
     assert elbo.critics.weights()
     assert elbo.compiled is not None and elbo.compiled.entries[0].steps >= 5
     assert len(found) == len(expected)
@@ -123,34 +145,34 @@ def test_critics_learn_as_in_eager_steps(kind: Any, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("change", ["lr", "betas", "state", "optimiser"])
 def test_a_change_of_the_optimiser_is_seen_at_once(change: str) -> None:
-    found = []
-    for kind, options in KINDS:
-        optim = Adam({"lr": 0.02})
-        _, svi = train(kind, optim, plain(), **options)
-        if change == "optimiser":
-            svi.optim = SGD({"lr": 0.1})
-        for owner in optim.optim_objs.values():
+    def take(svi: Any) -> list[float]:
+        found = repeat(14, svi.step)
+        for owner in svi.optim.optim_objs.values():
             if change == "lr":
                 owner.param_groups[0]["lr"] = 0.0
             if change == "betas":
                 owner.param_groups[0]["betas"] = (0.1, 0.2)
             if change == "state":
                 state = owner.state_dict()
-                owner.load_state_dict({**state, "state": {0: {k: 2 * v for k, v in state["state"][0].items()}}})
-        found.append([svi.step() for _ in range(6)])
-    assert found[1] == pytest.approx(found[0], abs=1e-9)
+                doubled = {key: {k: 2 * v for k, v in own.items()} for key, own in state["state"].items()}
+                owner.load_state_dict({**state, "state": doubled})
+        if change == "optimiser":
+            svi.optim = SGD({"lr": 0.1})
+        return found + repeat(6, svi.step)
+
+    svi = both(take)
     assert change != "lr" or len(svi.objective.compiled.entries) == 1
 
 
 def test_saved_states_go_on_in_both_directions() -> None:
-    whole, _ = train(SVI, Adam({"lr": 0.02}), plain(), steps=20)
+    whole, _ = train(SVI, adam(), plain(), steps=20)
     for first, second in (KINDS, KINDS[::-1]):
-        optim = Adam({"lr": 0.02})
+        optim = adam()
         train(first[0], optim, plain(), steps=12, **first[1])
         state, store, draws = optim.get_state(), pyro.get_param_store().get_state(), torch.get_rng_state()
         pyro.clear_param_store()
         pyro.get_param_store().set_state(store)
-        optim = Adam({"lr": 0.02})
+        optim = adam()
         optim.set_state(state)
         svi = second[0](model, guide, optim, plain(), **second[1])
         # Whatever a new objective draws first, both directions draw alike.
@@ -161,7 +183,7 @@ def test_saved_states_go_on_in_both_directions() -> None:
 
 def test_run_over_batches_and_over_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     pyro.set_rng_seed(1)
-    svi = CompiledSVI(model, guide, Adam({"lr": 0.02}), plain(), compile="eager")
+    svi = CompiledSVI(model, guide, adam(), plain(), compile="eager")
     losses = svi.run([(ROWS,), ROWS, [ROWS[:2]]] * 6)
     assert losses.shape == (18,) and losses.isfinite().all() and not losses.requires_grad
     assert "loss" in capsys.readouterr().err
@@ -173,32 +195,28 @@ def test_run_over_batches_and_over_a_number(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_tensor_that_no_optimiser_moves_collects_its_gradient() -> None:
-    found = []
-    for kind, options in both_kinds():
-        shift = torch.zeros((), requires_grad=True)
-        shifted = functools.partial(lambda shift: model(ROWS + shift), shift)
-        svi = kind(shifted, guide, Adam({"lr": 0.02}), plain(), **options)
+    shift = torch.zeros((), requires_grad=True)
+
+    def take(svi: Any) -> list[float]:
+        shift.grad = None
         repeat(12, svi.step)
-        assert shift.grad is not None
-        found.append(shift.grad.item())
+        return [float(shift.grad)]
+
+    svi = both(take, (lambda: model(ROWS + shift), guide))
     assert svi.objective.compiled.entries[0].steps > 5
-    assert found[1] == pytest.approx(found[0], abs=1e-9)
 
 
 def test_a_parameter_that_has_lost_its_gradient_still_moves_by_its_momentum() -> None:
-    found = []
-    for kind, options in both_kinds():
+    def switched(is_learned: bool) -> None:
+        extra = pyro.param("extra", torch.tensor(0.5))
+        model(ROWS + (extra if is_learned else extra.detach()))
 
-        def switched(is_learned: bool) -> None:
-            extra = pyro.param("extra", torch.tensor(0.5))
-            model(ROWS + (extra if is_learned else extra.detach()))
+    def take(svi: Any) -> list[float]:
+        found = [svi.step(step < 3) for step in range(14)]
+        return [*found, pyro.param("extra").item()]
 
-        svi = kind(switched, lambda is_learned: guide(ROWS), SGD({"lr": 0.01, "momentum": 0.9}), plain(), **options)
-        for step in range(14):
-            svi.step(step < 3)
-        found.append(pyro.param("extra").item())
+    svi = both(take, (switched, lambda is_learned: guide()), lambda: SGD({"lr": 0.01, "momentum": 0.9}))
     assert svi.objective.compiled.entries[-1].steps > 3
-    assert found[1] == pytest.approx(found[0], abs=1e-9)
 
 
 @pytest.mark.parametrize("loss", [Trace_ELBO(), lambda *args: 0.0])
@@ -211,30 +229,76 @@ def test_another_loss_and_an_optimiser_of_torch_are_refused(loss: Any) -> None:
 
 
 def test_new_parameters_and_a_cleared_store_start_anew() -> None:
-    found = []
-    for kind, options in both_kinds():
-        wants = {"more": False}
+    wants = {"more": False}
 
-        def grown(x: Tensor = ROWS, wants: dict[str, bool] = wants) -> None:
-            model(x + pyro.param("shift", torch.tensor(0.2)) if wants["more"] else x)
+    def grown() -> None:
+        model(ROWS + pyro.param("shift", torch.tensor(0.2)) if wants["more"] else ROWS)
 
-        svi = kind(grown, guide, Adam({"lr": 0.02}), plain(), **options)
-        losses = [svi.step() for _ in range(9)]
+    def take(svi: Any) -> list[float]:
+        wants["more"] = False
+        losses = repeat(9, svi.step)
         wants["more"] = True
-        losses += [svi.step() for _ in range(9)]
+        losses += repeat(9, svi.step)
         assert pyro.param("shift").item() != 0.2
         pyro.clear_param_store()
-        losses += [svi.step() for _ in range(9)]
-        found.append([*losses, pyro.param("shift").item()])
-    assert found[1] == pytest.approx(found[0], abs=1e-9)
+        return [*losses, *repeat(9, svi.step), pyro.param("shift").item()]
+
+    both(take, (grown, guide))
 
 
-def test_step_sizes_of_parameters_without_a_gradient_decay_too() -> None:
-    def idle_guide(x: Tensor = ROWS) -> None:
-        pyro.param("idle", torch.zeros(2))
-        guide(x)
+def set_scale() -> None:
+    pyro.get_param_store()["scale"] = torch.tensor(2.0)
 
-    optim = OPTIMIZERS["ClippedAdam"]
-    expected, _ = train(SVI, optim(), plain(), programs=(model, idle_guide))
-    found, _ = train(CompiledSVI, optim(), plain(), programs=(model, idle_guide), compile="eager")
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+def reload() -> None:
+    store = pyro.get_param_store()
+    store.set_state(store.get_state())
+
+
+@pytest.mark.parametrize("optim", [Adam, ClippedAdam])
+@pytest.mark.parametrize(("change", "often"), [(set_scale, False), (reload, False), (no_gradients, True)])
+def test_parameters_go_on_learning_as_in_svi(change: Callable[[], None], often: bool, optim: Any) -> None:
+    def take(svi: Any) -> list[float]:
+        for step in range(26):
+            if often or step == 16:
+                change()
+            svi.step()
+        # A parameter that stays behind is off by more than 0.01.
+        return [value for name in ("loc", "scale", "q") for value in pyro.param(name).reshape(-1).tolist()]
+
+    svi = both(take, optim=lambda: optim({"lr": 0.05}), elbo=lambda: TraceBackpropQ_ELBO(num_particles=2))
+    assert "updates 3 parameters" in str(compile_report(svi.objective))
+
+
+class Settings:
+    """What a schedule sets."""
+
+    beta = 1.0
+
+
+def scaled(x: Any) -> None:
+    with poutine.scale(scale=Settings.beta):
+        model(torch.as_tensor(x))
+
+
+def test_plain_attributes_of_classes_are_a_part_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(svi: Any) -> list[float]:
+        found = []
+        for beta in (1.0, 0.5):
+            monkeypatch.setattr(Settings, "beta", beta)
+            with filtered("error", BPQWarning):
+                found += repeat(12, svi.step, ROWS)
+        return found
+
+    both(take, (scaled, guide), elbo=lambda: TraceBackpropQ_ELBO(num_particles=2))
+
+
+def test_new_arrays_in_each_call_run_eagerly_and_are_named() -> None:
+    data = numpy.random.RandomState(0).randn(30, 3)
+    svi = CompiledSVI(scaled, lambda x: guide(torch.as_tensor(x)), adam(), plain(), compile="eager")
+    with pytest.warns(BPQWarning, match=r"args\[0\] is a new array of numpy in each call; hand over torch.as_tensor"):
+        for row in data:
+            svi.step(row)
+    assert svi.objective.compiled is not None and not svi.objective.compiled.entries
+    repeat(12, svi.step, row)
+    assert svi.objective.compiled.entries

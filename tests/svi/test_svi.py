@@ -139,7 +139,6 @@ def proximal(lr: float = 0.05, **options: Any) -> ControlledStep:
     elbo = TraceBackpropQ_ELBO(num_particles=8)
     svi = ProximalSVI(case.model, case.guide, SGD({"lr": lr}), elbo, **options)
     svi.step()
-    assert svi.last is not None
     return svi.last
 
 
@@ -192,7 +191,6 @@ def test_exact_objective_does_not_rise(name: str) -> None:
     losses, accepted = [float(exact_loss(case.model, case.guide, *case.args))], 0
     for _ in range(12):
         svi.step(*case.args)
-        assert svi.last is not None
         accepted += svi.last.epochs
         losses.append(float(exact_loss(case.model, case.guide, *case.args)))
     # What the optimiser does to the model is of order 1e-12.
@@ -210,7 +208,6 @@ def test_accepted_steps_improve_and_keep_the_limits(name: str, max_site_kl: floa
         before = values()
         svi.step(*case.args)
         step = svi.last
-        assert step is not None
         if step.epochs:
             accepted += 1
             assert step.improvement > 0.0
@@ -237,7 +234,7 @@ def test_direction_is_the_natural_gradient() -> None:
     natural = -torch.linalg.pinv(torch.diag(probs) - probs.outer(probs)) @ gradient
     cosine = torch.nn.functional.cosine_similarity(moved - moved.mean(), natural - natural.mean(), dim=0)
     assert float(cosine) == pytest.approx(1.0, abs=1e-5)
-    assert svi.last is not None and svi.last.total_kl == pytest.approx(0.96e-6, rel=0.03)
+    assert svi.last.total_kl == pytest.approx(0.96e-6, rel=0.03)
 
 
 def test_the_divergence_in_the_direction_of_the_paper() -> None:
@@ -257,7 +254,6 @@ def test_the_divergence_in_the_direction_of_the_paper() -> None:
         svi.step()
         old, new = (dist.Bernoulli(logits=q) for q in (torch.tensor(-2.0), pyro.param("q").detach()))
         forward[name], backward[name] = (float(dist.kl.kl_divergence(*pair)) for pair in ((old, new), (new, old)))
-        assert svi.last is not None
         total[name] = svi.last.total_kl
     assert total["old"] == pytest.approx(forward["old"], abs=1e-12) and forward["old"] <= 0.4 < backward["old"]
     assert total["new"] == pytest.approx(backward["new"], abs=1e-12) and forward["new"] < backward["new"] <= 0.4
@@ -272,7 +268,7 @@ def test_divergence_without_a_formula_comes_from_the_sample() -> None:
     guide, elbo = lambda: flow(pyro.param("shift", torch.tensor(0.0))), TraceBackpropQ_ELBO(num_particles=4)
     svi = ProximalSVI(lambda: flow(torch.tensor(1.0)), guide, SGD({"lr": 0.1}), elbo)
     svi.step()
-    assert svi.last is not None and svi.last.kl["x"] >= 0.0
+    assert svi.last.kl["x"] >= 0.0
 
 
 # Options and the rest of the contract
