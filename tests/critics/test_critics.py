@@ -51,14 +51,8 @@ def output(critic: Critic, module: torch.nn.Module) -> JointOutput:
     return JointOutput.unpacked(module(*inputs(critic, SHAPE)), SHAPE.components, SHAPE.cardinality)
 
 
-shapes = st.builds(
-    CriticShape,
-    sites=st.integers(1, 4),
-    features=st.integers(0, 5),
-    components=st.integers(0, 3),
-    cardinality=st.integers(2, 4),
-    cells=st.integers(1, 6),
-)
+SIZES = {"sites": (1, 4), "features": (0, 5), "components": (0, 3), "cardinality": (2, 4), "cells": (1, 6)}
+shapes = st.builds(CriticShape, **{name: st.integers(*sizes) for name, sizes in SIZES.items()})
 
 
 @pytest.mark.parametrize("critic", PLAIN, ids=repr)

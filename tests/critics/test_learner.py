@@ -40,12 +40,6 @@ def test_step_leaves_other_blocks_alone() -> None:
     assert bank.weights()[first].any() and not bank.weights()[second].any()
 
 
-def test_step_ignores_blocks_that_are_gone() -> None:
-    bank = bank_of("k")
-    sgd().step(bank, {"gone.critic.w": torch.ones(1)})
-    assert not next(iter(bank.weights().values())).any()
-
-
 def test_load_state_dict_shares_no_tensor() -> None:
     bank, optimizer = bank_of("k"), CriticOptimizer(CriticLearner(lr=0.1))
     optimizer.step(bank, gradients(bank))

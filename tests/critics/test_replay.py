@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, real
-from steps import assert_equal, critic_targets, is_equal, repeat, run, state_of, stepped
+from models import BY_NAME, irregular, real, sizes
+from steps import assert_equal, critic_targets, fresh, is_equal, repeat, run, state_of, stepped
 from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
@@ -24,22 +25,10 @@ from pyro_bpq.step.learning import Learning
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.
 F1, F2 = real(1.0, -2.0), real(0.5, 3.0)
 Y1, Y2 = real(0.7, -1.1), real(2.0, 0.25)  # Q-values that critics are made equal to
-OLD = {
-    "qa": real(0.3),
-    "qx": real(-0.4, 0.7),
-    "qb1": real(1.5),
-    "qb2": real(-1.2),
-    "qy1": real(1.0, -0.6, 0.4, -1.5).reshape(2, 2),
-    "qy2": real(0.2, 1.4, -0.9, 0.6, -1.1, 0.3, 0.8, -0.7).reshape(2, 2, 2),
-}
-NEW = {
-    "qa": real(-0.2),
-    "qx": real(0.5, -0.9),
-    "qb1": real(-2.0),
-    "qb2": real(1.7),
-    "qy1": real(-1.3, 0.9, 1.8, 0.5).reshape(2, 2),
-    "qy2": real(1.1, -0.8, 0.4, 1.9, 0.7, -1.6, -0.3, 1.2).reshape(2, 2, 2),
-}
+SHAPES = sizes("qa:1 qx:2 qb1:1 qb2:1 qy1:2,2 qy2:2,2,2")
+OLD, NEW = (
+    {name: irregular(*shape, start=start + i) for i, (name, shape) in enumerate(SHAPES.items())} for start in (0, 20)
+)
 
 
 def program(p: Any) -> dict[str, Tensor]:
@@ -68,12 +57,11 @@ def case_7(coparents: str = "redrawn", draws: int = 1) -> TraceBackpropQ_ELBO:
 
     Its rollouts are those of an old policy; the critics of ``y1`` and ``y2`` are known.
     """
-    pyro.clear_param_store()
+    fresh()
     set_policy(OLD)
     replay = Replay(capacity=8, batch_size=1, updates_per_step=0, coparents=coparents, draws=draws)
     learner = CriticLearner(lr=0.3, optimizer=torch.optim.SGD, replay=replay)
     options = {"estimator": AllAction(exact=False), "critic": TabularCritic(), "lam": 0.0, "learner": learner}
-    pyro.set_rng_seed(0)
     elbo = stepped(40, TraceBackpropQ_ELBO(1, **options), model, guide)
     write(elbo, "y1", Y1)
     write(elbo, "y2", Y2)
@@ -97,7 +85,6 @@ def write(elbo: TraceBackpropQ_ELBO, name: str, values: Tensor) -> None:
 
 
 def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int) -> Staged:
-    assert elbo.trainer.replayer is not None
     held = held_sites(stored.network, site, elbo.trainer.replayer.replay.coparents)
     values = [{name: v for name, v in each.items() if name in held} for each in stored.values]
     return elbo.trainer.replayer._rerun(elbo, stored, values, seed)
@@ -162,7 +149,6 @@ def test_several_draws_of_one_tuple() -> None:
     """Equation 15: the loss is the mean of the squared errors at several draws of what lies outside the scope."""
     elbo, calls = case_7(draws=5), list[Any]()
     replayer = elbo.trainer.replayer
-    assert replayer is not None
     plain = replayer._loss
 
     def noted(*given: Any) -> Tensor | None:
@@ -186,7 +172,6 @@ def test_only_what_is_redrawn_is_run_several_times(costs: str, runs: int) -> Non
     elbo = chain_elbo(capacity=4, batch_size=1, updates_per_step=0, costs=costs, draws=3)
     run(elbo, steps=6)
     replayer, calls = elbo.trainer.replayer, []
-    assert replayer is not None
     plain = replayer._rerun
 
     def counted(*args: Any) -> Staged | None:
@@ -231,6 +216,13 @@ def test_draw_is_uniform() -> None:
     assert sum(counts) == 3000 and all(abs(count - 1000) < 3 * (3000 * 2 / 9) ** 0.5 for count in counts)
 
 
+def test_copies_of_a_buffer_are_empty() -> None:
+    buffer = ReplayBuffer(4)
+    buffer.add(StoredRollout(0, None, ({},), ()))  # type: ignore[arg-type]
+    for twin in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        assert len(twin) == 0 and twin.capacity == 4
+
+
 def test_replay_draws_nothing_from_global_generators() -> None:
     plain, replayed = TraceBackpropQ_ELBO(1), chain_elbo(capacity=8, updates_per_step=3)
     run(plain, steps=10)
@@ -242,13 +234,11 @@ def test_replay_draws_nothing_from_global_generators() -> None:
 def test_replay_leaves_model_and_guide_alone() -> None:
     elbo = chain_elbo(capacity=8, updates_per_step=0)
     run(elbo, steps=8)
-    store = {name: value.detach().clone() for name, value in pyro.get_param_store().items()}
-    grads = {name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}
-    critics = state_of(elbo.critics)
+    critics, leaves = state_of(elbo.critics), dict(pyro.get_param_store().named_parameters())
+    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in leaves.items()}
     elbo.replay(updates=3)
     assert not is_equal(critics, state_of(elbo.critics))
-    assert_equal({name: value.detach().clone() for name, value in pyro.get_param_store().items()}, store)
-    assert_equal({name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}, grads)
+    assert_equal({name: (p.detach(), p.grad) for name, p in leaves.items()}, before)
 
 
 class Changing:

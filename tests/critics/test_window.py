@@ -41,7 +41,6 @@ def train(steps: int = 3, **options: Any) -> TraceBackpropQ_ELBO:
 
 
 def reads(elbo: TraceBackpropQ_ELBO, site: str) -> tuple[tuple[str, ...], int]:
-    assert elbo.plan is not None and elbo.network is not None
     (node,) = elbo.network.q_nodes(site)
     return elbo.plan.layout.members(node)
 
