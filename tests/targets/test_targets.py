@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_bpq.critics.targets import lambda_return, network_rules, solve_rules
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork
-from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.graph.scg import StochasticComputationGraph
 
 
 def numbers(given: Mapping[str, float]) -> dict[str, Tensor]:
@@ -147,19 +147,6 @@ def test_the_sum_of_all_costs_has_no_discount() -> None:
 
 
 @hypothesis.given(st.data())
-def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObject) -> None:
-    network, costs, *_ = drawn(data, random_network(data.draw, True))
-    plain = BackpropQNetwork.build(network.graph, network.reduction, immediate=network.immediate)
-    found, expected = lambda_return(network, {}, costs, 1.0), lambda_return(plain, {}, costs, 1.0)
-    for site in network.graph.index:
-        mine, theirs = (
-            sum(float(values[node.name]) for node in net.q_nodes(site))
-            for net, values in ((network, found), (plain, expected))
-        )
-        assert mine == pytest.approx(theirs, abs=1e-9)
-
-
-@hypothesis.given(st.data())
 def test_lambda_zero_is_td(data: st.DataObject) -> None:
     network, costs, q, expected = drawn(data, random_network(data.draw))
     for more in ({}, {"expected": expected}):
@@ -178,20 +165,6 @@ def test_lambda_zero_is_td(data: st.DataObject) -> None:
                         children.append(immediate + float(q.get(child, found[child])))
                 total += sum(children) / len(children)
             assert found[node.name] == pytest.approx(total, abs=1e-9)
-
-
-def test_lambda_return_sums_over_plates_that_a_node_is_outside_of() -> None:
-    rows = Plate("rows", -1)
-    graph = graph_of({"g": [], "z": ["g"]}, {"fg": ["g"], "fz": ["g", "z"]}, {"z": [rows], "fz": [rows]})
-    network = BackpropQNetwork.build(graph, "chain", immediate="learned")
-    q_z = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    costs = {"fg": torch.tensor([10.0]), "fz": torch.tensor([4.0, 5.0, 6.0])}
-    q = {"g": torch.tensor([0.5]), "z": q_z}
-    found = lambda_return(network, q, costs, 0.0)
-    assert found["z"].tolist() == [4.0, 5.0, 6.0]
-    assert found["g"].tolist() == [16.0]
-    assert lambda_return(network, q, costs, 1.0)["g"].tolist() == [25.0]
-    assert lambda_return(network, q, costs, 0.5)["g"].tolist() == [10.0 + 6.0 + 0.5 * (15.0 - 6.0)]
 
 
 def test_lambda_return_is_detached() -> None:
