@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import random
+import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -62,20 +63,7 @@ def run(elbo: Any, model: Any, guide: Any, *args: Any, steps: int = STEPS) -> li
     return found + [float(value.double().nan_to_num().sum()) for value in state if isinstance(value, Tensor)]
 
 
-def runs_eagerly(match: str, model: Any, guide: Any = coin_guide, *args: Any, **options: Any) -> TraceBackpropQ_ELBO:
-    """An objective that says why it does not compile the steps of a model."""
-    elbo = TraceBackpropQ_ELBO(compile="eager", **options)
-    with pytest.warns(BPQWarning, match=match):
-        repeat(10, elbo.loss_and_grads, model, guide, *args)
-    assert not entries(elbo)
-    return elbo
-
-
-def compared(
-    take: Callable[[Any], list[Any]],
-    make: Callable[..., Any] = TraceBackpropQ_ELBO,
-    start: Any = pyro.clear_param_store,
-) -> Any:
+def compared(take: Any, make: Any = TraceBackpropQ_ELBO, start: Any = pyro.clear_param_store) -> Any:
     """The compiled objective, whose numbers are those of an eager one."""
     found = []
     for options in ({}, {"compile": "eager"}):
@@ -198,17 +186,6 @@ def test_temperatures_are_not_frozen(make: Any) -> None:
     both(objective, pyro.clear_param_store, seeing(lambda z: z), coin_guide)
 
 
-def test_a_program_that_branches_runs_eagerly_and_says_why() -> None:
-    model = seeing(lambda z: 2.0 if z.item() else 0.0)
-    elbo = runs_eagerly("steps run eagerly, because sampled values of z", model)
-    assert "sampled values of z" in compile_report(elbo)
-
-
-def test_a_number_of_a_parameter_runs_eagerly() -> None:
-    rate = torch.tensor(0.4, requires_grad=True)
-    runs_eagerly(r"reads a number of a tensor, in .*rate\.item\(\)", seeing(lambda z: z * torch.tensor(rate.item())))
-
-
 def test_numbers_of_data_guard_a_recording() -> None:
     """Numbers that come again have a recording each, others none."""
     rate = torch.tensor(0.0)
@@ -222,39 +199,54 @@ def test_numbers_of_data_guard_a_recording() -> None:
         assert len(entries(compared(take))) == 2
 
 
+def seen(mean: Callable[[Tensor], Any]) -> tuple[Any, Any]:
+    """Programs with one coin, which an observation reads in some way."""
+    return seeing(mean), coin_guide
+
+
 def latent(law: Callable[[Tensor], Any]) -> tuple[Any, Any]:
     """Programs with one latent."""
     start = torch.tensor([0.3, 0.1])
     return lambda: pyro.sample("z", law(2.0 * start)), lambda: pyro.sample("z", law(pyro.param("q", 3.0 * start)))
 
 
-def test_a_number_that_a_distribution_reads_is_told_as_such() -> None:
-    programs = latent(lambda q: dist.NanMaskedNormal(q, 1.0).to_event(1))
-    runs_eagerly(r"reads a number of a tensor, in log_prob of pyro.*nanmasked", *programs, num_particles=1)
+RATE = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+MASKED = latent(lambda q: dist.NanMaskedNormal(q, 1.0).to_event(1))
+NOISY = seen(lambda z: torch.nn.functional.dropout(z + 1.0))
+REPLAY = {"learner": CriticLearner(replay=Replay(capacity=4))}
+EAGER: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "branch": (seen(lambda z: 2.0 if z.item() else 0.0), {}, "sampled values of z"),
+    "parameter": (seen(lambda z: z * torch.tensor(RATE.item())), {}, r"number of a tensor, in .*RATE\.item\(\)"),
+    "distribution": (MASKED, {"num_particles": 1}, r"number of a tensor, in log_prob of pyro.*nanmasked"),
+    "noise, and costs are computed again": (NOISY, {"estimator": AllAction(exact=True)}, "values that are no sites"),
+    "second run": (seen(lambda z: z), {"estimator": SecondRun()}, "second run that draws all sites anew"),
+    "replay": (seen(lambda z: z), REPLAY, "critics learn from stored rollouts"),
+    "Python": (seen(lambda z: z + random.random()), {}, r"it draws from random or numpy\.random"),
+    "NumPy": (seen(lambda z: z + numpy.random.rand()), {}, r"it draws from random or numpy\.random"),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_what_cannot_be_recorded_runs_eagerly_and_says_why(name: str) -> None:
+    programs, options, words = EAGER[name]
+    elbo = TraceBackpropQ_ELBO(compile="eager", **options)
+    with pytest.warns(BPQWarning, match=f"eagerly.*{words}"):
+        repeat(10, elbo.loss_and_grads, *programs)
+    assert not entries(elbo) and re.search(words, compile_report(elbo))
 
 
 @pytest.mark.parametrize(
-    "law",
-    [lambda q: dist.Multinomial(3, logits=q), lambda q: Die(q, torch.tensor([1.0, 4.0]))],
-    ids=["log_prob writes where a mask holds", "values of its own"],
+    "programs",
+    [
+        latent(lambda q: dist.Multinomial(3, logits=q)),
+        latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
+        seen(lambda z: z * pyro.param("w", torch.randn(()))),
+        seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
+    ],
+    ids=["log_prob writes where a mask holds", "values of its own", "an initial value is drawn", "by a function"],
 )
-def test_laws_that_are_recorded(law: Any) -> None:
-    assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *latent(law)))
-
-
-@pytest.mark.parametrize("is_function", [False, True])
-def test_initial_values_that_are_drawn_are_recorded(is_function: bool) -> None:
-    model = seeing(lambda z: z * pyro.param("w", (lambda: torch.randn(())) if is_function else torch.randn(())))
-    assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, model, coin_guide))
-
-
-def test_noise_that_is_no_site_runs_eagerly_where_costs_are_computed_again() -> None:
-    model = seeing(lambda z: torch.nn.functional.dropout(z + 1.0))
-    runs_eagerly("draws values that are no sites", model, estimator=AllAction(exact=True))
-
-
-def test_a_second_run_that_draws_sites_anew_is_told_as_such() -> None:
-    runs_eagerly("second run that draws all sites anew", seeing(lambda z: z), estimator=SecondRun())
+def test_what_is_recorded(programs: tuple[Any, Any]) -> None:
+    assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *programs))
 
 
 def test_steps_within_svi_and_outside_are_alike() -> None:
@@ -267,11 +259,6 @@ def test_steps_within_svi_and_outside_are_alike() -> None:
             svi.step()
             elbo.loss_and_grads(model, coin_guide)
     assert len(entries(elbo)) == 1
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
-def test_draws_of_python_run_eagerly(draw: Callable[[], float]) -> None:
-    runs_eagerly(r"because it draws from random or numpy\.random", seeing(lambda z: z + draw()))
 
 
 def test_a_hidden_number_that_changes_is_told_at_the_next_check() -> None:
@@ -306,18 +293,14 @@ def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
 
 
 def test_info_is_that_of_the_last_step() -> None:
-    case, shown = BY_NAME["chain"], []
-    for compiled in (False, "eager"):
-        fresh(1)
-        case.params()
-        elbo = TraceBackpropQ_ELBO(compile=compiled)
-        run(elbo, case.model, case.guide)
-        shown.append(elbo.info)
-    assert list(shown[0]) == list(shown[1])
-    for site, own in shown[0].items():
-        assert own.keys() == shown[1][site].keys()
-        for key in own.keys() - {"estimator"}:
-            torch.testing.assert_close(shown[1][site][key], own[key], equal_nan=True)
+    case = BY_NAME["chain"]
+
+    def take(elbo: TraceBackpropQ_ELBO) -> list[float]:
+        run(elbo, *case.programs)
+        told = (value for own in elbo.info.values() for key, value in own.items() if key != "estimator")
+        return torch.cat([value.double().nan_to_num().flatten() for value in told]).tolist()
+
+    compared(take, start=case.params)
 
 
 def test_handlers_around_the_call_count() -> None:
@@ -327,13 +310,6 @@ def test_handlers_around_the_call_count() -> None:
             return found + repeat(8, elbo.loss_and_grads, slope_model, slope_guide, ROWS)
 
     assert len(entries(compared(take))) == 2
-
-
-def test_replay_runs_eagerly() -> None:
-    elbo = TraceBackpropQ_ELBO(compile="eager", learner=CriticLearner(replay=Replay(capacity=4)))
-    case = BY_NAME["chain"].params()
-    with pytest.warns(BPQWarning, match="critics learn from stored rollouts"):
-        run(elbo, case.model, case.guide, steps=3)
 
 
 def test_examples_have_the_strides_of_the_inputs() -> None:
@@ -392,9 +368,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [Terminal, io.StringIO])
-def test_a_line_says_what_the_first_compiled_step_waits_for(
-    monkeypatch: pytest.MonkeyPatch, terminal: type[io.StringIO]
-) -> None:
+def test_a_line_says_what_the_first_compiled_step_waits_for(monkeypatch: Any, terminal: type[io.StringIO]) -> None:
     shown = terminal()
     monkeypatch.setattr(sys, "stderr", shown)
 

@@ -51,7 +51,6 @@ def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
     expected, _ = train(SVI, case, 100)
     found, elbo = train(CompiledSVI, case, 100)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-    assert elbo.compiled is not None
     if not elbo.compiled.entries:
         assert "run eagerly" in compile_report(elbo)
     else:

@@ -47,6 +47,11 @@ def check(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
     return found
 
 
+def rejoined(body: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """The joined graph of a function, whose results are those of the recorded one."""
+    return check(make_fx(body)(*inputs), list(inputs))
+
+
 def recorded(model: Any, guide: Any, *args: Any, **options: Any) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of a whole step, and its inputs."""
     kept: list[Any] = []
@@ -85,20 +90,17 @@ def chain(sites: int, kind: str) -> tuple[Callable[[], None], Callable[[], None]
             return dist.Normal(own + 0.5 * z, 1.3)
         return dist.Categorical(logits=torch.stack([own, own * z, 0.3 * z + 0.0 * own], -1))
 
-    def model() -> None:
-        prior = pyro.param("prior", torch.tensor(0.3, dtype=torch.float64))
-        z = torch.tensor(0.0, dtype=torch.float64)
-        for t in range(sites):
-            z = 1.0 * pyro.sample(f"z_{t}", law(prior, z))
-        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.7, dtype=torch.float64))
-
-    def guide() -> None:
-        logits = pyro.param("logits", torch.linspace(-1.0, 1.0, sites, dtype=torch.float64))
-        z = torch.tensor(0.0, dtype=torch.float64)
+    def last(logits: Any) -> Tensor:
+        z = torch.tensor(0.0)
         for t in range(sites):
             z = 1.0 * pyro.sample(f"z_{t}", law(logits[t], z))
+        return z
 
-    return model, guide
+    def model() -> None:
+        prior = pyro.param("prior", torch.tensor(0.3))
+        pyro.sample("x", dist.Normal(last([prior] * sites), 1.0), obs=torch.tensor(0.7))
+
+    return model, lambda: last(pyro.param("logits", torch.linspace(-1.0, 1.0, sites)))
 
 
 @pytest.mark.parametrize("kind", ["binary", pytest.param("category", marks=pytest.mark.slow), "normal"])
@@ -126,9 +128,7 @@ def test_what_is_written_in_place_is_read_before_or_after_as_recorded() -> None:
         room.add_(1.0)
         return [torch.stack(early) - torch.stack(late), *seen, *late, room, room[0] * y[0]]
 
-    inputs = [torch.rand(NUMBER), torch.rand(NUMBER)]
-    found = check(make_fx(body)(*inputs), inputs)
-    assert number_of(found, "exp") <= 3
+    assert number_of(rejoined(body, torch.rand(NUMBER), torch.rand(NUMBER)), "exp") <= 3
 
 
 def test_backward_passes_from_the_same_numbers_are_one() -> None:
@@ -169,17 +169,15 @@ def test_stacks_that_were_joined_once_keep_their_dimension(terms: int, reduces: 
         centred = [total - part for total, part in zip(totals, y.unbind(), strict=True)]
         return [torch.stack(centred), torch.stack(totals) * y]
 
-    inputs = [torch.rand(terms, 8), torch.rand(8)]
-    found = check(make_fx(body)(*inputs), inputs)
-    assert number_of(found, "sub") == 1
+    assert number_of(rejoined(body, torch.rand(terms, 8), torch.rand(8)), "sub") == 1
 
 
 def test_types_that_rows_would_change_are_left_alone() -> None:
     def body(x: Tensor, y: Tensor) -> list[Tensor]:
         return [x[i] * y[i] for i in range(NUMBER)]
 
-    inputs = [torch.rand(NUMBER, 3, dtype=torch.float32), torch.rand(NUMBER, dtype=torch.float64)]
-    assert number_of(check(make_fx(body)(*inputs), inputs), "mul") == NUMBER
+    found = rejoined(body, torch.rand(NUMBER, 3, dtype=torch.float32), torch.rand(NUMBER, dtype=torch.float64))
+    assert number_of(found, "mul") == NUMBER
 
 
 def test_shapes_are_aligned_from_the_right() -> None:
@@ -189,8 +187,7 @@ def test_shapes_are_aligned_from_the_right() -> None:
         chosen = [torch.log_softmax(x[i], 0).gather(0, torch.tensor([1])) for i in range(NUMBER)]
         return [sum(sums[1:], sums[0]), torch.stack(parts[::-1]), torch.stack(parts, 1), torch.cat(chosen), *sums]
 
-    inputs = [torch.rand(NUMBER, 3), torch.rand(NUMBER, 1), torch.rand(3)]
-    found = check(make_fx(body)(*inputs), inputs)
+    found = rejoined(body, torch.rand(NUMBER, 3), torch.rand(NUMBER, 1), torch.rand(3))
     assert number_of(found, "log_softmax") == 1 and number_of(found, "add") < NUMBER
 
 
@@ -199,8 +196,7 @@ def test_reductions_of_all_elements_are_joined() -> None:
         sums = [x[i].exp().sum() * x[i].mean() for i in range(NUMBER)]
         return [torch.stack(sums), sum(sums, x.sum()), x[0, 0, 0].sum(), x[0].to(torch.int32).sum()]
 
-    inputs = [torch.rand(NUMBER, 3, 2)]
-    found = check(make_fx(body)(*inputs), inputs)
+    found = rejoined(body, torch.rand(NUMBER, 3, 2))
     assert number_of(found, "mean") == 1 and number_of(found, "sum") <= 5
 
 

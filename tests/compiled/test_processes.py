@@ -112,9 +112,7 @@ def test_a_forked_process_goes_on_with_the_recording() -> None:
 
 @pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_recorded_steps_go_on_while_a_thread_compiles(
-    fails: bool, is_long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_go_on_while_a_thread_compiles(fails: bool, is_long: bool, monkeypatch: Any) -> None:
     if is_long:
         monkeypatch.setattr("pyro_bpq.compiled.backends._LONG", 0)
     released, runs = threading.Event(), []
@@ -131,23 +129,19 @@ def test_recorded_steps_go_on_while_a_thread_compiles(
         return run
 
     elbo = TraceBackpropQ_ELBO(1, compile=Compile(backend, background=None if is_long else True))
-    model, guide = program("background", 2)
+    programs = program("background", 2)
 
-    def take(steps: int) -> None:
-        for _ in range(steps):
-            assert elbo.loss_and_grads(model, guide) == pytest.approx(1.0, abs=20.0)
-
-    take(12)
+    losses = repeat(12, elbo.loss_and_grads, *programs)
     (entry,) = elbo.compiled.entries
     assert not entry.is_ready and entry.steps > 0 and not runs and elbo.num_steps == 12
     assert "being compiled, the recorded operators run as they are meanwhile" in compile_report(elbo)
     before = entry.steps
     with told() as texts:
         released.set()
-        assert entry.thread is not None
         entry.thread.join(60.0)
     assert ["the compiler failed (no such kernel)" in text for text in texts] == [True] * fails
-    take(5)
+    losses += repeat(5, elbo.loss_and_grads, *programs)
+    assert losses == pytest.approx([1.0] * 17, abs=20.0)
     assert entry.steps == before + 5 and elbo.num_steps == 17
     # The thread's own run is the first one.
     assert len(runs) == (0 if fails else 6)

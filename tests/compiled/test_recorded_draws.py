@@ -16,14 +16,11 @@ WEIGHTS = torch.tensor([[0.1, 0.2, 0.0, 0.7], [0.5, 0.1, 0.4, 0.0], [3.0, 1.0, 0
 NUMBER = 40_000
 
 
-def graph_of(draw: Callable[[Tensor], Tensor], weights: Tensor) -> fx.GraphModule:
-    return make_fx(draw)(weights)
-
-
-def edited(graph: fx.GraphModule, edit: Callable[[Editor], None]) -> fx.GraphModule:
-    """A copy of a graph with other draws."""
-    editor = Editor(graph)
-    edit(editor)
+def edited(draw: Callable[[Tensor], Tensor], weights: Tensor, *edits: Callable[[Editor], None]) -> fx.GraphModule:
+    """The graph of a draw, with other draws in its place."""
+    editor = Editor(make_fx(draw)(weights))
+    for edit in edits:
+        edit(editor)
     editor.module.recompile()
     return editor.module
 
@@ -41,20 +38,19 @@ def largest_z(draw: Callable[[Tensor], Tensor]) -> float:
 
 
 def test_the_race_has_the_probabilities_of_multinomial() -> None:
-    draw = graph_of(lambda weights: torch.multinomial(weights, 1, True), WEIGHTS.repeat(NUMBER, 1))
-    graph = edited(draw, fused_draws)
+    graph = edited(lambda weights: torch.multinomial(weights, 1, True), WEIGHTS.repeat(NUMBER, 1), fused_draws)
     assert not any("multinomial" in str(node.target) for node in graph.graph.nodes)
     assert largest_z(graph) < 4.0
 
 
 def test_several_draws_at_once_stay_as_they_are() -> None:
-    graph = edited(graph_of(lambda weights: torch.multinomial(weights, 3, True), WEIGHTS), fused_draws)
+    graph = edited(lambda weights: torch.multinomial(weights, 3, True), WEIGHTS, fused_draws)
     assert any("multinomial" in str(node.target) for node in graph.graph.nodes)
 
 
 def test_coins_are_those_of_eager_steps() -> None:
     probabilities = torch.linspace(0.0, 1.0, 50)
-    graph = edited(graph_of(torch.bernoulli, probabilities), eager_draws)
+    graph = edited(torch.bernoulli, probabilities, eager_draws)
     torch.manual_seed(3)
     expected = torch.bernoulli(probabilities)
     torch.manual_seed(3)
@@ -65,11 +61,7 @@ def test_coins_are_those_of_eager_steps() -> None:
 def test_many_uniform_numbers_are_those_of_torch_s_kernel(number: int, is_called: bool) -> None:
     probabilities = torch.full((number,), 0.3)
 
-    def both(editor: Editor) -> None:
-        fused_draws(editor)
-        called_draws(editor)
-
-    graph = edited(graph_of(torch.bernoulli, probabilities), both)
+    graph = edited(torch.bernoulli, probabilities, fused_draws, called_draws)
     names = [str(node.target) for node in graph.graph.nodes]
     assert ("aten.uniform.default" in names, "aten.rand.default" in names) == (is_called, not is_called)
     torch.manual_seed(0)

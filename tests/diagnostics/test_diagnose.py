@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro.infer import Trace_ELBO
-from steps import CHAIN, filtered, repeat
+from steps import CHAIN, filtered, fresh, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -21,15 +21,10 @@ from pyro_bpq.errors import OptionError
 Guide = Callable[..., Any]
 
 
-def look(
-    model: Guide, guide: Guide, *args: Any, steps: int = 4, samples: int = 8, params: Any = None, **options: Any
-) -> Diagnosis:
-    (params or pyro.clear_param_store)()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
+def look(*programs: Any, steps: int = 4, samples: int = 8, params: Any = fresh, **options: Any) -> Diagnosis:
     with filtered("ignore"):
-        repeat(steps, elbo.loss_and_grads, model, guide, *args)
-        return diagnose(elbo, model, guide, *args, num_samples=samples, num_outcomes=1)
+        elbo = trained(TraceBackpropQ_ELBO(**options), *programs, params=params, steps=steps)
+        return diagnose(elbo, *programs, num_samples=samples, num_outcomes=1)
 
 
 def of_kind(found: Diagnosis, kind: str) -> Finding | None:
@@ -92,35 +87,15 @@ def test_parameters_with_a_gradient_and_those_of_the_model_are_left_alone() -> N
 # One particle.
 
 
-def rows(is_known: bool) -> tuple[Guide, Guide]:
-    """Rows of one binary site, whose costs are known at both values, or of two."""
-
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            y = pyro.sample("y", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
-            if not is_known:
-                pyro.sample("w", dist.Bernoulli(logits=pyro.param("r", torch.zeros(3)) + y))
-
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.4)))
-            if not is_known:
-                y = y + pyro.sample("w", dist.Bernoulli(torch.tensor(0.4)))
-            pyro.sample("x", dist.Normal(y, 1.0), obs=torch.ones(3))
-
-    return model, guide
-
-
-@pytest.mark.parametrize(
-    ("is_known", "number", "expected"), [(False, 1, True), (True, 1, False), (False, 2, False), (False, None, False)]
-)
-def test_one_particle_that_was_asked_for_is_told_where_others_would_help(
-    is_known: bool, number: int | None, expected: bool
-) -> None:
-    found = of_kind(look(*rows(is_known), num_particles=number), "one particle")
-    assert (found is not None) == expected
-    if found is not None:
-        assert "y" in found.sites and found.severity == "hint" and "num_particles" in found.advice
+@pytest.mark.parametrize(("name", "number"), [("noisy", 1), ("known", 1), ("noisy", 2), ("noisy", None)])
+def test_one_particle_that_was_asked_for_is_told_where_others_would_help(name: str, number: int | None) -> None:
+    """The costs of rows of one binary site are known at both values."""
+    case = BY_NAME["plate" if name == "known" else "global_local"]
+    found = of_kind(look(*case.programs, params=case.params, num_particles=number), "one particle")
+    if (name, number) == ("noisy", 1):
+        assert "z" in found.sites and found.severity == "hint" and "num_particles" in found.advice
+    else:
+        assert found is None
 
 
 # Others.

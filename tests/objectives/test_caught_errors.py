@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import SGD
-from steps import fresh, repeat
+from steps import trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased
@@ -25,15 +22,6 @@ def coins(q: torch.Tensor) -> list[torch.Tensor]:
 
 def guide() -> None:
     coins(pyro.param("q", torch.tensor([0.3, -0.2])))
-
-
-def after(steps: int, model: Any, **options: Any) -> TraceBackpropQ_ELBO:
-    """An ELBO after steps of SVI, whose handlers see what the programs do."""
-    fresh()
-    elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
-    repeat(steps, svi.step)
-    return elbo
 
 
 @contextlib.contextmanager
@@ -56,7 +44,7 @@ def test_particles_that_mix_cost_what_they_cost_alone() -> None:
         pyro.sample("x", dist.Normal(a - 0.3 * b, scale), obs=torch.tensor(1.3))
 
     with pytest.warns(UserWarning):
-        elbo = after(6, model, num_particles=2, vectorize_particles=True)
+        elbo = trained(TraceBackpropQ_ELBO(2, vectorize_particles=True), model, guide, steps=6, lr=1e-3)
     assert elbo.num_particles == 2 and not elbo.particles.now.has_plate, str(elbo)
     assert_unbiased(elbo.eval(), model, guide)
 
@@ -70,6 +58,6 @@ def test_costs_that_change_by_themselves_are_not_compared() -> None:
         pyro.sample("x", dist.Normal((a - 0.3 * b) * calls[0] / 100, 1.0), obs=torch.tensor(1.3))
         pyro.factor("count", 0.0 * a - 1000.0 * calls[0])
 
-    elbo = after(40, model)
+    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=40, lr=1e-3)
     assert elbo.particles.now.is_hidden and elbo.num_particles > 1, str(elbo)
     assert elbo.loss_and_grads(model, guide) == pytest.approx(1000.0 * calls[0], abs=100.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pyro
 import pytest
 import torch
-from steps import DATA, Guide, Model, assert_equal, filtered
+from steps import DATA, assert_equal, filtered, module
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,8 +23,7 @@ BATCHES = torch.cat((DATA, DATA.flip(0) - 0.3, DATA + 0.2, DATA * 0.5))
 
 
 def make(options: dict[str, Any]) -> nn.Module:
-    torch.manual_seed(0)
-    fit = TraceBackpropQ_ELBO(**options)(Model(), Guide())
+    fit = module(TraceBackpropQ_ELBO(**options))
     fit(DATA)  # the critics appear, ahead of the optimiser
     return fit
 
@@ -52,13 +51,13 @@ def loader() -> DataLoader[Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pyro.settings.context(module_local_params=True)
 def test_lightning_gives_the_numbers_of_a_plain_loop(options: dict[str, Any], accumulate: int) -> None:
-    module = Training(options)
+    training = Training(options)
     torch.manual_seed(1)
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     trainer = lightning.Trainer(
         max_epochs=2, accelerator="cpu", accumulate_grad_batches=accumulate, **dict.fromkeys(quiet, False)
     )
-    trainer.fit(module, loader())
+    trainer.fit(training, loader())
     fit, losses = make(options), []
     optimiser = torch.optim.Adam(fit.parameters(), lr=0.02)
     torch.manual_seed(1)
@@ -70,7 +69,7 @@ def test_lightning_gives_the_numbers_of_a_plain_loop(options: dict[str, Any], ac
             if (i + 1) % accumulate == 0:
                 optimiser.step()
                 optimiser.zero_grad()
-    assert module.losses == losses
-    assert_equal(dict(module.fit.state_dict()), dict(fit.state_dict()))
+    assert training.losses == losses
+    assert_equal(dict(training.fit.state_dict()), dict(fit.state_dict()))
     if "compile" in options:
-        assert sum(entry.steps for entry in module.fit.elbo.compiled.entries) > 2
+        assert sum(entry.steps for entry in training.fit.elbo.compiled.entries) > 2

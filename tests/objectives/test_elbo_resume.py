@@ -20,7 +20,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, repeat, run, state_of, through_file
+from steps import CHAIN, DATA, OPTIONS, assert_equal, module, repeat, run, state_of, through_file
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -40,9 +40,7 @@ PLATED = [name for name in OPTIONS if name != "vectorised"]
 @pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 @pytest.mark.parametrize("steps", [0, 1, 10])
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["applied", "waiting"])
-def test_copies_continue_alike(
-    options: dict[str, Any], through: Callable[[Any], Any], steps: int, is_waiting: bool
-) -> None:
+def test_copies_continue_alike(options: dict[str, Any], through: Any, steps: int, is_waiting: bool) -> None:
     elbo = TraceBackpropQ_ELBO(**options)
     run(elbo, steps=steps)
     if is_waiting:
@@ -157,37 +155,33 @@ def test_svi_resumes_with_the_same_numbers(case: Case, options: dict[str, Any], 
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in PLATED], ids=PLATED)
 @pytest.mark.parametrize("how", ["pickle", "state_dict"])
 def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], how: str) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        fit = TraceBackpropQ_ELBO(**options)(Model(), Guide())
+    def make() -> nn.Module:
+        fit = module(TraceBackpropQ_ELBO(**options))
         fit(DATA)  # the critics appear
-        return fit, torch.optim.Adam(fit.parameters(), lr=0.02)
+        return fit
 
-    def train(fit: nn.Module, optimiser: torch.optim.Optimizer) -> list[float]:
-        losses = []
+    def train(fit: nn.Module, state: Any = None) -> tuple[torch.optim.Optimizer, list[float]]:
+        optimiser, losses = torch.optim.Adam(fit.parameters(), lr=0.02), []
+        optimiser.load_state_dict(copy.deepcopy(state) or optimiser.state_dict())
         for _ in range(6):
             optimiser.zero_grad()
             loss = fit(DATA)
             loss.backward()
             optimiser.step()
             losses.append(loss.item())
-        return losses
+        return optimiser, losses
 
     with pyro.settings.context(module_local_params=True):
-        fit, optimiser = make()
-        train(fit, optimiser)
-        saved = through_file((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict()))
+        fit = make()
+        optimiser, _ = train(fit)
+        saved, state = through_file((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict()))
         rng = torch.get_rng_state()
-        expected, state = train(fit, optimiser), copy.deepcopy(dict(fit.state_dict()))
-        resumed, optimiser = make()
-        if how == "pickle":
-            resumed, optimiser = saved[0], torch.optim.Adam(saved[0].parameters(), lr=0.02)
-        else:
-            resumed.load_state_dict(saved[0])
-        optimiser.load_state_dict(saved[1])
+        expected = train(fit, state)[1], state_of(fit)
+        resumed = saved if how == "pickle" else make()
+        if how == "state_dict":
+            resumed.load_state_dict(saved)
         torch.set_rng_state(rng)
-        assert_equal(train(resumed, optimiser), expected)
-        assert_equal(dict(resumed.state_dict()), state)
+        assert_equal((train(resumed, state)[1], state_of(resumed)), expected)
 
 
 def test_pickle_continues_in_a_new_process(tmp_path: Path) -> None:

@@ -45,20 +45,13 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    ("where", "options"),
-    [
-        ("model", {}),
-        ("backward", {}),
-        ("backward", {"num_particles": 1}),
-        ("backward", paper_settings()),
-        ("critic", {"num_particles": 1}),
-    ],
-)
+ONE = {"num_particles": 1}
+FAILURES = [("model", {}), ("backward", {}), ("backward", ONE), ("backward", paper_settings()), ("critic", ONE)]
+
+
+@pytest.mark.parametrize(("where", "options"), FAILURES)
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
-def test_exception_leaves_everything_as_before(
-    where: str, options: dict[str, Any], is_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exception_leaves_everything_as_before(where: str, options: Any, is_first: bool, monkeypatch: Any) -> None:
     elbo = TraceBackpropQ_ELBO(**options)
     run(elbo, steps=0 if is_first else 10)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyro
@@ -20,18 +20,9 @@ from pyro_bpq.objectives.entry import Turn
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """What a call in another thread returns or raises."""
-    found: list[Any] = []
-
-    def target() -> None:
-        try:
-            found.append(call())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+    return future.exception() or future.result()
 
 
 def trained() -> TraceBackpropQ_ELBO:

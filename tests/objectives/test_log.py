@@ -30,9 +30,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore:Values of 'z', drawn in the plate 'rows', leave torch")
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_settled_is_said_once(
-    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_settled_is_said_once(name: str, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     programs, text = CASES[name]
     monkeypatch.setattr(rules, "MOST_PARTICLES", 16)
     if name == "sums":

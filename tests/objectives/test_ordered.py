@@ -74,6 +74,8 @@ def test_the_plan_says_why() -> None:
     assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(TrimmedBaseline())
     assert "go in program order" in str(elbo)
     assert elbo.runner.refuses_recording()
+    # What sites are told can be asked for.
+    assert elbo.observe(Program(model, guide, (), {})).items and elbo.runner.recordings.is_ordered
 
 
 @pytest.mark.parametrize("options", [{"structure": "dynamic"}, {"estimator": AllAction()}, {"window": 2}])
@@ -95,9 +97,3 @@ def test_baselines_are_those_of_recent_costs_of_a_site() -> None:
         assert told["cost_to_go"].shape == (1,)
     # The step's own cost waits until after it.
     assert elbo.trainer.recent.state_dict()["a"] == [*recent["a"], elbo.info["a"]["cost_to_go"].item()]
-
-
-def test_what_sites_are_told_can_be_asked_for() -> None:
-    elbo = after(3)
-    seen = elbo.observe(Program(model, guide, (), {}))
-    assert seen.items and elbo.runner.recordings.is_ordered

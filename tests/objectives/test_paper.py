@@ -92,9 +92,7 @@ class Table(nn.Module):
         return self.table[tuple(values[site].long() for site in self.sites)]
 
 
-def of_algorithm1(
-    program: Program, network: BackpropQNetwork, options: dict[str, float], steps: int, prior: Any = None
-) -> list[Tensor]:
+def of_algorithm1(program: Program, network: Any, options: Any, steps: int, prior: Any = None) -> list[Tensor]:
     """Parameters and tables after each step of the reference, from the same draws. With a prior, of minus the ELBO."""
     pyro.set_rng_seed(1)
     theta = program.start.clone().requires_grad_()
@@ -128,7 +126,6 @@ def of_program(elbo: TraceBackpropQ_ELBO, *programs: Any, steps: int) -> tuple[B
         with torch.no_grad():
             theta -= 0.5 * theta.grad
         theta.grad = None
-        assert network is not None
         found.append(torch.cat((theta.detach().flatten(), *(values_of(elbo, node) for node in network.learned))))
     return network, found
 

@@ -36,12 +36,10 @@ from pyro_bpq.objectives.local_objective import LocalObjective
 def test_steered_replay_redraws_all_later_sites() -> None:
     """A replayed site is held; then comes all that the program may do next, of other structures too."""
     elbo = train(30, learner=CriticLearner(replay=Replay(capacity=64, updates_per_step=0)))
-    assert elbo.trainer.replayer is not None and elbo.replay_buffer is not None
     short = next(stored for stored in elbo.replay_buffer._rollouts if "z_2" not in stored.values[0])
     held, found = {"z_0": short.values[0]["z_0"]}, set()
     for seed in range(40):
         staged = elbo.trainer.replayer._rerun(elbo, short, [held], seed)
-        assert staged is not None
         values = {name: site.value for name, site in staged.traced[0].run.sites.items()}
         assert torch.equal(values["z_0"], held["z_0"])
         found.add(tuple(float(value) for name, value in values.items() if name > "z_0"))
@@ -66,7 +64,7 @@ def test_steered_rollouts_that_miss_their_site_are_dropped() -> None:
     assert elbo.replay(updates=3) == 3
     name[0] = "other"
     elbo.replay(["z"], updates=20)
-    assert elbo.replay_buffer is not None and elbo.replay_buffer.num_dropped > 0
+    assert elbo.replay_buffer.num_dropped > 0
 
 
 # Expected costs
@@ -91,7 +89,7 @@ def test_replay_of_expected_costs(world: Any) -> None:
     elbo = ExpectedCost(learner=EVERYTHING)
     svi = SVI(world, policy if world else alone, Adam({"lr": 0.1}), elbo)
     losses = [svi.step() for _ in range(60)]
-    assert elbo.replay_buffer is not None and len(elbo.replay_buffer) > 0 and elbo.replay_buffer.num_dropped == 0
+    assert len(elbo.replay_buffer) > 0 and elbo.replay_buffer.num_dropped == 0
     assert elbo.replay(updates=3) == 3
     assert sum(losses[-20:]) < sum(losses[:20])
 

@@ -106,17 +106,13 @@ def test_warm_up_trains_critics_and_leaves_the_guide() -> None:
     assert_equal(state_of(other), state_of(elbo))
 
 
-@pytest.mark.parametrize(
-    ("elbo", "steps", "text"),
-    [
-        (TraceBackpropQ_ELBO(learner=None), 1, "learner=CriticLearner"),
-        (TraceBackpropQ_ELBO().eval(), 1, "train"),
-        (TraceBackpropQ_ELBO(), 0, "positive"),
-    ],
-)
-def test_warm_up_refuses_what_cannot_learn(elbo: TraceBackpropQ_ELBO, steps: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        elbo.warm_up(CHAIN.model, CHAIN.guide, steps=steps)
+def test_warm_up_refuses_what_cannot_learn() -> None:
+    with pytest.raises(ValueError, match="learner=CriticLearner"):
+        TraceBackpropQ_ELBO(learner=None).warm_up(CHAIN.model, CHAIN.guide, steps=1)
+    with pytest.raises(ValueError, match="train"):
+        TraceBackpropQ_ELBO().eval().warm_up(CHAIN.model, CHAIN.guide, steps=1)
+    with pytest.raises(ValueError, match="positive"):
+        TraceBackpropQ_ELBO().warm_up(CHAIN.model, CHAIN.guide, steps=0)
 
 
 # Schedules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -12,7 +12,7 @@ import torch
 from models import coin, real
 from pyro import poutine
 from pyro.optim import Adam
-from steps import critic_targets, repeat
+from steps import critic_targets, fresh, repeat
 from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
@@ -58,22 +58,13 @@ def exact_q(program: Callable[[], None], *known: int) -> float:
     return float(exact_loss(None, poutine.condition(program, values), only_costs=True))
 
 
-def rolled_out(
-    program: Callable[[], None] = chain, policy: Mapping[str, Tensor] = OLD, particles: int = 64, **options: Any
-) -> ExpectedCost:
+def rolled_out(program: Any = chain, policy: Any = OLD, particles: int = 64, **options: Any) -> ExpectedCost:
     """An objective with a few rollouts of a policy in its buffer."""
-    pyro.clear_param_store()
+    fresh()
     set_policy(policy)
-    pyro.set_rng_seed(0)
     replay = Replay(capacity=4, batch_size=1, updates_per_step=0, costs="stored")
-    objective = ExpectedCost(
-        num_particles=particles,
-        vectorize_particles=particles > 1,
-        max_plate_nesting=0,
-        critic=TabularCritic(),
-        learner=CriticLearner(lr=0.5, optimizer=torch.optim.SGD, replay=replay),
-        **options,
-    )
+    options |= {"critic": TabularCritic(), "learner": CriticLearner(lr=0.5, optimizer=torch.optim.SGD, replay=replay)}
+    objective = ExpectedCost(particles, 0, vectorize_particles=particles > 1, **options)
     repeat(8, objective.loss_and_grads, None, program)
     return objective
 
@@ -233,9 +224,8 @@ def test_sites_without_a_critic_cannot_follow_one() -> None:
 
 
 def actor(**options: Any) -> ActorCriticSVI:
-    pyro.clear_param_store()
+    fresh()
     set_policy(OLD)
-    pyro.set_rng_seed(0)
     replay = Replay(capacity=200, batch_size=2, updates_per_step=0, costs="stored")
     objective = ExpectedCost(critic=MLPCritic((8,)), learner=CriticLearner(lr=0.01, replay=replay))
     return ActorCriticSVI(None, chain, Adam({"lr": 0.05}), objective, **options)

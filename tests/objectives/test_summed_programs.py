@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -38,14 +37,8 @@ class Chain:
         infer: Options of the guide's sites.
     """
 
-    def __init__(
-        self,
-        length: int = 2,
-        read: Callable[[Tensor, Tensor], Tensor] = lambda z, _: z,
-        after: Callable[[Tensor], Tensor] = lambda z: z,
-        infer: Mapping[str, Any] = {},
-    ) -> None:
-        self.length, self.read, self.after, self.infer = length, read, after, dict(infer)
+    def __init__(self, length=2, read=lambda z, _: z, after=lambda z: z, infer=None):
+        self.length, self.read, self.after, self.infer = length, read, after, infer or {}
 
     def model(self) -> None:
         z = torch.zeros((), dtype=torch.float64)
@@ -109,40 +102,35 @@ def test_options_keep_it_away(options: dict[str, Any]) -> None:
     assert not trained(Chain(), **options).particles.now.sums
 
 
+DRAWN = {
+    "two sites": Chain(read=lambda z, last: z + last),
+    "rows": Chain(read=lambda z, _: z.mean(-1, keepdim=True) + 0.0 * z),
+    "mixes": Chain(read=lambda z, _: z - z.mean(0) if z.dim() > 1 else z),
+    "does not broadcast": Chain(read=lambda z, _: z.expand(ROWS)),
+    "counts entries": Chain(read=lambda z, _: z * z.numel()),
+    "noise": Chain(read=lambda z, _: z + 0.1 * torch.rand(())),
+    "steered": Chain(after=lambda z: z if bool((z >= 0.0).all()) else -z),
+    "cost": dear(Chain()),
+    "critic": Chain(infer={"bpq": {"critic": LinearCritic()}}),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Rows of the plate")
-@pytest.mark.parametrize(
-    "programs",
-    [
-        Chain(read=lambda z, last: z + last),
-        Chain(read=lambda z, _: z.mean(-1, keepdim=True) + 0.0 * z),
-        Chain(read=lambda z, _: z - z.mean(0) if z.dim() > 1 else z),
-        Chain(read=lambda z, _: z.expand(ROWS)),
-        Chain(read=lambda z, _: z * z.numel()),
-        Chain(read=lambda z, _: z + 0.1 * torch.rand(())),
-        Chain(after=lambda z: z if bool((z >= 0.0).all()) else -z),
-        dear(Chain()),
-        Chain(infer={"bpq": {"critic": LinearCritic()}}),
-    ],
-    ids=["two sites", "rows", "mixes", "does not broadcast", "counts entries", "noise", "steered", "cost", "critic"],
-)
-def test_programs_that_draw(programs: Chain) -> None:
-    elbo = trained(programs)
-    assert not elbo.particles.now.sums
-    assert elbo.num_steps == 4
+@pytest.mark.parametrize("name", DRAWN)
+def test_programs_that_draw(name: str) -> None:
+    elbo = trained(DRAWN[name])
+    assert not elbo.particles.now.sums and elbo.num_steps == 4
 
 
-@pytest.mark.parametrize(
-    ("read", "is_compact"),
-    [
-        (lambda z, _: z, True),
-        (lambda z, _: 0.5 * z * z.shape[-1], False),
-        (lambda z, _: z.narrow(-1, 0, ROWS) if z.dim() else z, False),
-    ],
-    ids=["plain", "reads its size", "needs its size"],
-)
-def test_values_that_are_alike_in_all_rows_of_data_run_once(
-    read: Callable[[Tensor, Tensor], Tensor], is_compact: bool
-) -> None:
+READS: dict[str, tuple[Any, bool]] = {
+    "plain": (lambda z, _: z, True),
+    "reads its size": (lambda z, _: 0.5 * z * z.shape[-1], False),
+    "needs its size": (lambda z, _: z.narrow(-1, 0, ROWS) if z.dim() else z, False),
+}
+
+
+@pytest.mark.parametrize(("read", "is_compact"), READS.values(), ids=READS)
+def test_values_that_are_alike_in_all_rows_of_data_run_once(read: Any, is_compact: bool) -> None:
     programs = Chain(read=read)
     elbo = trained(programs)
     assert elbo.particles.now.sums and elbo.particles.now.is_compact is is_compact

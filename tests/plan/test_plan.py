@@ -140,9 +140,7 @@ COARSE = stack(up=lambda y: torch.eye(3)[y.sum(-1).long()])
     ],
     ids=["many reads", "few reads", "no slopes", "noise"],
 )
-def test_layers_get_hindsight_where_it_may_serve(
-    program: Any, is_wide: bool, expected: Estimator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_get_hindsight_where_it_may_serve(program: Any, is_wide: bool, expected: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1 if is_wide else 1_000)
     elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
     elbo.planner = replace(elbo.planner, max_elements=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,24 +25,19 @@ def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, 
     """An ELBO after two steps on one site, or on two that follow each other in rows."""
     fresh()
 
-    def sites(rate: torch.Tensor, obs: torch.Tensor | None) -> None:
-        if not rows:
-            z = pyro.sample("z", draw(rate)).float()
-            if obs is not None:
-                pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=obs)
-            return
-        data = DATA[:rows]
-        with pyro.plate("rows", rows):
-            y = pyro.sample("y", draw(rate + data)).float()
+    def sites(rate: torch.Tensor, is_observed: bool = False) -> None:
+        data = DATA[:rows] if rows else torch.tensor(0.5)
+        with pyro.plate("rows", rows) if rows else contextlib.nullcontext():
+            y = pyro.sample("y", draw(rate + data)).float() if rows else 0.0
             z = pyro.sample("z", draw(rate + y)).float()
-            if obs is not None:
-                pyro.sample("x", dist.Normal(z, 1.0), obs=data)
+            if is_observed:
+                pyro.sample("x", dist.Normal(z if rows else z.sum(), 1.0), obs=data)
 
     def model() -> None:
-        sites(torch.zeros(()), torch.tensor(0.5))
+        sites(torch.zeros(()), is_observed=True)
 
     def guide() -> None:
-        sites(pyro.param("rate", lambda: torch.tensor(0.2)), None)
+        sites(pyro.param("rate", lambda: torch.tensor(0.2)))
 
     elbo = TraceBackpropQ_ELBO(**options)
     elbo.planner = replace(elbo.planner, max_elements=max_elements)
