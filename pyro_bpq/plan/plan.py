@@ -139,7 +139,7 @@ def why_one(traced: TracedRun, estimator: Estimator | None, is_noisy: bool) -> s
     """Why one particle runs, where values do not steer the program."""
     chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
     if traced.is_dear:
-        return "the program has cost statements or external functions, which may be dear"
+        return "the program has functions of costs, or external functions, which may be dear"
     if estimator is not None:
         return f"you wrote estimator={short(estimator)}"
     if chosen:

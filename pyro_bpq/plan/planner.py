@@ -104,7 +104,8 @@ class Planner:
 
     def fits_order(self, traced: TracedRun) -> bool:
         """Whether program order serves a run well: rows of plates, choices at sites and dear costs need the graph."""
-        return not traced.is_dear and all(traced.options[n].is_open and not traced.plates[n] for n in traced.scored)
+        has_costs = traced.user_costs or traced.externals
+        return not has_costs and all(traced.options[n].is_open and not traced.plates[n] for n in traced.scored)
 
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """Plans the steps on a structure.
@@ -115,7 +116,7 @@ class Planner:
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
-        may_sum, notes = self.is_elbo and facts.cuts_plates and not facts.is_dynamic, list[str]()
+        may_sum, notes = facts.cuts_plates and not facts.is_dynamic, list[str]()
         summed = sum_plan(structure, self.max_support) if may_sum else None
         written = written_options(traced, self.estimator, self.asks)
         if written and summed is not None:

@@ -220,7 +220,7 @@ class SumPlan:
 def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     """Plans the sum; ``None`` if a site has more values or a law or a cost reads more."""
     traced, graph = structure.traced, structure.graph
-    if structure.facts.self_read or traced.is_dear or traced.untraced or traced.enumerated or traced.only_costs:
+    if structure.facts.self_read or traced.is_dear or traced.untraced or traced.enumerated:
         return None
     shared = frozenset(name for name, info in traced.infos.items() if info.has_rsample)
     names = [name for name in traced.infos if name not in shared]
@@ -242,7 +242,7 @@ def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
         split, record = traced.infos[name].components, traced.run.sites[name]
         if split is None or split.size != 1 or not 2 <= split.cardinality <= max_support:
             return None
-        if not is_plated(traced.guide_trace.nodes[name]) or reads[cost_of_guide(name)] not in (None, reads[name]):
+        if not is_plated(traced.guide_trace.nodes[name]) or reads.get(cost_of_guide(name)) not in (None, reads[name]):
             return None
         if cost_of_model(name) in reads and not (record.prior and have_same_values(record.prior, record.fn)):
             return None

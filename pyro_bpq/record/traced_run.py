@@ -108,8 +108,8 @@ class TracedRun:
 
     @property
     def is_dear(self) -> bool:
-        """Whether it has cost statements or calls of external functions, which may be dear."""
-        return bool(self.user_costs or self.externals)
+        """Whether it calls functions of costs, or external functions, which may be dear."""
+        return bool(self.externals) or any(own.is_function and not own.exact for own in self.user_costs.values())
 
     @property
     def is_plain(self) -> bool:

@@ -157,7 +157,8 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, counts: bool) -> t
     laws = Laws({name: rows.table(law.exp(), name, plan.parents[name]) for name, law in q.items()})
     # What is averaged, its law, and its sign.
     found, pairs = list[Tensor](), list[tuple[Tensor, Tensor, int]]()
-    for sign, log_probs, sites, others in ((1, q, guide, plan.parents), (-1, p, model, plan.priors)):
+    own = () if traced.only_costs else ((1, q, guide, plan.parents), (-1, p, model, plan.priors))
+    for sign, log_probs, sites, others in own:
         for name, log_prob in log_probs.items():
             site, other = sites[name], others[name]
             table = rows.table(rows.weighted(log_prob, site, other), name, other)

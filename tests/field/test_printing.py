@@ -112,7 +112,7 @@ def test_other_objectives_print_five_lines_too() -> None:
     objective.loss_and_grads(None, policy)
     for told in (str(objective), str(trained(TraceBackpropQ_IWAE(4, num_outer=2)))):
         assert [line.split(":")[0] for line in told.splitlines()[1:]] == ["runs", "particles", "estimators", "critics"]
-    assert "because of its cost statements" in str(objective) and "4 for each bound" in told
+    assert "1, left open" in str(objective) and "4 for each bound" in told
 
 
 def test_recordings_are_told() -> None:

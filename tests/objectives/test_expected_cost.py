@@ -32,9 +32,16 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.plan import rules
 from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_loss, expected_gradient, expected_moments
 
 ATOL = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def _two_particles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More cannot be enumerated."""
+    monkeypatch.setattr(rules, "MOST_PARTICLES", 2)
 
 
 def param(name: str, *shape: int, start: int = 0) -> Tensor:
@@ -180,6 +187,22 @@ def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
     assert_unbiased(ExpectedCost().eval(), None, program)
 
 
+def coins(call: bool) -> None:
+    z = [pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("w", 8)[t])) for t in range(8)]
+    found = torch.stack(z, -1)
+    if call:
+        cost("c", lambda own: own.sum(-1).cos(), found)
+    else:
+        cost("c", found.sum(-1).cos())
+
+
+@pytest.mark.parametrize("call", [False, True])
+def test_values_get_several_particles_and_functions_one(call: bool) -> None:
+    objective = ExpectedCost()
+    repeat(2, objective.loss_and_grads, None, functools.partial(coins, call))
+    assert (objective.num_particles == 1) is call
+
+
 def environment() -> None:
     a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
     weather = pyro.sample("weather", dist.Categorical(logits=param("weather_logits", 3) * (1 + a)))
@@ -315,7 +338,7 @@ def test_given_values_are_known_at_other_values_without_a_call() -> None:
 
 
 def test_exact_costs_are_evaluated_at_every_value() -> None:
-    objective = train(ExpectedCost(), None, exact_costs, steps=2)
+    objective = train(ExpectedCost(num_particles=1), None, exact_costs, steps=2)
     (plan,) = objective.runner.plans.plans.values()
     assert plan.flips is not None and set(plan.flips.costs) == {"a", "b"}
 

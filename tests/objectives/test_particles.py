@@ -157,7 +157,7 @@ ONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "one site": (Chain(0, 1), {}),
     "all known": (Chain(length=1), {}),
     "steered": (Layers(mixes="steers"), {}),
-    "cost statement": (dear(Layers()), {}),
+    "a cost that leaves torch": (dear(Layers()), {}),
 }
 
 

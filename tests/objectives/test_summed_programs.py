@@ -10,16 +10,17 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import dear, fresh, repeat, through_file, told
 from torch import Tensor
 
-from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, ExpectedCost, LinearCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import diagnose, gradient_moments
 from pyro_bpq.plan import plan as rule
 from pyro_bpq.plan.rules import DRAWN_STEPS
-from pyro_bpq.testing import assert_unbiased, exact_loss
+from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss
 
 ROWS = 2
 
@@ -213,3 +214,23 @@ def test_what_the_program_warns_of_is_told_in_each_step() -> None:
             elbo.loss_and_grads(model, programs.guide)
         assert "by the program" in texts
     assert elbo.particles.now.sums
+
+
+def policy() -> None:
+    w, z = pyro.param("w", torch.tensor([0.2, -0.3], dtype=torch.float64)), torch.zeros((), dtype=torch.float64)
+    with pyro.plate("rows", ROWS), poutine.scale(scale=0.7):
+        for t in range(2):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=w[0] + w[1] * z))
+            cost(f"c_{t}", (z - 0.3) ** 2 * w[1].exp() + t)
+
+
+@pytest.mark.parametrize(("objective", "model"), [(ExpectedCost, None), (TraceBackpropQ_ELBO, Chain().model)])
+def test_costs_that_are_values_are_summed(objective: Any, model: Any) -> None:
+    elbo, only_costs = objective(), model is None
+    repeat(4, elbo.loss_and_grads, model, policy)
+    assert elbo.particles.now.sums
+    pyro.clear_param_store()
+    expected = float(exact_loss(model, policy, only_costs=only_costs))
+    assert elbo.loss_and_grads(model, policy) == pytest.approx(expected, abs=1e-12)
+    exact = exact_gradient(model, policy, only_costs=only_costs)["w"]
+    torch.testing.assert_close(pyro.param("w").grad, exact)

@@ -184,6 +184,11 @@ def stated(z: Tensor) -> Tensor:
     return z[0]
 
 
+def called(z: Tensor) -> Tensor:
+    cost("c", lambda z: 0.7 * z[0] * z[1], z)
+    return z[0]
+
+
 # Programs that read from the left, and whether further particles are computed.
 MIXED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], bool]] = {
     "index": (lambda: lambda z: z[0] - z.sum() * z[1], True),
@@ -191,7 +196,8 @@ MIXED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], bool]] = {
     "statistics that are fixed": (lambda: normalised(False), True),
     # What a run writes, draws itself, or hands to functions of the user, is left to runs.
     "statistics of the batch": (lambda: normalised(True), False),
-    "cost statement": (lambda: stated, False),
+    "cost statement": (lambda: stated, True),
+    "function of a cost": (lambda: called, False),
 }
 
 
