@@ -269,9 +269,9 @@ def is_equal(left: Any, right: Any) -> bool:
 
 
 def dear(programs: Any) -> Any:
-    """Programs whose model calls the function of a cost, too."""
+    """Programs whose model calls the function of a cost that leaves torch, too."""
     plain = programs.model
-    programs.model = lambda: (plain(), cost("price", lambda: 1.0))[0]
+    programs.model = lambda: (plain(), cost("price", torch.tensor(1.0).item))[0]
     return programs
 
 

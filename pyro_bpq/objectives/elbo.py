@@ -54,7 +54,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         num_particles: Number of particles ``M``. ``None`` leaves it open: up to 128 run in one vectorised call if
             :func:`~pyro_bpq.plan.plan.num_particles_for` asks for several, and if particles among others have the
             same costs as alone, for which the first step runs the programs twice. One particle runs if you choose
-            an estimator or ``vectorize_particles=True``. It also runs with functions of costs, summed-out sites or
+            an estimator or ``vectorize_particles=True``. It also runs with costs that leave torch, summed-out sites or
             several processes, and if sampled values steer the program. If the loss is summed over all values, there
             are no particles; options about critics turn that sum off. ``print(elbo)`` says which option did what.
         max_plate_nesting: As in Pyro's ELBOs.

@@ -355,8 +355,8 @@ class _Step:
         if found.plan is None:
             mode = recordings.mode
             return 1, "sampled values steer the program" if mode == "auto" else f'you wrote structure="{mode}"'
-        run, recorded = found.runs[0], recordings.recorded(found.runs[0], number)
-        return num_particles_for(found.plan, run, recorded, number, is_hidden), found.plan.alone
+        shown = recordings.shown(found.runs[0], number)
+        return num_particles_for(found.plan, shown, number, is_hidden), found.plan.alone
 
     def _nesting(self, one: TracedRun) -> float:
         """Bound on the number of nested plates, from a run of one particle."""
@@ -371,9 +371,8 @@ class _Step:
         is_asked = mode.learning and not (mode.is_recorded or mode.shows or mode.by_value or found.ordered)
         if not is_asked or now.sums is not None:
             return
-        run = found.runs[0]
-        recorded = self.runner.recordings.recorded(run, way.in_call)
-        rows = num_rows_for(found.plan, run, recorded, way.in_call) if mode.may_order else 0
+        run = self.runner.recordings.shown(found.runs[0], way.in_call)
+        rows = num_rows_for(found.plan, run, way.in_call) if mode.may_order else 0
         nesting = way.nesting if way.has_plate else 1 + self._nesting(run)
         table = Particles(rows, True, False, nesting, sums=True)
         now.sums = (replace(table, is_compact=True), table) if rows else ()

@@ -139,7 +139,7 @@ def why_one(traced: TracedRun, estimator: Estimator | None, is_noisy: bool) -> s
     """Why one particle runs, where values do not steer the program."""
     chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
     if traced.is_dear:
-        return "the program has functions of costs, or external functions, which may be dear"
+        return "functions of costs leave torch, or external functions are called, which may be dear"
     if estimator is not None:
         return f"you wrote estimator={short(estimator)}"
     if chosen:
@@ -189,10 +189,8 @@ def without_critic(estimators: Mapping[str, Estimator], critics: Mapping[str, Cr
 # How many particles a program is good for, where their number is left open.
 
 
-def num_particles_for(
-    plan: Plan, traced: TracedRun, recorded: Recorded | None, particles: int = 1, is_hidden: bool = False
-) -> int:
-    r"""Number of particles that a program is good for.
+def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, is_hidden: bool = False) -> int:
+    r"""Number of particles that a program is good for, from a run with the recording in force.
 
         M = min(128, max(4, min(8, 1 + a / 2b), 1 + a / 8b), max(2, 524288 / n))
 
@@ -226,8 +224,8 @@ def num_particles_for(
         elements=largest_value(traced),
         particles=particles,
         is_hidden=is_hidden,
-        free=math.inf if particles > 1 else _shared_over_added(recorded),
-        flipped=math.inf if particles > 1 else _shared_over_added(recorded, plan.flips),
+        free=math.inf if particles > 1 else _shared_over_added(traced.recorded),
+        flipped=math.inf if particles > 1 else _shared_over_added(traced.recorded, plan.flips),
     )
     return next(rule.gives(facts) for rule in PARTICLES if rule.holds(facts))
 
@@ -244,8 +242,9 @@ def _shared_over_added(recorded: Recorded | None, flips: Flips | None = None) ->
     return (3.0 * run.shared + STEP + row.shared) / added if added > 0.0 else math.inf
 
 
-def num_rows_for(plan: Plan | None, traced: TracedRun, recorded: Recorded | None, particles: int = 1) -> int:
+def num_rows_for(plan: Plan | None, traced: TracedRun, particles: int = 1) -> int:
     """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed, or is too dear."""
+    recorded = traced.recorded
     if plan is None or plan.summed is None or recorded is None or any(map(recorded.draws, recorded.named)):
         return 0
     rows = plan.summed.rows

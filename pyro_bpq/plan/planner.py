@@ -340,7 +340,8 @@ class PlanCache:
             if key not in self.plans and len(self.plans) >= _PLANS:
                 self.plans.clear()
             if key not in self.plans:
-                self.plans[key] = replace(self.planner.plan(traced, graph, facts), key=key)
+                shown = replace(traced, recorded=facts.recorded)
+                self.plans[key] = replace(self.planner.plan(shown, graph, facts), key=key)
             self.last = self.plans[key]
         return self.last
 

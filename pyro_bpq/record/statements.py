@@ -40,15 +40,14 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     A *value* is tracked soundly, whatever the program did to compute it. If the program read a sampled value in Python
     (``.item()``, ``.tolist()``, numpy), everything that follows depends on that value, and critics see a sequence. A
     *function* is called once with ``args``, at its place in every run of the program. It may read values in Python,
-    and critics still work. But it must affect the program only through its result.
+    and critics still work. But it must affect the program only through its result. If it reads none, it counts as a
+    value: several particles may run, and its cost is known at values that were not sampled.
 
     Args:
         name: Name of the cost, unique among the sites.
         value: The cost: a number, an array or a tensor of the plates' batch shape; or a function that returns one.
         *args: Arguments of the function.
-        exact: Whether the cost may be evaluated at values that were not sampled, in a dimension left of all plates
-            (``AllAction(exact=...)``). By default it may not: the extra run skips a function, and a cost given as a
-            value rules out the extra run.
+        exact: Whether the function is known to read no values in Python: those that it reads steer the program.
 
     Returns:
         The cost as a tensor.

@@ -295,6 +295,12 @@ class Tape(Ledger, TorchDispatchMode):
         shared = {key for key, known in self.storages.items() if known.shared}
         self._calls_open.append((self.steering, shared, len(self.guards), len(self.told)))
 
+    @property
+    def has_read(self) -> bool:
+        """Whether Python has read something since such a function was called."""
+        steering, _, *before = self._calls_open[-1]
+        return self.steering != steering or [len(self.guards), len(self.told)] != before
+
     def close_call(self, args: Any, result: Any) -> int:
         """Call it right after: only the result depends on what the function has read, whose sources are returned.
 

@@ -108,13 +108,15 @@ class TracedRun:
 
     @property
     def is_dear(self) -> bool:
-        """Whether it calls functions of costs, or external functions, which may be dear."""
-        return bool(self.externals) or any(own.is_function and not own.exact for own in self.user_costs.values())
+        """Whether it calls external functions, or functions of costs that leave torch: they may be dear."""
+        functions = [cost for cost, own in self.user_costs.items() if own.is_function]
+        own = self.recorded
+        return bool(self.externals or (functions and not (own and all(map(own.can_compute, functions)))))
 
     @property
     def is_plain(self) -> bool:
         """Whether its traces tell all of it, so that Pyro alone can run it."""
-        is_told = not (self.is_dear or self.untraced)
+        is_told = not (self.user_costs or self.externals or self.untraced)
         return is_told and plain_run(*self.traces, samples(self.guide_trace)) is not None
 
     @cached_property

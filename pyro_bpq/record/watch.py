@@ -140,21 +140,23 @@ class Watch(Messenger):
         return has_rsample(msg) and is_left and self._choose(msg).is_pathwise
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        if self.tape is not None:
+        # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
+        if self.tape is not None and not msg["infer"]["exact"]:
             self.tape.open_call()
 
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
         for frame in msg["cond_indep_stack"]:
             if frame.name == PARTICLES and isinstance(msg["value"], Tensor):
                 check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
-        # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
         if self.tape is not None and not msg["infer"]["exact"]:
             result, owner = msg["value"], owner_of(msg["args"][2])
-            # It depends on earlier calls of the same object, too.
+            # It depends on earlier calls of the same object, too. What stays in torch is told by its operators.
+            is_told = msg["infer"]["is_called"] and not (self.tape.has_read or id(owner) in self.memories)
             mask = self.tape.close_call([msg["args"][3:], self.memories.get(id(owner), ())], result)
-            self.tape.made(same, (result,), result, mask)
-            self.memories.update({} if owner is None else {id(owner): [result]})
-            self.tape.hide(result, "a function of a cost")
+            if not is_told:
+                self.tape.made(same, (result,), result, mask)
+                self.memories.update({} if owner is None else {id(owner): [result]})
+                self.tape.hide(result, "a function of a cost")
 
     def _pyro_bpq_external(self, msg: Any) -> None:
         (external, *given), tape = msg["args"], self.tape

@@ -187,20 +187,25 @@ def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
     assert_unbiased(ExpectedCost().eval(), None, program)
 
 
-def coins(call: bool) -> None:
-    z = [pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("w", 8)[t])) for t in range(8)]
-    found = torch.stack(z, -1)
-    if call:
-        cost("c", lambda own: own.sum(-1).cos(), found)
-    else:
-        cost("c", found.sum(-1).cos())
+CHARGES: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "value": (lambda z: cost("c", z.sum(-1).cos()), 2),
+    "function in torch": (lambda z: cost("c", lambda own: own.sum(-1).cos(), z), 2),
+    "function that leaves torch": (lambda z: cost("c", lambda own: own.sum(-1).cos().item(), z), 1),
+}
 
 
-@pytest.mark.parametrize("call", [False, True])
-def test_values_get_several_particles_and_functions_one(call: bool) -> None:
+@pytest.mark.parametrize("kind", CHARGES)
+def test_what_may_be_dear_runs_one_particle(kind: str) -> None:
+    charge, number = CHARGES[kind]
+
+    def coins() -> None:
+        z = [pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("w", 3)[t])) for t in range(3)]
+        charge(torch.stack(z, -1))
+
     objective = ExpectedCost()
-    repeat(2, objective.loss_and_grads, None, functools.partial(coins, call))
-    assert (objective.num_particles == 1) is call
+    repeat(2, objective.loss_and_grads, None, coins)
+    assert objective.num_particles == number
+    assert_unbiased(objective.eval(), None, coins)
 
 
 def environment() -> None:

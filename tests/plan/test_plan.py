@@ -88,7 +88,7 @@ def tall() -> Programs:
 
 def charged() -> Programs:
     model, guide = flat()
-    return lambda: (model(), cost("dear", lambda: 0.3))[0], guide
+    return lambda: (model(), cost("dear", torch.tensor(0.3).item))[0], guide
 
 
 def chosen(program: Programs, site: str, max_elements: int, **options: Any) -> Estimator:
@@ -115,7 +115,7 @@ def chosen(program: Programs, site: str, max_elements: int, **options: Any) -> E
         (stack(), "y", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
         (stack(), "y", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
         (tall(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
-        # Its function may be dear: it is called once.
+        # A function that leaves torch may be dear: it is called once.
         (charged(), "z", {}, MEAN),
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
         (flat(infer=AVERAGE), "z", {}, ScoreFunction(RunningBaseline(decay=0.9))),
