@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from enumerable import enumerable_noise
-from steps import bias
+from models import Case
+from steps import bias, scramble, settled
 from torch import Tensor
 
 import pyro_bpq.estimators as package
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import ChoiceNoise, expected_moments
@@ -49,10 +52,22 @@ def public() -> dict[str, type[Estimator]]:
     return {n: kind for n, kind in found.items() if hasattr(kind, "is_unbiased") and kind is not Estimator}
 
 
-def wrong_sign(estimator: Any) -> Any:
-    """An estimator whose gradient has the wrong sign."""
+def faulty(estimator: Any, call: Callable[[Callable[[SiteContext], SiteTerm], SiteContext], SiteTerm]) -> Any:
+    """An estimator with a planted fault: what ``call`` makes of its own call and of the context."""
 
     def __call__(self: Any, context: SiteContext) -> SiteTerm:
-        return SiteTerm(-type(estimator).__call__(self, context).surrogate)
+        return call(lambda given: type(estimator).__call__(self, given), context)
 
-    return dataclass(frozen=True)(type("WrongSign", (type(estimator),), {"__call__": __call__}))()
+    return dataclass(frozen=True)(type("Faulty", (type(estimator),), {"__call__": __call__}))()
+
+
+def wrong_sign(estimator: Any) -> Any:
+    """An estimator whose gradient has the wrong sign."""
+    return faulty(estimator, lambda own, context: SiteTerm(-own(context).surrogate))
+
+
+def scrambled(case: Case, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
+    """A frozen ELBO whose critics are far from right; the parameters are in the store."""
+    elbo = settled(case, steps, **options)
+    scramble(elbo.critics.weights().values())
+    return elbo.eval()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from problems import faulty
 from quadrature import NodeNormal, expected_gradient, grid
 from steps import repeat, stepped
 from torch import Tensor
@@ -108,17 +109,14 @@ def blocks(elbo: Any) -> list[Any]:
     return list(elbo.critics.blocks.values())
 
 
-@dataclass(frozen=True)
-class NoPath(LAXQ):
+def no_path(own: Any, context: SiteContext) -> SiteTerm:
     """Subtracts the critic and leaves its own gradient out."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        still = {**context.signals, "moved_value": context.signals["moved_value"].detach()}
-        return super().__call__(replace(context, signals=still))
+    still = {**context.signals, "moved_value": context.signals["moved_value"].detach()}
+    return own(replace(context, signals=still))
 
 
 def test_a_missing_path_is_seen() -> None:
-    policy = program(NoPath(), MomentCritic(()))
+    policy = program(faulty(LAXQ(), no_path), MomentCritic(()))
     assert largest_error(trained(policy), policy) > 1e-3
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import public, wrong_sign
+from problems import faulty, public, wrong_sign
 from torch import Tensor
 
 import pyro_bpq.estimators as package
@@ -132,42 +132,14 @@ def test_estimators_keep_the_contract(estimator: Any, problem: Problem) -> None:
 
 
 @dataclass(frozen=True)
-class ThreePercentOff(DisARM):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return SiteTerm(1.03 * super().__call__(context).surrogate)
-
-
-@dataclass(frozen=True)
 class BelievesTheProgram(DisARM):
     takes_outdated = True
-
-
-@dataclass(frozen=True)
-class TakesTheSmallerCost(SecondRun):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        again = context.program.cost(context.program.value)
-        return super().__call__(replace(context, cost=torch.minimum(context.cost, again)))
 
 
 @dataclass(frozen=True)
 class Silent(DisARM):
     def unsupported(self, site: Any) -> str | None:
         return None if super().unsupported(site) is None else "no"
-
-
-@dataclass(frozen=True)
-class MixesSites(ScoreFunction):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return super().__call__(replace(context, cost=context.cost - context.cost.mean(0)))
-
-
-@dataclass(frozen=True)
-class MixesRows(ScoreFunction):
-    """Its baseline is the mean of all rows."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        level = context.per_site(site_mean(context.cost))
-        return super().__call__(replace(context, cost=context.cost - level))
 
 
 @dataclass(frozen=True)
@@ -196,36 +168,52 @@ class WeighsRows(ScoreFunction):
 
 
 @dataclass(frozen=True)
-class HasNoGradient(ScoreFunction):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return SiteTerm(context.cost * context.score.detach())
-
-
-@dataclass(frozen=True)
 class ChangesTheValue(StraightThrough):
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         return fn.mean
 
 
-@pytest.mark.parametrize(
-    ("estimator", "says"),
-    [
-        (wrong_sign(DisARM()), "biased"),
-        (ThreePercentOff(), "biased"),
-        (BelievesTheProgram(), "biased"),
-        (TakesTheSmallerCost(), "biased"),
-        (Differences(), "supports none.*assert_unbiased"),
-        (Silent(), "what to write"),
-        (MixesSites(), "another"),
-        (MixesRows(), "enter its own baseline"),
-        (MixesRowsLater(), "enter its own baseline"),
-        (WeighsRows(), "biased"),
-        (HasNoGradient(), "no gradient"),
-        (ChangesTheValue(), "changes the drawn value"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_check_sees_a_planted_fault(estimator: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def three_percent_off(own: Any, context: SiteContext) -> SiteTerm:
+    return SiteTerm(1.03 * own(context).surrogate)
+
+
+def takes_the_smaller_cost(own: Any, context: SiteContext) -> SiteTerm:
+    again = context.program.cost(context.program.value)
+    return own(replace(context, cost=torch.minimum(context.cost, again)))
+
+
+def mixes_sites(own: Any, context: SiteContext) -> SiteTerm:
+    return own(replace(context, cost=context.cost - context.cost.mean(0)))
+
+
+def mixes_rows(own: Any, context: SiteContext) -> SiteTerm:
+    """Its baseline is the mean of all rows."""
+    return own(replace(context, cost=context.cost - context.per_site(site_mean(context.cost))))
+
+
+def has_no_gradient(own: Any, context: SiteContext) -> SiteTerm:
+    return SiteTerm(context.cost * context.score.detach())
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "wrong sign": (wrong_sign(DisARM()), "biased"),
+    "three percent off": (faulty(DisARM(), three_percent_off), "biased"),
+    "believes the program": (BelievesTheProgram(), "biased"),
+    "takes the smaller cost": (faulty(SecondRun(), takes_the_smaller_cost), "biased"),
+    "supports none": (Differences(), "supports none.*assert_unbiased"),
+    "silent": (Silent(), "what to write"),
+    "mixes sites": (faulty(ScoreFunction(), mixes_sites), "another"),
+    "mixes rows": (faulty(ScoreFunction(), mixes_rows), "enter its own baseline"),
+    "mixes rows later": (MixesRowsLater(), "enter its own baseline"),
+    "weighs rows": (WeighsRows(), "biased"),
+    "has no gradient": (faulty(ScoreFunction(), has_no_gradient), "no gradient"),
+    "changes the value": (ChangesTheValue(), "changes the drawn value"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_check_sees_a_planted_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator, says = FAULTS[name]
     monkeypatch.setattr("pyro_bpq.testing.contract.SIGNALS", {**SIGNALS, "weight": None})
     with pytest.raises(AssertionError, match=says):
         check_estimator(estimator)

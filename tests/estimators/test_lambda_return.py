@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import BY_NAME
-from steps import scramble, trained
-from torch import Tensor
+from problems import scrambled
+from steps import CHAIN, settled
 
-from pyro_bpq import LambdaReturn, TraceBackpropQ_ELBO
-from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
-
-CHAIN = BY_NAME["chain"]
-
-
-def train(elbo: TraceBackpropQ_ELBO, steps: int = 20) -> TraceBackpropQ_ELBO:
-    return trained(elbo, *CHAIN.programs, params=CHAIN.params, steps=steps).eval()
-
-
-def scrambled(elbo: TraceBackpropQ_ELBO) -> TraceBackpropQ_ELBO:
-    scramble(elbo.critics.weights().values())
-    return elbo
-
-
-def gradient(elbo: TraceBackpropQ_ELBO) -> Tensor:
-    found = expected_gradient(elbo, CHAIN.model, CHAIN.guide)
-    return torch.cat([found[name].flatten() for name in ("qa", "qb", "qc")])
+from pyro_bpq import LambdaReturn
+from pyro_bpq.testing import assert_unbiased, expected_gradient
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9])
 def test_bootstrapping_is_biased(lam: float) -> None:
     assert not LambdaReturn.is_unbiased
-    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=LambdaReturn(lam))))
-    with pytest.raises(AssertionError):
-        assert_unbiased(elbo, CHAIN.model, CHAIN.guide)
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(scrambled(CHAIN, 20, estimator=LambdaReturn(lam)), *CHAIN.programs)
 
 
 def test_bootstrapping_with_lambda_one_is_not() -> None:
-    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=LambdaReturn(1.0))))
-    assert_unbiased(elbo, CHAIN.model, CHAIN.guide)
+    assert_unbiased(scrambled(CHAIN, 20, estimator=LambdaReturn(1.0)), *CHAIN.programs)
 
 
 def test_bias_of_trained_critics_is_small() -> None:
-    elbo = train(TraceBackpropQ_ELBO(estimator=LambdaReturn(0.5)), 300)
-    truth = exact_gradient(CHAIN.model, CHAIN.guide)
-    exact = torch.cat([truth[name].flatten() for name in ("qa", "qb", "qc")])
-    assert float((gradient(elbo) - exact).norm()) < 0.2 * float(exact.norm())
+    elbo = settled(CHAIN, 300, estimator=LambdaReturn(0.5)).eval()
+    truth, found = (
+        torch.cat([own[name].flatten() for name in ("qa", "qb", "qc")])
+        for own in (CHAIN.exact(), expected_gradient(elbo, *CHAIN.programs))
+    )
+    assert float((found - truth).norm()) < 0.2 * float(truth.norm())

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import BY_NAME, Case
-from steps import scramble, stepped, trained
+from models import BY_NAME
+from problems import scrambled
+from steps import CHAIN, settled, stepped
 from test_continuous_q import largest_error, program
 from test_continuous_q import trained as trained_by_nodes
 
@@ -15,16 +16,7 @@ from pyro_bpq import AllAction, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.critics import targets as module
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import ParentAdvantage, ScoreFunction
-from pyro_bpq.testing import assert_unbiased, expected_moments
-
-
-def scrambled(case: Case, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
-    """A frozen ELBO whose critics are far from right."""
-    elbo = trained(TraceBackpropQ_ELBO(**options), *case.programs, params=case.params, steps=steps)
-    scramble(elbo.critics.weights().values())
-    case.params()
-    return elbo.eval()
-
+from pyro_bpq.testing import assert_unbiased, expected_gradient, expected_moments
 
 PROGRAMS = ["chain", "fork", "diamond", "plate", "global_local", "discrete_above_reparam", "reparam_above_discrete"]
 
@@ -32,14 +24,13 @@ PROGRAMS = ["chain", "fork", "diamond", "plate", "global_local", "discrete_above
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_whole_return_is_unbiased(name: str) -> None:
     case = BY_NAME[name]
-    assert_unbiased(scrambled(case, estimator=ParentAdvantage(1.0)), case.model, case.guide, *case.args)
+    assert_unbiased(scrambled(case, estimator=ParentAdvantage(1.0)), *case.programs)
 
 
 def test_without_the_whole_return_the_critics_bias_it() -> None:
     assert not ParentAdvantage.is_unbiased
-    case = BY_NAME["chain"]
     with pytest.raises(AssertionError, match="biased"):
-        assert_unbiased(scrambled(case, estimator=ParentAdvantage(0.9)), case.model, case.guide)
+        assert_unbiased(scrambled(CHAIN, estimator=ParentAdvantage(0.9)), *CHAIN.programs)
 
 
 def test_a_baseline_that_reads_the_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,40 +38,31 @@ def test_a_baseline_that_reads_the_value_is_seen(monkeypatch: pytest.MonkeyPatch
         return 0.5 * sum((q[node.name] for node in network.q_nodes(site) if node.name in q), torch.zeros(()))
 
     monkeypatch.setattr(module, "_baseline", own)
-    case = BY_NAME["chain"]
     with pytest.raises(AssertionError, match="biased"):
-        assert_unbiased(scrambled(case, estimator=ParentAdvantage(1.0)), case.model, case.guide)
+        assert_unbiased(scrambled(CHAIN, estimator=ParentAdvantage(1.0)), *CHAIN.programs)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
 def test_with_critics_that_are_right_nothing_is_off(lam: float) -> None:
     """The sum over values with the same critics has their bias alone; so has the advantage, whatever the baseline."""
-    case = BY_NAME["chain"]
-    elbo = trained(
-        TraceBackpropQ_ELBO(estimator=ParentAdvantage(lam), critic=TabularCritic(), lam=0.0),
-        *case.programs,
-        params=case.params,
-    )
-    elbo.eval()
-    found = expected_moments(elbo, case.model, case.guide).mean
+    elbo = settled(CHAIN, 20, estimator=ParentAdvantage(lam), critic=TabularCritic(), lam=0.0).eval()
+    found = expected_gradient(elbo, *CHAIN.programs)
     for block in elbo.critics.blocks.values():
         # A constant added to the Q-function of the first site, which is nobody's child, moves a baseline alone.
         if block.critic is not None and any(key.startswith("a") for key in block.keys):
             row = next(i for i, key in enumerate(block.keys) if key.startswith("a"))
             with torch.no_grad():
                 block.critic.table[row] += 3.0
-    other = expected_moments(elbo, case.model, case.guide).mean
+    other = expected_gradient(elbo, *CHAIN.programs)
     for name in ("qb", "qc"):
         assert float(found[name].abs().max()) > 1e-3
         torch.testing.assert_close(other[name], found[name], rtol=0.0, atol=1e-10)
 
 
 def test_the_baseline_lowers_the_variance() -> None:
-    case, variance = BY_NAME["chain"], {}
+    variance = {}
     for estimator in (ParentAdvantage(1.0), ScoreFunction(), AllAction()):
-        elbo = trained(TraceBackpropQ_ELBO(estimator=estimator), *case.programs, params=case.params, steps=30)
-        case.params()
-        moments = expected_moments(elbo.eval(), case.model, case.guide)
+        moments = expected_moments(settled(CHAIN, 30, estimator=estimator).eval(), *CHAIN.programs)
         variance[type(estimator)] = sum(float(moments.variance[name].sum()) for name in ("qa", "qb", "qc"))
     # The first site has no parent; the sum over its values needs none.
     assert variance[AllAction] < variance[ParentAdvantage] < 0.8 * variance[ScoreFunction]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from models import BY_NAME
-from steps import CHAIN, largest_error, trained
+from steps import CHAIN, largest_error, settled
 from test_contract import context
 from torch import Tensor
 
-from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq import TabularCritic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import (
     QRELAX,
@@ -32,9 +32,8 @@ LOCAL = [QAllAction(), QScoreFunction(), QAdvantage()]
 
 def trained_on_chain(estimator: Any, steps: int) -> dict[str, Tensor]:
     """The expected gradient after some steps at fixed parameters."""
-    elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=TabularCritic(), lam=0.0)
-    trained(elbo, CHAIN.model, CHAIN.guide, params=CHAIN.params, steps=steps)
-    return expected_gradient(elbo.eval(), CHAIN.model, CHAIN.guide)
+    elbo = settled(CHAIN, steps, estimator=estimator, critic=TabularCritic(), lam=0.0)
+    return expected_gradient(elbo.eval(), *CHAIN.programs)
 
 
 @pytest.mark.parametrize("estimator", [CriticBaseline(), CriticBaseline(scale=0.7)], ids=repr)
@@ -54,10 +53,8 @@ def test_local_cost_approaches_the_gradient_as_the_critic_learns(estimator: Any)
 def test_sum_over_values_and_its_sampled_forms_have_one_mean() -> None:
     # The same draws, so the same critic.
     case = BY_NAME["constrained"]
-    found = []
-    for estimator in LOCAL:
-        elbo = trained(TraceBackpropQ_ELBO(estimator=estimator), *case.programs, params=case.params)
-        found.append(expected_gradient(elbo.eval(), case.model, case.guide)["qk"])
+    elbos = [settled(case, 20, estimator=estimator).eval() for estimator in LOCAL]
+    found = [expected_gradient(elbo, *case.programs)["qk"] for elbo in elbos]
     assert float(found[0].abs().max()) > 1e-3
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-10)

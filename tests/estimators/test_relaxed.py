@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from models import real
-from problems import total_variance, worst_z, wrong_sign
+from problems import faulty, total_variance, worst_z, wrong_sign
 from torch import Tensor
 
 from pyro_bpq.estimators import (
@@ -120,18 +120,16 @@ def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
 # Planted errors.
 
 
-@dataclass(frozen=True)
-class OwnValueInLevel(RELAXQ):
+def own_value_in_level(own: Any, context: SiteContext) -> SiteTerm:
     """A control variate that the sample itself enters, not only its relaxation."""
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        assert context.index is not None and context.level is not None
-        own = context.index.sum(-1).to(context.cost.dtype)
-        return super().__call__(replace(context, level=context.level + 0.1 * own))
+    assert context.index is not None and context.level is not None
+    return own(replace(context, level=context.level + 0.1 * context.index.sum(-1).to(context.cost)))
 
 
-@pytest.mark.parametrize(("fault", "honest"), [(wrong_sign(REBAR()), REBAR()), (OwnValueInLevel(), RELAXQ())])
-def test_worst_z_sees_a_planted_bias(fault: Any, honest: Any) -> None:
+@pytest.mark.parametrize("is_sign", [True, False], ids=["wrong sign", "own value"])
+def test_worst_z_sees_a_planted_bias(is_sign: bool) -> None:
+    honest: Any = REBAR() if is_sign else RELAXQ()
+    fault = wrong_sign(honest) if is_sign else faulty(honest, own_value_in_level)
     assert worst_z(exact("bernoulli"), gradients("bernoulli", fault, learned("bernoulli", honest))) > 6
 
 
