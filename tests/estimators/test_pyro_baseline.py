@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI, TraceGraph_ELBO
 from pyro.optim import Adam
+from steps import no_gradients, seeing
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -67,8 +68,7 @@ def gradients(elbo: Any, kind: str, steps: int = 1, seed: int = 3) -> dict[str, 
     model, guide = make(kind)
     pyro.set_rng_seed(seed)
     for _ in range(steps):
-        for leaf in dict(pyro.get_param_store().named_parameters()).values():
-            leaf.grad = None
+        no_gradients()
         elbo.loss_and_grads(model, guide)
     leaves = dict(pyro.get_param_store().named_parameters())
     return {name: leaf.grad for name, leaf in leaves.items() if not name.startswith("__baseline")}
@@ -123,15 +123,14 @@ def test_evaluation_does_not_ask_the_network(monkeypatch: pytest.MonkeyPatch) ->
         elbo.loss_and_grads(*make("net"))
 
 
+MODEL = seeing(lambda z: z)
+
+
 def guide_with(**options: Any) -> Callable[[], None]:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(pyro.param("q", torch.tensor(0.4))), **options)
 
     return guide
-
-
-def model() -> None:
-    pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.5)), 1.0), obs=torch.tensor(0.3))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def model() -> None:
 )
 def test_wrong_options_raise(options: Any, text: str) -> None:
     with pytest.raises(OptionError, match=text):
-        TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer={"baseline": options}))
+        TraceBackpropQ_ELBO().loss_and_grads(MODEL, guide_with(infer={"baseline": options}))
 
 
 @pytest.mark.filterwarnings("ignore:Nothing reads the option baseline")
@@ -156,7 +155,7 @@ def test_what_the_site_chooses_itself_comes_first() -> None:
     def gradient(particles: int = 1, **infer: Any) -> Tensor:
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        TraceBackpropQ_ELBO(particles).loss_and_grads(model, guide_with(infer=infer))
+        TraceBackpropQ_ELBO(particles).loss_and_grads(MODEL, guide_with(infer=infer))
         leaf = dict(pyro.get_param_store().named_parameters())["q"]
         assert leaf.grad is not None
         return leaf.grad

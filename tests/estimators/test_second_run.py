@@ -38,8 +38,7 @@ class Layers:
         return trained(elbo, self.model, self.guide, steps=steps).eval()
 
     def variance(self, estimator: Estimator) -> float:
-        moments = expected_moments(self.train(estimator), self.model, self.guide)
-        return float(sum(v.sum() for v in moments.variance.values()))
+        return expected_moments(self.train(estimator), self.model, self.guide).total_variance
 
 
 def test_no_program_runs_a_second_time() -> None:

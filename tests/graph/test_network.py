@@ -7,12 +7,11 @@ import pickle
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tabular import WORKED, graph_of
+from tabular import MODES, WORKED, graph_of
 from test_graph import graphs
 
 from pyro_bpq.diagnostics.render import render_network, render_scg
@@ -20,19 +19,12 @@ from pyro_bpq.errors import BPQError, GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode, Reduction
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
-REDUCTIONS = get_args(Reduction)
-MODES = [(r, i, f) for r in REDUCTIONS for i in ("exact", "learned") for f in ("ancestor", "history")]
 build = BackpropQNetwork.build
 
 
 def rule(network: BackpropQNetwork, name: str) -> str:
     """The rule of a Q-node as printed."""
     return network.rule_text(network.q_node(name))
-
-
-def learned_at(network: BackpropQNetwork, site: str) -> list[QNode]:
-    """Q-nodes of a site with something to learn."""
-    return [node for node in network.q_nodes(site) if node.is_learned]
 
 
 # Worked cases of the paper.
@@ -104,7 +96,7 @@ def test_case_5_layers_need_one_q_function_a_node(letters: str) -> None:
         network = build(graph, reduction)
         for t, a in itertools.product(range(1, depth + 1), letters):
             assert len(per_cost.q_nodes(f"{a}{t}")) == (depth - t) * width + 1
-            remote = learned_at(network, f"{a}{t}")
+            remote = [node for node in network.q_nodes(f"{a}{t}") if node.is_learned]
             if t == depth:
                 assert remote == []
                 continue
@@ -187,7 +179,7 @@ def naive_partition(
 @settings(max_examples=150, deadline=None)
 @given(graphs(max_nodes=6))
 def test_networks_match_their_definitions(graph: StochasticComputationGraph) -> None:
-    for reduction, immediate, form in MODES:
+    for reduction, form, immediate in MODES:
         network = build(graph, reduction, immediate=immediate, form=form)
         if reduction == "single":
             continue

@@ -12,7 +12,7 @@ import torch
 from models import BY_NAME
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
-from steps import filtered, fresh, repeat, trained
+from steps import filtered, fresh, repeat, settled, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -91,8 +91,7 @@ EDGES = {
 @pytest.mark.parametrize("steps", [1, 6], ids=["recorded", "kept"])
 @pytest.mark.parametrize("name", EDGES)
 def test_graph_has_the_edges_of_the_program(name: str, steps: int) -> None:
-    case = BY_NAME[name]
-    elbo = trained(TraceBackpropQ_ELBO(1), *case.programs, params=case.params, steps=steps)
+    elbo = settled(BY_NAME[name], steps, num_particles=1)
     assert {key: set(elbo.graph.parents(key)) for key in EDGES[name]} == EDGES[name]
 
 

@@ -53,6 +53,8 @@ def test_a_long_support_is_not_made_to_be_counted() -> None:
         dist.Multinomial(3, logits=LOGITS),
         dist.MixtureSameFamily(dist.Categorical(logits=LOGITS[0]), dist.Normal(torch.zeros(3), 1.0)),
         dist.Delta(torch.tensor(1.0)),
+        # Costs of components that are masked one by one do not follow from the logits and a mask of the batch.
+        dist.Bernoulli(logits=LOGITS).mask(torch.tensor([True, False, True])).to_event(1),
         dist.Empirical(torch.tensor([1.0, 2.0]), torch.zeros(2)),  # it takes one value at a time
     ],
     ids=lambda fn: type(fn).__name__,
@@ -105,12 +107,6 @@ def test_encode_real_is_odd_and_grows_slowly() -> None:
     found = encode_real(value)
     torch.testing.assert_close(found, -encode_real(-value))
     assert found[3] == pytest.approx(1e-4) and found[4] < 20.0
-
-
-def test_components_that_are_masked_one_by_one_are_none() -> None:
-    # Their costs do not follow from the logits and a mask of the batch.
-    fn = dist.Bernoulli(logits=LOGITS).mask(torch.tensor([True, False, True])).to_event(1)
-    assert finite_components(fn) is None
 
 
 def test_supports_of_other_values_or_of_another_order_differ() -> None:

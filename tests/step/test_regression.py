@@ -1,26 +1,43 @@
-"""The regression of critics, by hand."""
+"""What critics see, and their regression, by hand."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from pyro_bpq.critics.bank import Block, CriticBank
+from pyro_bpq.critics.bank import Block, CriticBank, Selection
+from pyro_bpq.step.critic_step import standardised
 from pyro_bpq.step.learning import CriticRows, regression
 
 NAMES = {"mean": 0.0, "spread_level": 1.0, "spread_advantage": 1.0, "rows": 1.0}
 
 
+def selected(bank: CriticBank, **buffers: Tensor) -> Selection:
+    """The row of a single critic, whose block has these buffers."""
+    found = bank.select("k", ("a",), lambda keys: Block("k", keys, None, buffers).double())
+    assert found is not None
+    return found
+
+
 def rows(bank: CriticBank, count: float, unit: float = 1.0) -> CriticRows:
     """One critic that has seen ``count`` steps."""
+    buffers = {name: torch.tensor([number]) for name, number in {**NAMES, "count": count}.items()}
+    return CriticRows(("a",), selected(bank, **buffers), torch.tensor([unit]).reshape(1, 1, 1))
 
-    def build(keys: tuple[str, ...]) -> Block:
-        buffers = {name: torch.full((len(keys),), number) for name, number in {**NAMES, "count": count}.items()}
-        return Block("k", keys, None, buffers).double()
 
-    selection = bank.select("k", ("a",), build)
-    assert selection is not None
-    return CriticRows(("a",), selection, torch.tensor([unit]).reshape(1, 1, 1))
+def test_features_are_in_units_of_their_earlier_spread() -> None:
+    bank = CriticBank()
+    # Mean 1 and spread 2; the second feature has never varied.
+    moments = {"context_mean": torch.tensor([[1.0, 5.0]]), "context_square": torch.tensor([[5.0, 25.0]])}
+    selection = selected(bank, **moments, count=torch.ones(1))
+    context = torch.tensor([[[3.0, 5.0], [-1.0, 9.0]]])
+    found, writes = standardised(context, selection)
+    torch.testing.assert_close(found, torch.tensor([[[1.0, 0.0], [-1.0, 6.0]]]))
+    bank.commit(writes)
+    # This step enters the moments of the next one only.
+    mean = selection.read("context_mean")
+    assert 1.0 == float(mean[0, 0]) and 5.0 < float(mean[0, 1]) < 7.0
 
 
 def test_first_step_sets_the_statistics_and_teaches_nothing() -> None:
