@@ -13,7 +13,7 @@ import pytest
 import torch
 from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
-from problems import error_of_draws
+from problems import error_of_draws, with_change
 from pyro import poutine
 from steps import bias, filtered, fresh, repeat, stepped
 from torch import Tensor
@@ -224,44 +224,25 @@ def test_a_law_without_a_derivative_beside_costs_that_have_one_leaves_it_exact()
         assert error_of_draws(elbo, None, agent, truth=truth) < 1e-10
 
 
-def with_weights(own: Any, change: Callable[[Any], Any]) -> Any:
-    return lambda before, after, near, *rest: own(before, after, change(near), *rest)
+def with_small_slopes(held: Any) -> Any:
+    return held if held.ahead is None else held._replace(ahead=0.9 * held.ahead)
 
 
-# What is replaced, by what, and after how many steps: before any the score serves later costs.
-FAULTS: dict[str, tuple[str, Callable[[Any], Any], int]] = {
-    "weight": (
-        "_differences",
-        lambda own: with_weights(own, lambda near: near._replace(weight=torch.ones_like(near.weight))),
-        0,
-    ),
-    "way back": (
-        "_differences",
-        lambda own: with_weights(own, lambda near: near._replace(back=1.01 * near.back)),
-        0,
-    ),
-    "mean of the linear variate": (
-        "_without_linear",
-        lambda own: lambda table, held, context: own(table, held._replace(log_q=0.9 * held.log_q), context),
-        3,
-    ),
-    "slope at the next value": (
-        "_table",
-        lambda own: (
-            lambda held, *rest: own(held._replace(ahead=0.9 * held.ahead) if held.ahead is not None else held, *rest)
-        ),
-        3,
-    ),
+# Of which function which argument is changed, how, and after how many steps: before any the score serves later costs.
+FAULTS: dict[str, tuple[str, int, Callable[[Any], Any], int]] = {
+    "weight": ("_differences", 2, lambda near: near._replace(weight=torch.ones_like(near.weight)), 0),
+    "way back": ("_differences", 2, lambda near: near._replace(back=1.01 * near.back), 0),
+    "mean of the linear variate": ("_without_linear", 1, lambda held: held._replace(log_q=0.9 * held.log_q), 3),
+    "slope at the next value": ("_table", 0, with_small_slopes, 3),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, wrong, steps = FAULTS[name]
-    program, estimator = (
-        (layers("binomial"), DRAWN) if name == "slope at the next value" else (chain("binomial"), Differences())
-    )
-    monkeypatch.setattr(estimator_module, function, wrong(getattr(estimator_module, function)))
+    function, at, change, steps = FAULTS[name]
+    is_drawn = name == "slope at the next value"
+    program, estimator = (layers("binomial"), DRAWN) if is_drawn else (chain("binomial"), Differences())
+    monkeypatch.setattr(estimator_module, function, with_change(getattr(estimator_module, function), at, change))
     assert error_of_draws(trained(program, steps=steps, estimator=estimator), *program) > 1e-4
 
 

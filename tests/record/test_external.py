@@ -129,22 +129,6 @@ def test_rows_that_meet_are_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None
     check(policy, elbo)
 
 
-def test_what_an_earlier_call_was_handed_is_read() -> None:
-    """The last cost reads the first move by the state alone."""
-    walk = Walk()
-    start, move, again = external(walk.open), external(walk.move), external(walk.move)
-
-    def policy() -> None:
-        q = pyro.param("q", torch.tensor([0.3, -0.6]))
-        with pyro.plate("rows", ROWS):
-            start()
-            move(pyro.sample("z0", dist.Bernoulli(logits=q[0])))
-            z = pyro.sample("z1", dist.Bernoulli(logits=q[1]))
-            cost("c", again(z)[1])
-
-    check(policy, trained(policy))
-
-
 @pytest.mark.parametrize("other", [True, False])
 def test_a_sum_over_rows_reads_what_each_of_them_was_handed(other: bool) -> None:
     """A function of all rows shares the state of one that keeps them apart; or a plate of another size follows."""

@@ -317,17 +317,16 @@ def test_source_keeps_a_fresh_value_and_its_gradient() -> None:
     torch.testing.assert_close(loc.grad, 2 * value.detach())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.ones(3, requires_grad=True),
-        lambda: torch.ones(3).expand(2, 3),
-        lambda: torch.ones(4)[:3],
-        lambda: torch.as_tensor(np.ones(3)),
-        lambda: torch.eye(3).to_sparse(),
-    ],
-    ids=["leaf", "expanded", "slice", "numpy", "sparse"],
-)
+NOT_ITS_OWN: dict[str, Callable[[], Tensor]] = {
+    "leaf": lambda: torch.ones(3, requires_grad=True),
+    "expanded": lambda: torch.ones(3).expand(2, 3),
+    "slice": lambda: torch.ones(4)[:3],
+    "numpy": lambda: torch.as_tensor(np.ones(3)),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("make", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
 def test_source_copies_what_is_not_its_own(make: Callable[[], Tensor]) -> None:
     with Tape() as tape:
         value = make()

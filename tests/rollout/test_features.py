@@ -90,18 +90,6 @@ def test_value_of_a_single_component_without_batch() -> None:
     assert split.value(torch.tensor([1])).shape == ()
 
 
-def test_distribution_of_ones_own_can_be_registered() -> None:
-    class Mine(dist.Categorical):
-        pass
-
-    @finite_components.register(Mine)
-    def _mine(fn: Mine) -> None:
-        return None
-
-    assert finite_components(Mine(logits=LOGITS)) is None
-    assert finite_components(dist.Categorical(logits=LOGITS)) is not None
-
-
 def test_encode_real_is_odd_and_grows_slowly() -> None:
     value = torch.tensor([-1e6, -1e-4, 0.0, 1e-4, 1e6])
     found = encode_real(value)

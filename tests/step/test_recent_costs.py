@@ -22,14 +22,6 @@ def test_baselines_are_those_of_tensors():
         statistics.update(new)
 
 
-def test_each_site_has_costs_of_its_own():
-    recent = RecentCosts(8)
-    recent.add({"a": 2.0, "b": 2.0})
-    recent.add({"b": 5.0})
-    recent.add({"b": 6.0})
-    assert recent.baselines(["a", "b", "new"]) == [2.0, 5.0, 0.0]
-
-
 def test_the_sites_that_were_used_last_stay():
     recent = RecentCosts(2)
     for step, names in enumerate((("a", "b"), ("c",), ("a",), ("d", "e"))):
