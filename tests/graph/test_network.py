@@ -16,7 +16,7 @@ from test_graph import graphs
 
 from pyro_bpq.diagnostics.render import render_network, render_scg
 from pyro_bpq.errors import BPQError, GraphError, OptionError, SiteNotFoundError
-from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode, Reduction
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 build = BackpropQNetwork.build
@@ -38,15 +38,6 @@ def layers(depth: int, letters: str = "xy") -> StochasticComputationGraph:
     return graph_of(nodes, {f"f_{name}": [name] for name in nodes})
 
 
-def test_case_1_bypass() -> None:
-    network = build(CASE_1, "per_cost", immediate="learned")
-    assert network.q_node("y").scope == ("x", "y") and rule(network, "y") == "f"
-    assert network.q_node("x").scope == ("x",) and rule(network, "x") == "(Q_y + f)/2"
-    chain = build(CASE_1)
-    assert chain.q_node("y").immediate == ("f",) and chain.q_node("y").rule == ()
-    assert chain.q_node("x").immediate == () and rule(chain, "x") == "Q_y"
-
-
 @pytest.mark.parametrize("reduction", ["per_cost", "merged"])
 def test_case_2_two_costs(reduction: Reduction) -> None:
     network = build(CASE_2, reduction, immediate="learned")
@@ -58,15 +49,6 @@ def test_case_2_two_costs(reduction: Reduction) -> None:
         assert network.children("x") == ("y^f1", "y^f2", "z")
     else:
         assert rule(network, "x^f1") == "Q_y^f1" and rule(network, "x^f2") == "(Q_y^f2 + Q_z)/2"
-
-
-def test_case_2_with_exact_immediate_costs() -> None:
-    network = build(CASE_2, "merged")
-    assert network.q_node("y^f1") == QNode("y^f1", "y", (), ("f1",), ("f1",), ())
-    assert network.q_node("y^f2") == QNode("y^f2", "y", ("x", "y"), ("f2",), (), (Average(("f2",)),))
-    assert rule(network, "x") == "Q_y^f1 + (Q_y^f2 + Q_z)/2"
-    assert rule(build(CASE_2), "x") == "Q_y"
-    assert build(CASE_2, form="history").q_node("z").immediate == ("f2",)
 
 
 @pytest.mark.parametrize("immediate", ["exact", "learned"])
@@ -213,15 +195,6 @@ def test_single_has_one_q_node_a_site(graph: StochasticComputationGraph) -> None
                 assert node.sources == tuple(name for name in every if name not in known)
                 assert set(node.scope) == graph.scope(node.site, node.sources, form)
             assert sum(child in graph.index for child in network.children(node.name)) <= 1
-
-
-def test_children_of_one_average_are_merged_alike() -> None:
-    # Only y2 is read by v too, where g goes another way: y1 must be split like y2.
-    graph = graph_of(
-        {"w": [], "v": [], "y1": ["w"], "y2": ["w", "v"], "u": ["v"]}, {"f": ["y1", "y2"], "g": ["y1", "y2", "u"]}
-    )
-    network = build(graph, "merged")
-    assert rule(network, "w") == "(Q_y1^f + Q_y2^f)/2 + (Q_y1^g + Q_y2^g)/2"
 
 
 # The rest of the interface.

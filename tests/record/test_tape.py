@@ -138,12 +138,6 @@ def write_into_chosen_table(c: Inputs) -> Tensor:
     return row
 
 
-def set_source(c: Inputs) -> Tensor:
-    target = torch.zeros(1)
-    target.set_(c.x)
-    return target
-
-
 def sparse_values_write(c: Inputs) -> Tensor:
     matrix = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2]]), torch.ones(3), (4,)).coalesce()
     matrix.values().mul_(c.x)
@@ -185,7 +179,7 @@ KEPT: dict[str, tuple[Program, str]] = {
     "mul_view": (inplace(lambda t, c: t[1:].mul_(c.s)), "s"),
     "detached_write": (inplace(lambda t, c: t.detach().copy_(c.x)), "x"),
     "data_assignment": (data_assignment, "x"),
-    "set_": (set_source, "x"),
+    "set_": (lambda c: torch.zeros(1).set_(c.x), "x"),
     "out_tuple": (out_topk, "x"),
     "foreach_": (foreach, "x"),
     "batch_norm_statistics": (batch_norm, "x"),

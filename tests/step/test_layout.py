@@ -7,24 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pyro_bpq.critics.nets import MLPCritic, TabularCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.sums import Sums
 from pyro_bpq.step.classes import QGroup, SiteSpec
 from pyro_bpq.step.layout import Layout
 
 Graph = StochasticComputationGraph
 COIN, DIE = Components("bernoulli", (), 2), Components("categorical", (), 3)
-
-
-def dense(sums: Sums | None) -> Tensor:
-    assert sums is not None
-    return sums.to_dense()
 
 
 def spec(components: Components | None = COIN, **more: Any) -> SiteSpec:
@@ -52,7 +45,9 @@ def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     expected = np.zeros((7, 7))
     for i in range(1, 7):
         expected[i, :i] = i**-0.5
-    np.testing.assert_allclose(dense(group.rest(0, torch.zeros(()))), expected, rtol=1e-6)
+    rest = group.rest(0, torch.zeros(()))
+    assert rest is not None
+    np.testing.assert_allclose(rest.to_dense(), expected, rtol=1e-6)
     assert group.shape.features == 3
     wide = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=6)
     (group,) = wide.groups
