@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,18 +17,29 @@ import torch
 from models import BY_NAME, Case, fill
 from pyro.infer import SVI
 from pyro.nn import PyroModule, PyroParam
-from pyro.optim import Adam
+from pyro.optim import SGD, Adam
 from torch import Tensor, nn
 
-from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq import (
+    CompiledSVI,
+    CriticLearner,
+    RunningBaseline,
+    ScoreFunction,
+    TraceBackpropQ_ELBO,
+    compile_report,
+    cost,
+)
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.step.learning import Learning, values_and_targets
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.testing import exact_gradient, expected_gradient
+from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 
 CHAIN = BY_NAME["chain"]
 Objective = TypeVar("Objective", bound=Any)
+# What puts parameters at their first values.
+Start = Callable[[], object]
+CLEARED: Start = pyro.clear_param_store
 
 
 def repeat(number: int, call: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -93,10 +105,12 @@ SETTLED: dict[str, TraceBackpropQ_ELBO] = {}
 
 
 def text_of(model: Any, guide: Any, kind: type[Exception], **options: Any) -> str:
-    """What an error of a step says."""
+    """What an error of a first step says; the objective is as before."""
+    elbo = TraceBackpropQ_ELBO(**options)
+    before = set(elbo.state_dict())
     with pytest.raises(BPQError) as caught:
-        TraceBackpropQ_ELBO(**options).loss_and_grads(model, guide)
-    assert isinstance(caught.value, kind)
+        elbo.loss_and_grads(model, guide)
+    assert isinstance(caught.value, kind) and set(elbo.state_dict()) == before
     return str(caught.value)
 
 
@@ -109,13 +123,7 @@ def warnings_of(model: Any, guide: Any, steps: int = 1, category: Any = BPQWarni
 
 
 def trained(
-    objective: Objective,
-    model: Any,
-    guide: Any,
-    *args: Any,
-    params: Callable[[], object] = pyro.clear_param_store,
-    steps: int = 20,
-    lr: float = 0.0,
+    objective: Objective, model: Any, guide: Any, *args: Any, params: Start = CLEARED, steps: int = 20, lr: float = 0.0
 ) -> Objective:
     """The objective after some steps. Parameters start as ``params`` puts them, and end so."""
     params()
@@ -126,6 +134,12 @@ def trained(
     repeat(steps, svi.step, *args)
     params()
     return objective
+
+
+def unbiased(elbo: Objective, model: Any, guide: Any, *args: Any, steps: int) -> Objective:
+    """The objective after some steps; its expected gradient is exact, by enumeration."""
+    assert_unbiased(trained(elbo, model, guide, *args, steps=steps).eval(), model, guide, *args)
+    return elbo
 
 
 def at_irregular(names: str, size: int, model: Any, guide: Any, **options: Any) -> TraceBackpropQ_ELBO:
@@ -142,6 +156,22 @@ def fitted(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, calls: Iterable[tu
         for args in calls:
             svi.step(*args)
     return elbo
+
+
+def recorded_and_eager(
+    make: Callable[[], tuple[Any, Any, Iterable[tuple[Any, ...]]]], **options: Any
+) -> tuple[list[float], list[float], str]:
+    """Losses of recorded and of eager steps from one start, and what is said of the recorded ones.
+
+    ``make`` gives model, guide, and the arguments of each step.
+    """
+    losses = []
+    for kind in (SVI, functools.partial(CompiledSVI, compile="eager")):
+        fresh()
+        model, guide, calls = make()
+        svi: Any = kind(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(**options))
+        losses.append([svi.step(*args) for args in calls])
+    return losses[1], losses[0], compile_report(svi)
 
 
 def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:
@@ -185,13 +215,7 @@ def scramble(weights: Iterable[Tensor]) -> None:
 
 
 def bias(
-    objective: Any,
-    model: Any,
-    guide: Any,
-    *args: Any,
-    params: Callable[[], object] = pyro.clear_param_store,
-    truth: Mapping[str, Tensor] | None = None,
-    **options: Any,
+    objective: Any, model: Any, guide: Any, *args: Any, params: Start = CLEARED, truth: Any = None, **options: Any
 ) -> float:
     """The largest difference of an entry of the expected gradient from the exact one, by enumeration."""
     if truth is None:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
-from steps import trained
+from steps import unbiased
 from torch import Tensor
 
 from pyro_bpq import AllAction, KSubset, LeaveOneOut, PlackettLuce, ScoreFunction, TraceBackpropQ_ELBO, sample_chain
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Hindsight
 from pyro_bpq.plan import plan as rule
-from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss, iter_outcomes
+from pyro_bpq.testing import exact_gradient, exact_loss, iter_outcomes
 
 LOGITS = torch.tensor([[0.4, -1.1, 0.7, 0.2], [3.0, 0.1, -2.0, -0.6]], dtype=torch.float64)
 COSTS = torch.tensor([0.8, -0.5, 1.3, -0.9], dtype=torch.float64)
@@ -161,38 +161,37 @@ def test_other_laws_are_refused() -> None:
 # Gradients.
 
 
-class Programs:
-    """A guide and a model of a subset or an order.
+def programs(law: Law, draw: Any = sample_chain, rows: int = 0, items: bool = False, size: int = 4) -> Any:
+    """A model and a guide of a subset or an order.
 
     Args:
         law: Its law, given logits.
         draw: ``sample_chain``, or ``pyro.sample``.
         rows: Number of rows of a plate; 0 for none.
         items: Whether the costs of single items are stated one by one, and nothing else costs.
+        size: Number of items.
     """
 
-    def __init__(self, law: Law, draw: Any = sample_chain, rows: int = 0, items: bool = False, size: int = 4) -> None:
-        self.law, self.draw, self.rows, self.items, self.size = law, draw, rows, items, size
+    def plate() -> Any:
+        return pyro.plate("rows", rows) if rows else contextlib.nullcontext()
 
-    def plate(self) -> Any:
-        return pyro.plate("rows", self.rows) if self.rows else contextlib.nullcontext()
-
-    def model(self) -> None:
-        with self.plate():
-            value = self.draw("s", self.law(COSTS[: self.size]))
-            if self.items:
-                for i, part in enumerate(value.unbind(-1)):
+    def model() -> None:
+        with plate():
+            values = draw("s", law(COSTS[:size]))
+            if items:
+                for i, part in enumerate(values.unbind(-1)):
                     pyro.sample(f"x_{i}", dist.Normal(COSTS[i] * part, 0.7), obs=torch.tensor(0.3))
-                return
-            values, length = value.double(), value.shape[-1]
-            pairs = (values.unsqueeze(-1) * PAIRS[:length, :length] * values.unsqueeze(-2)).sum((-2, -1))
-            pyro.factor("pairs", pairs)
+            else:
+                table = PAIRS[: values.shape[-1], : values.shape[-1]]
+                pyro.factor("pairs", ((values.double() @ table) * values).sum(-1))
 
-    def guide(self) -> None:
-        logits = pyro.param("logits", LOGITS[0].clone())[: self.size]
-        with self.plate():
-            scale = torch.tensor([[1.0], [-0.6]], dtype=torch.float64)[: self.rows] if self.rows else 1.0
-            self.draw("s", self.law(logits * scale))
+    def guide() -> None:
+        scale = torch.tensor([[1.0], [-0.6]], dtype=torch.float64)[:rows] if rows else 1.0
+        logits = pyro.param("logits", LOGITS[0].clone())[:size]
+        with plate():
+            draw("s", law(logits * scale))
+
+    return model, guide
 
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
@@ -203,46 +202,39 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 
 
-def unbiased(programs: Programs, **options: Any) -> TraceBackpropQ_ELBO:
-    elbo = trained(TraceBackpropQ_ELBO(**options), programs.model, programs.guide, steps=6).eval()
-    assert_unbiased(elbo, programs.model, programs.guide)
-    return elbo
-
-
 SMALL = {"subset": lambda logits: KSubset(logits, 1), "order": lambda logits: PlackettLuce(logits, 2)}
 
 
 @pytest.mark.parametrize(("options", "rows"), [*((options, 0) for options in ESTIMATORS), ("one particle", 2)])
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_chain_has_the_exact_gradient(kind: str, options: str, rows: int) -> None:
-    unbiased(Programs(SMALL[kind], rows=rows, size=3), **ESTIMATORS[options])
+    unbiased(TraceBackpropQ_ELBO(**ESTIMATORS[options]), *programs(SMALL[kind], rows=rows, size=3), steps=6)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_chain_has_the_gradient_of_one_site(law: Law, rows: int) -> None:
     gradients = []
     for draw in (sample_chain, pyro.sample):
-        programs = Programs(SMALL["subset"] if rows else law, draw, rows, size=3 if rows else 4)
         pyro.clear_param_store()
-        gradients.append(exact_gradient(programs.model, programs.guide)["logits"])
+        found = exact_gradient(*programs(SMALL["subset"] if rows else law, draw, rows, size=3 if rows else 4))
+        gradients.append(found["logits"])
     close(*gradients)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("kind", ["1 of 4", "2 of 4", "2 places", "an order of 4"])
 def test_one_site_is_served_by_the_default(number: int, kind: str) -> None:
-    elbo = unbiased(Programs(CASES[kind], pyro.sample), num_particles=number)
+    elbo = unbiased(TraceBackpropQ_ELBO(num_particles=number), *programs(CASES[kind], pyro.sample), steps=6)
     assert "ScoreFunction" in str(elbo.plan)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_costs_of_items_are_summed_exactly(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
-    programs = Programs(CASES["1 of 4" if rows else "2 of 4"], rows=rows, items=True, size=3 if rows else 4)
-    elbo = unbiased(programs)
+    both = programs(CASES["1 of 4" if rows else "2 of 4"], rows=rows, items=True, size=3 if rows else 4)
+    elbo = unbiased(TraceBackpropQ_ELBO(), *both, steps=6)
     assert str(elbo.plan).startswith("nothing is drawn")
-    loss, truth = elbo.loss(programs.model, programs.guide), exact_loss(programs.model, programs.guide)
-    assert math.isclose(loss, truth, abs_tol=1e-10)
+    assert math.isclose(elbo.loss(*both), exact_loss(*both), abs_tol=1e-10)
 
 
 @pytest.mark.parametrize("law", [KSubset, PlackettLuce])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import SGD
-from steps import fresh, told
+from steps import coin_guide, recorded_and_eager, told
 
-from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
-
-STEPS = 50
 READS: dict[str, Callable[[Any], Any]] = {
     "a number": lambda array: float(array[1]),
     "a mean": lambda array: float(array.mean()),
@@ -30,9 +25,7 @@ WRITES: dict[str, Callable[[int], bool]] = {
 }
 
 
-def losses(kind: type, read: str, write: str, is_argument: bool) -> tuple[list[float], str, list[str]]:
-    """The losses of some steps, what is said of compiled ones, and what is warned of."""
-    fresh()
+def losses(read: str, write: str, is_argument: bool) -> tuple[list[float], list[float], str]:
     array = np.zeros(3)
 
     def model(given: Any = None) -> None:
@@ -40,32 +33,31 @@ def losses(kind: type, read: str, write: str, is_argument: bool) -> tuple[list[f
         mean = z + READS[read](array if given is None else given)
         pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(0.7))
 
-    def guide(given: Any = None) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+    def calls() -> Iterator[tuple[Any, ...]]:
+        array.fill(0.0)
+        for step in range(50):
+            array[:] += WRITES[write](step)
+            yield (array,) * is_argument
 
-    options = {"compile": "eager"} if kind is CompiledSVI else {}
-    svi, found = kind(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), **options), []
-    with told() as texts:
-        for step in range(STEPS):
-            array += float(WRITES[write](step))
-            found.append(svi.step(*[array] * is_argument))
-    return found, compile_report(svi) if options else "", texts
+    return recorded_and_eager(lambda: (model, coin_guide, calls()), num_particles=1)
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("read", READS)
 def test_all_steps_are_those_of_the_present_numbers(read: str, write: str, is_argument: bool) -> None:
-    compiled, said, _ = losses(CompiledSVI, read, write, is_argument)
+    compiled, eager, said = losses(read, write, is_argument)
     assert "Recorded" in said
-    assert compiled == pytest.approx(losses(SVI, read, write, is_argument)[0], rel=1e-5)
+    assert compiled == pytest.approx(eager, rel=1e-5)
 
 
 def test_an_array_that_changes_now_and_then_needs_other_recordings() -> None:
-    _, said, told = losses(CompiledSVI, "a mean", "now and then", False)
-    assert said.count("Recorded") == 3 and not told, said
+    with told() as texts:
+        said = losses("a mean", "now and then", False)[2]
+    assert said.count("Recorded") == 3 and not texts, said
 
 
 def test_an_array_that_changes_in_each_step_is_named() -> None:
-    told = losses(CompiledSVI, "a mean", "in each step", False)[2]
-    assert len(told) == 1 and "the numbers of array" in told[0], told
+    with told() as texts:
+        losses("a mean", "in each step", False)
+    assert len(texts) == 1 and "the numbers of array" in texts[0], texts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import real
-from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import coin_guide, fresh, repeat, stepped
+from steps import coin_guide, recorded_and_eager, repeat, unbiased
 from torch import Tensor
 
 from pyro_bpq import AllAction, CompiledSVI, TraceBackpropQ_ELBO, compile_report
-from pyro_bpq.testing import assert_unbiased
 
 ROWS = 3
 LAWS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -26,31 +23,20 @@ LAWS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def programs(law: Callable[[Any, Tensor], Any], data: Tensor) -> tuple[Any, Any]:
+DATA = real(1.0, 2.0, 0.0)
+
+
+def programs(law: Callable[[Any, Tensor], Any]) -> tuple[Any, Any]:
     def model(total: Any) -> None:
         with pyro.plate("rows", ROWS):
             z = pyro.sample("z", law(total, torch.full((ROWS,), 0.2)))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=data)
+            pyro.sample("x", dist.Normal(z, 1.0), obs=DATA)
 
     def guide(total: Any) -> None:
         with pyro.plate("rows", ROWS):
             pyro.sample("z", law(total, pyro.param("q", torch.tensor([0.3, -0.2, 0.1]))))
 
     return model, guide
-
-
-def train(svi: Any, totals: list[Any]) -> list[float]:
-    fresh()
-    return [svi.step(total) for total in totals]
-
-
-def losses(law: str, totals: list[Any], **options: Any) -> tuple[list[float], list[float], str]:
-    """Losses of compiled and of eager steps, and what is said of the compiled ones."""
-    model, guide = programs(LAWS[law], torch.tensor([1.0, 2.0, 0.0]))
-    make = functools.partial(TraceBackpropQ_ELBO, **options)
-    compiled = CompiledSVI(model, guide, SGD({"lr": 0.01}), make(), compile="eager")
-    eager = SVI(model, guide, SGD({"lr": 0.01}), make())
-    return train(compiled, totals), train(eager, totals), compile_report(compiled)
 
 
 # Totals of some steps, options, and how often they are recorded.
@@ -67,16 +53,16 @@ TOTALS: dict[str, tuple[list[Any], dict[str, Any], int]] = {
 @pytest.mark.parametrize("law", LAWS)
 def test_counts_up_to_a_total_are_compiled(law: str, name: str) -> None:
     totals, options, number = TOTALS[name]
-    compiled, eager, said = losses(law, totals, **options)
+    calls = [(total,) for total in totals]
+    compiled, eager, said = recorded_and_eager(lambda: (*programs(LAWS[law]), calls), **options)
     assert said.startswith("Recorded") and said.count("Recorded") == number, said
     assert compiled == pytest.approx(eager, abs=1e-10)
 
 
 @pytest.mark.parametrize("total", [2, torch.tensor([2.0, 2.0, 2.0])], ids=["one", "own"])
 def test_gradients_through_counts_are_exact(total: Any) -> None:
-    model, guide = programs(LAWS["binomial"], torch.tensor([1.0, 2.0, 0.0]))
-    elbo = stepped(4, TraceBackpropQ_ELBO(num_particles=1), model, guide, total)
-    assert_unbiased(elbo.eval(), model, guide, total)
+    model, guide = programs(LAWS["binomial"])
+    unbiased(TraceBackpropQ_ELBO(num_particles=1), model, guide, total, steps=4)
 
 
 @pytest.mark.filterwarnings("ignore:compile")
@@ -96,19 +82,21 @@ def test_a_program_that_catches_a_refused_read_is_not_recorded() -> None:
     assert ".item()" in compile_report(svi)
 
 
+def assert_alike(model: Any, shifts: list[float]) -> None:
+    """Recorded steps with these arguments have the losses of eager ones."""
+    calls = [(torch.tensor(shift),) for shift in shifts]
+    compiled, eager, said = recorded_and_eager(lambda: (model, coin_guide, calls), num_particles=1)
+    assert said.startswith("Recorded")
+    assert compiled == pytest.approx(eager)
+
+
 def test_numbers_of_the_program_itself_may_be_read() -> None:
     def model(shift: Tensor) -> None:
         z = pyro.sample("z", dist.Bernoulli(0.4))
         size = max(torch.tensor([0, int(torch.tensor([1, 2]).max())]).tolist())
         pyro.sample("x", dist.Normal(z + shift, 1.0).expand([size]).to_event(1), obs=torch.ones(size))
 
-    svi = CompiledSVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
-    shifts = [torch.tensor(0.1 * step) for step in range(8)]
-    compiled = train(svi, shifts)
-    assert compile_report(svi).startswith("Recorded")
-    assert compiled == pytest.approx(
-        train(SVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1)), shifts)
-    )
+    assert_alike(model, [0.1 * step for step in range(8)])
 
 
 def test_what_is_written_by_way_of_another_tensor_is_read() -> None:
@@ -119,10 +107,4 @@ def test_what_is_written_by_way_of_another_tensor_is_read() -> None:
         kept[0].add_(shift)
         pyro.sample("x", dist.Normal(z + float(whole[0]), 1.0), obs=torch.tensor(0.7))
 
-    svi = CompiledSVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1), compile="eager")
-    shifts = [torch.tensor(shift) for shift in (0.3, 0.3, 0.3, 0.3, 0.7, 0.7, 0.3, 0.3)]
-    compiled = train(svi, shifts)
-    assert compile_report(svi).startswith("Recorded")
-    assert compiled == pytest.approx(
-        train(SVI(model, coin_guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=1)), shifts)
-    )
+    assert_alike(model, [0.3, 0.3, 0.3, 0.3, 0.7, 0.7, 0.3, 0.3])

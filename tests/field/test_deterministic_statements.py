@@ -11,10 +11,10 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import filtered, fresh
+from steps import filtered, fresh, recorded_and_eager, repeat, trained
 from torch import Tensor
 
-from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import expected_gradient
 
 ROWS, STEPS = 4, 60
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Programs:
+class Rows:
     """A model and a guide, with statements or without, that count the runs of the model."""
 
     def __init__(self, has_statements: bool) -> None:
@@ -36,14 +36,6 @@ class Programs:
     def say(self, name: str, value: Tensor) -> Tensor:
         return pyro.deterministic(name, value) if self.has_statements else value
 
-    def guide(self) -> None:
-        raise NotImplementedError
-
-    def model(self) -> None:
-        raise NotImplementedError
-
-
-class Rows(Programs):
     def model(self) -> None:
         next(self.runs)
         with pyro.plate("rows", ROWS):
@@ -57,7 +49,7 @@ class Rows(Programs):
             pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(-1.0, 1.0, ROWS))))
 
 
-class Chain(Programs):
+class Chain(Rows):
     def model(self) -> None:
         next(self.runs)
         zs = [torch.zeros(())]
@@ -72,19 +64,14 @@ class Chain(Programs):
             pyro.sample(f"z_{t}", dist.Bernoulli(logits=q[t]))
 
 
-def train(kind: type, programs: Programs, elbo: TraceBackpropQ_ELBO, **options: Any) -> tuple[Any, list[float]]:
-    fresh()
-    svi = kind(programs.model, programs.guide, SGD({"lr": 0.01}), elbo, **options)
-    with filtered("error"):
-        return svi, [svi.step() for _ in range(STEPS)]
-
-
 @pytest.mark.parametrize("kind", [Rows, Chain])
-def test_the_loss_is_summed_in_as_many_runs(kind: type[Programs]) -> None:
+def test_the_loss_is_summed_in_as_many_runs(kind: type[Rows]) -> None:
     found = list[tuple[int, list[float]]]()
     for has_statements in (False, True):
+        fresh()
         programs, elbo = kind(has_statements), TraceBackpropQ_ELBO()
-        losses = train(SVI, programs, elbo)[1]
+        with filtered("error"):
+            losses = repeat(STEPS, SVI(programs.model, programs.guide, SGD({"lr": 0.01}), elbo).step)
         assert "the loss is summed over all values" in str(elbo)
         found.append((next(programs.runs), losses))
     (runs, expected), (found_runs, losses) = found
@@ -93,10 +80,12 @@ def test_the_loss_is_summed_in_as_many_runs(kind: type[Programs]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [Rows, Chain])
-def test_steps_are_compiled(kind: type[Programs], options: dict[str, Any]) -> None:
-    svi, losses = train(CompiledSVI, kind(True), TraceBackpropQ_ELBO(**options), compile="eager")
-    assert compile_report(svi).startswith("Recorded"), compile_report(svi)
-    assert losses == pytest.approx(train(SVI, kind(True), TraceBackpropQ_ELBO(**options))[1], rel=1e-5)
+def test_steps_are_compiled(kind: type[Rows], options: dict[str, Any]) -> None:
+    programs = kind(True)
+    with filtered("error"):
+        compiled, eager, said = recorded_and_eager(lambda: (programs.model, programs.guide, [()] * STEPS), **options)
+    assert said.startswith("Recorded"), said
+    assert compiled == pytest.approx(eager, rel=1e-5)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -104,8 +93,6 @@ def test_the_expected_gradient_is_that_without_them(options: dict[str, Any]) -> 
     found = []
     for has_statements in (False, True):
         programs, elbo = Chain(has_statements), TraceBackpropQ_ELBO(**options)
-        train(SVI, programs, elbo)
-        with torch.no_grad():
-            pyro.get_param_store()._params["q"].copy_(torch.linspace(-1.0, 1.0, ROWS))
+        trained(elbo, programs.model, programs.guide, steps=STEPS, lr=0.01)
         found.append(expected_gradient(elbo.eval(), programs.model, programs.guide)["q"])
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)

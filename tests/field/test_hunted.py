@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import real
 from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
-from steps import filtered, stepped, trained
+from steps import coin_guide, filtered, fresh, seeing, stepped, trained, unbiased
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -31,16 +33,25 @@ from pyro_bpq.plan import plan as particles
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
-DATA, WEIGHTS = torch.tensor([0.5, 1.7, -0.4], dtype=torch.float64), torch.tensor([0.9, -0.6, 1.4], dtype=torch.float64)
+DATA, WEIGHTS, PRIOR = real(0.5, 1.7, -0.4), real(0.9, -0.6, 1.4), real(0.4, 0.2, 0.6)
 PAIRED: dict[str, Any] = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
 
 
 def logits() -> Tensor:
-    return pyro.param("q", torch.tensor([0.3, -0.7, 0.8], dtype=torch.float64))
+    return pyro.param("q", real(0.3, -0.7, 0.8))
 
 
-def prior() -> Tensor:
-    return torch.tensor([0.4, 0.2, 0.6], dtype=torch.float64)
+def hidden(number: int, is_hidden: bool) -> TraceBackpropQ_ELBO:
+    """An ELBO whose further particles are computed from the recording of one, or run."""
+    elbo = TraceBackpropQ_ELBO(number)
+    elbo.particles.change(is_hidden=is_hidden)
+    return elbo
+
+
+def traced(program: Callable[[], Any]) -> Any:
+    """A run of one particle, of an ELBO that has taken a step."""
+    elbo = trained(TraceBackpropQ_ELBO(1), program, program, steps=1)
+    return elbo.runner.trace(Program(program, program, (), {}), elbo.particles.one, step=1)
 
 
 def in_event(
@@ -52,7 +63,7 @@ def in_event(
         between("y", pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1)), True)
 
     def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(PRIOR).to_event(1))
         mean = law(between("y", z, False))
         pyro.sample("x", dist.Normal(mean, 0.8).to_event(1), obs=DATA[: len(mean)])
 
@@ -68,19 +79,19 @@ def in_rows(law: Callable[[Tensor], Any], number: int = 1) -> Any:
 
     def model() -> None:
         with pyro.plate("d", 3):
-            pyro.sample("x", dist.Normal(law(pyro.sample("z", dist.Binomial(number, prior()))), 0.8), obs=DATA)
+            pyro.sample("x", dist.Normal(law(pyro.sample("z", dist.Binomial(number, PRIOR))), 0.8), obs=DATA)
 
     return model, guide
 
 
 def through_a_masked_site(name: str, z: Tensor, own: bool) -> Tensor:
-    fn = dist.Delta((z * WEIGHTS).sum(-1)) if own else dist.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    fn = dist.Delta((z * WEIGHTS).sum(-1)) if own else dist.Normal(torch.tensor(0.0), 1.0)
     return z + pyro.sample(name, fn.mask(False)).unsqueeze(-1)
 
 
 def bounds(z: Tensor) -> Tensor:
-    at = torch.tensor([2.1, 0.1, 1.1], dtype=torch.float64)
-    return 1.5 * torch.bucketize(at, torch.arange(3, dtype=torch.float64) + 0.3 * z)
+    at = real(2.1, 0.1, 1.1)
+    return 1.5 * torch.bucketize(at, torch.arange(3.0) + 0.3 * z)
 
 
 def put_by_mask(z: Tensor) -> Tensor:
@@ -115,8 +126,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_rows_and_components_read(name: str) -> None:
     programs, options = CASES[name]
-    elbo = trained(TraceBackpropQ_ELBO(**options), *programs, steps=4)
-    assert_unbiased(elbo.eval(), *programs)
+    unbiased(TraceBackpropQ_ELBO(**options), *programs, steps=4)
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
@@ -126,12 +136,10 @@ def test_a_site_of_the_guide_that_the_model_observes(is_hidden: bool) -> None:
         pyro.sample("x", dist.Bernoulli(logits=logits()[1] + z), infer={"is_auxiliary": True})
 
     def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()[0]))
-        pyro.sample("x", dist.Bernoulli(logits=2.0 * z), obs=torch.ones((), dtype=torch.float64))
+        z = pyro.sample("z", dist.Bernoulli(PRIOR[0]))
+        pyro.sample("x", dist.Bernoulli(logits=2.0 * z), obs=torch.tensor(1.0))
 
-    elbo = TraceBackpropQ_ELBO(2 if is_hidden else 1)
-    elbo.particles.change(is_hidden=is_hidden)
-    assert_unbiased(trained(elbo, model, guide, steps=2).eval(), model, guide)
+    unbiased(hidden(2 if is_hidden else 1, is_hidden), model, guide, steps=2)
 
 
 KEPT = torch.tensor([True, False])
@@ -144,18 +152,16 @@ def test_what_a_mask_within_an_event_hides_is_drawn(mask: Any, is_hidden: bool) 
         pyro.sample("z", dist.Bernoulli(logits=logits()[:2]).mask(mask).to_event(1))
 
     def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()[:2]).mask(False).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(PRIOR[:2]).mask(False).to_event(1))
         pyro.sample("x", dist.Normal(z[0] + 0.5 * z[1], 0.8), obs=DATA[0])
 
-    elbo = TraceBackpropQ_ELBO(2)
-    elbo.particles.change(is_hidden=is_hidden)
     with filtered("error"):
-        assert_unbiased(trained(elbo, model, guide, steps=2).eval(), model, guide)
+        unbiased(hidden(2, is_hidden), model, guide, steps=2)
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
 def test_rejections_have_a_score(is_scored: bool) -> None:
-    shape = torch.tensor([1.2, 2.0], dtype=torch.float64)
+    shape = real(1.2, 2.0)
 
     def program() -> None:
         law = RejectionStandardGamma(pyro.param("shape", shape))
@@ -165,8 +171,7 @@ def test_rejections_have_a_score(is_scored: bool) -> None:
         else:
             pyro.sample("x", law.to_event(1))
 
-    elbo = trained(TraceBackpropQ_ELBO(1), program, program, steps=1)
-    run = elbo.runner.trace(Program(program, program, (), {}), elbo.particles.one, step=1)
+    run = traced(program)
     law, value = RejectionStandardGamma(shape), run.run.sites["x"].value
     score = law.log_prob(value) if is_scored else law.score_parts(value).score_function
     torch.testing.assert_close(run.scored["x"].sum(), score.sum())
@@ -181,7 +186,7 @@ def test_a_flow_that_scores_what_it_remembers_hides_no_row() -> None:
 
     def model() -> None:
         with pyro.plate("d", 3):
-            z = pyro.sample("z", dist.Bernoulli(prior()))
+            z = pyro.sample("z", dist.Bernoulli(PRIOR))
             pyro.sample("y", dist.Normal(z, 1.0))
 
     with pytest.warns(BPQWarning, match=r"log q\(y\): it reads .* by 'a law that its log-probability does not show'"):
@@ -201,14 +206,9 @@ class Options:
 def test_changes_in_the_attributes_of_a_class_count_at_once(changed: str) -> None:
     model, guide = in_event(lambda z: z.flip(-1) if Options.table["flip"] or Options.Inner.flip else z)
     elbo = trained(TraceBackpropQ_ELBO(**PAIRED), model, guide, steps=8)
-    if changed == "table":
-        Options.table["flip"] = True
-    else:
-        Options.Inner.flip = True
-    try:
+    inner = mock.patch.object(Options.Inner, "flip", True)
+    with mock.patch.dict(Options.table, flip=True) if changed == "table" else inner:
         assert_unbiased(elbo.eval(), model, guide)
-    finally:
-        Options.table["flip"] = Options.Inner.flip = False
 
 
 @pytest.mark.parametrize("estimator", [Hindsight(), SecondRun()])
@@ -222,13 +222,12 @@ def test_particles_of_other_structure_have_signals_of_their_own(estimator: Any) 
     def model() -> None:
         nonlocal calls
         calls += 1
-        y = pyro.sample("z", dist.Bernoulli(prior()[0])) + pyro.sample("y", dist.Bernoulli(prior()[1]))
+        y = pyro.sample("z", dist.Bernoulli(PRIOR[0])) + pyro.sample("y", dist.Bernoulli(PRIOR[1]))
         pyro.sample("x", dist.Normal(3.0 * y, 1.0), obs=DATA[1])
         if calls % 2:
-            pyro.factor("nothing", torch.zeros((), dtype=torch.float64))
+            pyro.factor("nothing", torch.tensor(0.0))
 
-    elbo = trained(TraceBackpropQ_ELBO(num_particles=2, estimator=estimator), model, guide, steps=8)
-    assert_unbiased(elbo.eval(), model, guide)
+    unbiased(TraceBackpropQ_ELBO(num_particles=2, estimator=estimator), model, guide, steps=8)
 
 
 def test_crossed_baselines_are_leave_one_out_across_structures() -> None:
@@ -236,7 +235,7 @@ def test_crossed_baselines_are_leave_one_out_across_structures() -> None:
         if pyro.sample("z", dist.Bernoulli(logits=odds[0])).item():
             pyro.sample("y", dist.Bernoulli(logits=odds[1]))
 
-    programs = lambda: program(*prior()), lambda: program(*logits())
+    programs = lambda: program(*PRIOR), lambda: program(*logits())
     found, wanted = (
         expected_moments(TraceBackpropQ_ELBO(2, estimator=estimator).eval(), *programs).variance["q"]
         for estimator in (CrossedLeaveOneOut(), ScoreFunction(LeaveOneOut()))
@@ -250,8 +249,8 @@ def test_a_number_of_values_that_was_drawn_steers() -> None:
         pyro.sample("y", dist.Binomial(1 + z, logits=logits()[1] + z))
 
     def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()[0]))
-        y = pyro.sample("y", dist.Binomial(1 + z, prior()[1]))
+        z = pyro.sample("z", dist.Bernoulli(PRIOR[0]))
+        y = pyro.sample("y", dist.Binomial(1 + z, PRIOR[1]))
         pyro.sample("x", dist.Normal(y * z + y, 1.0), obs=DATA[0])
 
     assert stepped(2, TraceBackpropQ_ELBO(2), model, guide).runner.recordings.escaping == ("z",)
@@ -299,14 +298,14 @@ def test_buffers_of_a_guide_that_is_summed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_jumps_are_found_without_learning_too() -> None:
-    def guide() -> None:
-        pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
+    def smooth() -> Tensor:
+        return pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
 
     def model() -> None:
-        pyro.factor("f", torch.where(pyro.sample("x", dist.Normal(0.0, 1.0)) > 0.3, 2.0, -1.0))
+        pyro.factor("f", torch.where(smooth() > 0.3, 2.0, -1.0))
 
     with pytest.warns(BPQWarning, match="'x' is reparameterised, but a pathwise gradient misses jumps"):
-        TraceBackpropQ_ELBO(1).eval().loss_and_grads(model, guide)
+        TraceBackpropQ_ELBO(1).eval().loss_and_grads(model, smooth)
 
 
 def test_arguments_with_gradients_are_not_compiled() -> None:
@@ -329,18 +328,11 @@ def test_arguments_with_gradients_are_not_compiled() -> None:
 
 
 def test_a_number_of_particles_that_is_set_later_is_that_of_the_bound() -> None:
-    def model() -> None:
-        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(0.7))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    later, once = TraceBackpropQ_IWAE(2), TraceBackpropQ_IWAE(6)
+    later, losses = TraceBackpropQ_IWAE(2), []
     later.num_particles = 6
-    losses = []
-    for elbo in (later, once):
-        pyro.set_rng_seed(0)
-        losses.append(elbo.loss(model, guide))
+    for elbo in (later, TraceBackpropQ_IWAE(6)):
+        fresh()
+        losses.append(elbo.loss(seeing(lambda z: z), coin_guide))
     assert losses[0] == losses[1]
 
 
@@ -353,8 +345,7 @@ def test_later_epochs_leave_reparameterised_sites_alone() -> None:
 
     found = []
     for epochs in (1, 5):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         ProximalSVI(model, guide, SGD({"lr": 0.1}), TraceBackpropQ_ELBO(2), epochs=epochs).step()
         found.append(pyro.param("m").item())
     assert found[0] == found[1] > 0.0
@@ -384,8 +375,7 @@ def test_deterministic_statements_have_a_place_in_expected_costs() -> None:
         z = pyro.deterministic("y", 2.0 * pyro.sample("z", dist.Bernoulli(logits=logits()[0])))
         cost("c", z)
 
-    objective = trained(ExpectedCost(num_particles=1), None, guide, steps=1)
-    assert_unbiased(objective.eval(), None, guide)  # type: ignore[arg-type]
+    unbiased(ExpectedCost(num_particles=1), None, guide, steps=1)
 
 
 def test_a_cost_without_a_name_is_refused() -> None:
@@ -431,17 +421,17 @@ def test_rows_stay_apart(name: str) -> None:
 def test_scales_of_further_particles_are_those_of_the_run() -> None:
     """A number that grows from step to step is left out of what calls are told apart by."""
 
-    def guide(scale: float) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
+    def bits(*_: float) -> Tensor:
+        return pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
 
     def model(scale: float) -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
+        z = bits()
         with pyro.poutine.scale(scale=scale):
             pyro.factor("f", -1.0 - 0.0 * z.sum())
 
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True)
-    losses = [elbo.loss_and_grads(model, guide, 1.0 - 0.1 * step) for step in range(9)]
+    losses = [elbo.loss_and_grads(model, bits, 1.0 - 0.1 * step) for step in range(9)]
     assert elbo.particles.now.is_hidden
     assert losses == pytest.approx([1.0 - 0.1 * step for step in range(9)])
 
@@ -458,12 +448,11 @@ def test_numbers_that_the_first_particle_does_not_show(held: Callable[[float], A
         pyro.sample("z", dist.Bernoulli(logits=logits() - 2.0).to_event(1))
 
     def model(factor: float) -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(PRIOR).to_event(1))
         pyro.factor("f", -held(factor) * z.sum())
 
     for seed in range(12):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(seed)
+        fresh(seed)
         elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True)
         for step in range(steps):
             elbo.loss_and_grads(model, guide, 0.1 * step)
@@ -480,9 +469,8 @@ def test_a_plate_of_particles_is_refused_whatever_the_first_values() -> None:
             pyro.sample("y", dist.Categorical(logits=odds[:, None] * DATA + z[:, None]))
 
     for seed in range(16):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(seed)
-        elbo = stepped(1, TraceBackpropQ_ELBO(), lambda: program(prior()), lambda: program(logits()))
+        fresh(seed)
+        elbo = stepped(1, TraceBackpropQ_ELBO(), lambda: program(PRIOR), lambda: program(logits()))
         assert not elbo.particles.now.has_plate
 
 
@@ -505,9 +493,7 @@ def test_what_an_estimator_corrects_stays_under_a_mask(mask: Any) -> None:
         law = dist.Normal(logits()[:2], 1.0).mask(mask).to_event(1)
         pyro.sample("z", law, infer={"bpq": {"estimator": Corrected()}})
 
-    elbo = trained(TraceBackpropQ_ELBO(1), program, program, steps=1)
-    run = elbo.runner.trace(Program(program, program, (), {}), elbo.particles.one, step=1)
-    torch.testing.assert_close(run.scored["z"], 2.0 * logits().sum())
+    torch.testing.assert_close(traced(program).scored["z"], 2.0 * logits().sum())
 
 
 def test_particles_whose_values_are_given_a_gradient_have_it_in_each_of_them() -> None:
@@ -518,12 +504,7 @@ def test_particles_whose_values_are_given_a_gradient_have_it_in_each_of_them() -
         z = pyro.sample("z", dist.Bernoulli(logits=odds[:2]).to_event(1), infer=infer)
         pyro.sample("y", dist.Bernoulli(logits=odds[2] + 0.0 * z[0]))
 
-    def guide() -> None:
-        program(logits())
-
-    def model() -> None:
-        program(prior())
-
-    elbo = stepped(2, TraceBackpropQ_ELBO(), model, guide)
-    runs = elbo.observe(Program(model, guide, (), {}), shows=False).runs
+    programs = lambda: program(PRIOR), lambda: program(logits())
+    elbo = stepped(2, TraceBackpropQ_ELBO(), *programs)
+    runs = elbo.observe(Program(*programs, (), {}), shows=False).runs
     assert all(run.run.sites["z"].value.requires_grad for run in runs)

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, told
+from steps import filtered, seeing, told, unbiased
 from steps import trained as after
 
 from pyro_bpq import (
@@ -26,7 +26,6 @@ from pyro_bpq import (
 )
 from pyro_bpq.diagnostics import gradient_moments
 from pyro_bpq.short import short
-from pyro_bpq.testing import assert_unbiased
 
 Programs = tuple[Callable[[], None], Callable[[], None]]
 LENGTH = 10
@@ -139,38 +138,23 @@ def test_a_shared_critic_does_a_chain_no_harm() -> None:
     assert variance(share="z") < 2.0 * variance()
 
 
-def test_an_estimator_at_all_sites_is_named() -> None:
-    elbo = trained(few(estimator=AllAction()))
-    assert elbo.num_particles == 1
-    assert "One particle runs, because you wrote an estimator or a baseline at a, b, c." in str(elbo)
+ONE_PARTICLE: dict[str, tuple[Any, str]] = {
+    "estimators": (few(estimator=AllAction()), "you wrote an estimator or a baseline at a, b, c."),
+    "no noise": ((seeing(lambda z: z), guide_of({}, "z")), "no gradient is noisy."),
+    "steered": ((seeing(lambda z: 1.0 if z.item() else -1.0), guide_of({}, "z")), "sampled values steer the program."),
+}
+
+
+@pytest.mark.parametrize(("programs", "why"), ONE_PARTICLE.values(), ids=ONE_PARTICLE)
+def test_why_one_particle_runs_is_said(programs: Programs, why: str) -> None:
+    elbo = trained(programs)
+    assert elbo.num_particles == 1 and f"One particle runs, because {why}" in str(elbo)
 
 
 def test_an_estimator_at_one_site_leaves_the_number() -> None:
     model, guide = few()
-
-    def one() -> None:
-        coin("a", {"bpq": {"estimator": AllAction()}})
-        for name in "bc":
-            coin(name, {})
-
-    assert trained((model, one)).num_particles == trained((model, guide)).num_particles
-
-
-def test_a_program_without_noise_says_that() -> None:
-    def model() -> None:
-        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.4)), 1.0), obs=torch.tensor(0.7))
-
-    elbo = trained((model, lambda: coin("z", {})), steps=1)
-    assert elbo.num_particles == 1 and "One particle runs, because no gradient is noisy." in str(elbo)
-
-
-def test_a_steered_program_says_that() -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(1.0 if z.item() else -1.0, 1.0), obs=torch.tensor(0.7))
-
-    elbo = trained((model, lambda: coin("z", {})))
-    assert "One particle runs, because sampled values steer the program." in str(elbo)
+    first, others = guide_of({"estimator": AllAction()}, "a"), guide_of({}, "b", "c")
+    assert trained((model, lambda: (first(), others())[1])).num_particles == trained((model, guide)).num_particles
 
 
 # All pairs.
@@ -313,6 +297,5 @@ def test_steps_with_several_particles_and_critics_are_unbiased(options: dict[str
         a, b = (pyro.sample(name, dist.Bernoulli(0.4)) for name in "ab")
         pyro.sample("x", dist.Normal(a + 2.0 * a * b, 1.0), obs=torch.tensor(0.7))
 
-    programs: Programs = model, lambda: [coin(name, {}) for name in "ab"] and None
-    elbo = trained(programs, 6, **{**options, "num_particles": 3, "vectorize_particles": True})
-    assert_unbiased(elbo.eval(), *programs)
+    elbo = TraceBackpropQ_ELBO(**{**options, "num_particles": 3, "vectorize_particles": True})
+    unbiased(elbo, model, guide_of({}, "a", "b"), steps=6)
