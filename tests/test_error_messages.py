@@ -10,10 +10,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import DATA, Guide, Model, filtered, text_of, told, warnings_of
+from steps import DATA, Guide, Model, filtered, repeat, text_of, told, warnings_of
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq import ExpectedCost, MLPCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 
 Program = Callable[[], Any]
@@ -34,7 +34,7 @@ def coin(fn: Any = None, **options: Any) -> Tensor:
 
 
 def see(mean: Any, data: Any = 0.7) -> None:
-    pyro.sample("x", mean if isinstance(mean, dist.Distribution) else dist.Normal(mean, 1.0), obs=torch.tensor(data))
+    pyro.sample("x", mean if isinstance(mean, dist.Distribution) else dist.Normal(mean, 1.0), obs=torch.as_tensor(data))
 
 
 def guide() -> Tensor:
@@ -49,8 +49,18 @@ def in_rows(program: Program, size: int = 3, dim: int = -1, name: str = "rows") 
     return inside
 
 
-def rows_guide() -> None:
-    in_rows(lambda: coin(posterior(3)))()
+def rows_guide(size: int = 3, **options: Any) -> None:
+    in_rows(lambda: coin(posterior(size), **options), size)()
+
+
+def rows_model(size: int) -> None:
+    """Its data are taken by row, so that the rows of the guide fit."""
+    with pyro.plate("rows", size) as rows:
+        see(dist.Normal(coin(), 1.0), torch.linspace(-1.0, 1.0, size)[rows])
+
+
+def with_context(*shape: int) -> Program:
+    return lambda: rows_guide(4, infer={"bpq": {"context": torch.ones(shape), "critic": MLPCritic()}})
 
 
 def model_of(law: Callable[[Tensor], Any], data: Any) -> Program:
@@ -71,26 +81,24 @@ def latent() -> None:
     pyro.sample("w", dist.Bernoulli(0.4))
 
 
-def category() -> Tensor:
-    return coin(dist.Categorical(torch.ones(3)))
+def twice_in_rows() -> None:
+    for name in "zx":
+        with pyro.plate("d", 3):
+            pyro.sample(name, dist.Bernoulli(0.5))
 
 
-def one_hot() -> Tensor:
-    return coin(dist.OneHotCategorical(torch.ones(3)))
+def of_three(kind: Any, learns: bool = False) -> Callable[[], Tensor]:
+    """One of three values."""
+    return lambda: coin(kind(logits=logits(3) if learns else torch.zeros(3)))
 
 
-def category_guide() -> None:
-    coin(dist.Categorical(logits=logits(3)))
+def event_guide(size: int = 3) -> None:
+    coin(posterior(size).to_event(1))
 
 
-def one_hot_guide() -> None:
-    coin(dist.OneHotCategorical(logits=logits(3)))
-
-
-def event_guide() -> None:
-    coin(posterior(3).to_event(1))
-
-
+category, one_hot = of_three(dist.Categorical), of_three(dist.OneHotCategorical)
+category_guide, one_hot_guide = of_three(dist.Categorical, True), of_three(dist.OneHotCategorical, True)
+TWO_SIZES = "The plate 'rows' around site 'z' has 20 rows in the guide, and 40 in the model."
 NONE, LEFT, UP = "[]", "[('rows', -1, 3)]", "[('rows', -2, 3)]"
 MISSING = [[3.0, NAN], [1.0, 0.0], [2.0, 2.0]]
 
@@ -120,7 +128,7 @@ MISSHAPEN: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
     "short": (lambda z: z, [0.0] * 2, "data of site 'x' has the shape (2,); the distribution has the shape (3,)"),
 }
 WRONG: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
-    "outside": (lambda z: dist.Categorical(torch.ones(3)), [1, 4, 5], "has 2 of 3 values outside of the support"),
+    "outside": (lambda z: dist.Categorical(torch.ones(3)), [1, 4, 5], "x dist | 2 of 3 values outside of the support"),
     "missing": (lambda z: z, [0.7, NAN, 0.1], "has 1 of 3 values that are NaN | pyro.poutine.mask(mask=~data.isnan())"),
     "missing in an event": (
         lambda z: dist.Poisson(torch.ones(3, 2)).to_event(1),
@@ -143,6 +151,19 @@ PLATES: Mistakes = {
         guide,
         "Site 'c' has the batch shape (5,) | dimension -1 is no plate | .sum(-1) | plate with dim=-1",
     ),
+    "rows of a factor": (
+        in_rows(lambda: pyro.factor("f", torch.ones(5) * coin().sum())),
+        in_rows(guide),
+        "site 'f' has 5 there | .sum(-1) behind a cost or factor",
+    ),
+    **{
+        f"context of shape {shape}": (
+            in_rows(coin, 4),
+            with_context(*shape),
+            f"Site 'z': the option context has the shape {shape} | rows are (4,)",
+        )
+        for shape in ((5, 2), (4, 1, 2))
+    },
     "one hot, scored": (category, one_hot_guide, ONE_HOT),
     "one hot, read": (lambda: see(torch.arange(3.0)[category()]), one_hot_guide, ONE_HOT),
     "category, read": (lambda: see(one_hot() @ torch.arange(3.0)), category_guide, CATEGORY),
@@ -182,7 +203,15 @@ NAMES: Mistakes = {
     ),
     "cost of a latent": (latent, lambda: cost("w", guide()), "The cost 'w' has the name of another statement"),
 }
-ERRORS: dict[str, tuple[Program, Program, str]] = {**PLATES, **SITES, **NAMES}
+PROGRAMS: Mistakes = {
+    "float as index": (
+        lambda: see(torch.zeros(2)[coin()]),
+        guide,
+        "values of 'z' are floating-point numbers: write table[z.long()]",
+    ),
+    "plate made twice": (twice_in_rows, twice_in_rows, 'd = pyro.plate("d", ...)'),
+}
+ERRORS = {PlateError: PLATES, UnsupportedSiteError: SITES, UnsupportedProgramError: PROGRAMS, BPQError: NAMES}
 
 
 def assert_says(text: str, words: str) -> None:
@@ -190,10 +219,9 @@ def assert_says(text: str, words: str) -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_error_says_what_is_wrong_and_what_to_write(name: str) -> None:
-    model, guide, words = ERRORS[name]
-    kind = PlateError if name in PLATES else UnsupportedSiteError if name in SITES else BPQError
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in ERRORS.items() for name in table])
+def test_error_says_what_is_wrong_and_what_to_write(kind: type[Exception], name: str) -> None:
+    model, guide, words = ERRORS[kind][name]
     with filtered("ignore", UserWarning):
         text = text_of(model, guide, kind)
     assert_says(text, words)
@@ -202,13 +230,77 @@ def test_error_says_what_is_wrong_and_what_to_write(name: str) -> None:
     assert "'z_11'" not in text
 
 
-def test_numbers_that_are_missing_are_told_without_validation_too() -> None:
+# What is warned of without validation.
+UNVALIDATED: Mistakes = {
+    "missing": (*SITES["missing"][:2], "data of site 'x' has 1 of 3 values that are NaN"),
+    "cost": (lambda: cost("fee", (coin() - 5.0).log()), guide, "The cost 'fee' is NaN at 1 of 1 elements."),
+    "factor": (lambda: pyro.factor("f", (coin() - 5.0).log()), guide, "factor of site 'f' is NaN at 1 of 1 elements."),
+    "law": (lambda: see(dist.Normal(coin(), torch.tensor(-1.0))), guide, "log-probability of site 'x' is NaN | Normal"),
+}
+
+
+@pytest.mark.parametrize("name", UNVALIDATED)
+def test_numbers_that_are_missing_are_told_without_validation_too(name: str) -> None:
+    model, guide, words = UNVALIDATED[name]
     with pyro.validation_enabled(False):
-        text = text_of(*ERRORS["broken"][:2], UnsupportedSiteError)
-        pyro.clear_param_store()
-        (told,) = warnings_of(*ERRORS["missing"][:2], num_particles=1)
-    assert "The parameters 'q' have elements that are not finite" in text
-    assert "data of site 'x' has 1 of 3 values that are NaN" in told
+        (text,) = warnings_of(model, guide, num_particles=1)
+    assert_says(text, words)
+
+
+def test_broken_parameters_are_told_without_validation_too() -> None:
+    model, guide, words = SITES["broken"]
+    with pyro.validation_enabled(False):
+        assert_says(text_of(model, guide, UnsupportedSiteError), words)
+
+
+NAN_COSTS: dict[str, Callable[[Tensor], Any]] = {
+    "value": lambda z: cost("fee", (z - 5.0).log()),
+    "number": lambda z: cost("fee", NAN),
+    "function": lambda z: cost("fee", lambda value: (value - 5.0).log(), z),
+}
+
+
+@pytest.mark.parametrize("fee", NAN_COSTS.values(), ids=NAN_COSTS)
+def test_a_cost_that_is_nan_is_named(fee: Callable[[Tensor], Any]) -> None:
+    words = "The cost 'fee' is NaN at 1 of 1 elements."
+    assert text_of(lambda: fee(coin()), guide, UnsupportedSiteError).startswith(words)
+    with pytest.raises(UnsupportedSiteError, match=f"^{words}"):
+        ExpectedCost().loss_and_grads(None, lambda: fee(guide()))
+
+
+def test_an_infinite_cost_is_named() -> None:
+    texts = warnings_of(lambda: cost("fee", coin().new_tensor(float("inf"))), guide)
+    assert any("The cost 'fee' is infinite at 1 of 1 elements" in text for text in texts)
+
+
+@pytest.mark.parametrize("options", [{}, TOGETHER], ids=["one", "together"])
+@pytest.mark.parametrize("validates", [True, False])
+def test_shapes_are_told_with_their_plates(options: dict[str, Any], validates: bool) -> None:
+    model = in_rows(lambda: cost("fee", torch.ones(5) + coin().sum(-1, keepdim=True)), 4)
+    with pyro.validation_enabled(validates):
+        text = text_of(model, in_rows(guide, 4), PlateError, **options)
+    assert_says(text, "the plate 'rows' has 4 rows | site 'fee' has 5 there | .sum(-1) behind a cost")
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_plate_of_two_sizes_is_named_with_both(validates: bool) -> None:
+    with pyro.validation_enabled(validates):
+        text = text_of(in_rows(lambda: see(coin(), [0.0] * 40), 40), lambda: rows_guide(20), PlateError)
+    assert TWO_SIZES in text and "The data of site" not in text
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (1, 2), (2,)])
+def test_a_context_that_broadcasts_to_the_rows_is_taken(shape: tuple[int, ...]) -> None:
+    TraceBackpropQ_ELBO().loss_and_grads(in_rows(coin, 4), with_context(*shape))
+
+
+def test_an_expected_cost_without_a_cost_says_so() -> None:
+    with pytest.raises(UnsupportedProgramError, match=r"has no cost.*pyro_bpq\.cost\(name, value\)"):
+        ExpectedCost().loss_and_grads(None, guide)
+    # It may lack costs in some runs.
+    elbo = ExpectedCost()
+    seen = {elbo.loss_and_grads(None, lambda: cost("fee", 1.0) if guide() else None) for _ in range(12)}
+    assert seen == {0.0, 1.0}
 
 
 def amortised(x: Tensor) -> None:
@@ -250,31 +342,36 @@ def branches() -> None:
         see(0.1)
 
 
-def pair_guide() -> None:
-    coin(posterior(2).to_event(1))
-
-
 def unpacks() -> None:
     a, b = coin(PAIR)
     see(a + b)
 
 
+def mixes() -> None:
+    with pyro.plate("rows", 3):
+        z = coin()
+    see(dist.Normal(z @ torch.ones(3, 1), 1.0).to_event(1), [0.7])
+
+
 PAIR, FOUR = (dist.Bernoulli(torch.full((number,), 0.4)).to_event(1) for number in (2, 4))
 LEAVES = "A sampled value of 'z' left torch | 3 particles | vectorize_particles=False | torch.where"
 MIXES = "3 particles ran at once | in dimension -1 | vectorize_particles=False | z[..., 0]"
-READS: Mistakes = {
+LEAVING: Mistakes = {
     "if": (branches, guide, LEAVES),
     "item": (lambda: see(coin().item()), guide, LEAVES),
-    "index": (lambda: see(coin(FOUR)[3]), lambda: coin(posterior(4).to_event(1)), f"out of bounds | {MIXES}"),
-    "unpacked": (unpacks, pair_guide, f"too many values to unpack | {MIXES}"),
-    "first": (lambda: see(coin(PAIR)[0]), pair_guide, f"Shape mismatch inside plate | {MIXES}"),
+    "index": (lambda: see(coin(FOUR)[3]), lambda: event_guide(4), f"out of bounds | {MIXES}"),
 }
+MIXING: Mistakes = {
+    "unpacked": (unpacks, lambda: event_guide(2), f"too many values to unpack | {MIXES}"),
+    "first": (lambda: see(coin(PAIR)[0]), lambda: event_guide(2), f"Shape mismatch inside plate | {MIXES}"),
+    "moved": (mixes, rows_guide, "'-log p(x)' | write vectorize_particles=False"),
+}
+TOLD = {UnsupportedProgramError: LEAVING, PlateError: MIXING}
 
 
-@pytest.mark.parametrize("name", READS)
-def test_programs_that_do_not_run_together_are_told_of_the_particles(name: str) -> None:
-    model, guide, words = READS[name]
-    kind = PlateError if guide is pair_guide else UnsupportedProgramError
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in TOLD.items() for name in table])
+def test_programs_that_do_not_run_together_are_told_of_the_particles(kind: type[Exception], name: str) -> None:
+    model, guide, words = TOLD[kind][name]
     assert_says(text_of(model, guide, kind, **TOGETHER), words)
     # What it advises is right.
     TraceBackpropQ_ELBO(num_particles=3, vectorize_particles=False).loss_and_grads(model, guide)
@@ -288,16 +385,6 @@ def test_only_the_sites_that_were_read_are_named() -> None:
 
     text = text_of(plain, two, UnsupportedProgramError, **TOGETHER)
     assert "'z'" in text and "'w'" not in text
-
-
-def test_particles_that_moved_are_told_of_particles_one_after_the_other() -> None:
-    def mixes() -> None:
-        with pyro.plate("rows", 3):
-            z = coin()
-        pyro.sample("x", dist.Normal(z @ torch.ones(3, 1), 1.0).to_event(1), obs=torch.tensor([0.7]))
-
-    text = text_of(mixes, rows_guide, PlateError, **TOGETHER)
-    assert "'-log p(x)'" in text and "write vectorize_particles=False" in text
 
 
 class OutOfMemory(RuntimeError):
@@ -358,6 +445,7 @@ WARNINGS: Mistakes = {
         "Site 'z' has infer={'bqp': ...}, which nothing reads",
     ),
     "turned round": (guide, plain, "The guide observes data at ['x'] | SVI(model, guide, ...)"),
+    "two sizes": (lambda: rows_model(40), lambda: rows_guide(20), TWO_SIZES),
     "marked for enumeration": (
         plain,
         lambda: coin(posterior(), infer={"enumerate": "parallel"}),
@@ -378,12 +466,7 @@ def test_programs_without_these_mistakes_are_told_nothing() -> None:
     marked = WARNINGS["marked for enumeration"][1]
     assert warnings_of(in_rows(coin), in_rows(guide), steps=4, category=Warning) == []
     assert warnings_of(plain, marked, enumeration="exact", category=Warning) == []
-
-
-def test_a_loss_that_is_nan_names_the_site_where_it_arose() -> None:
-    with pyro.validation_enabled(False):
-        (text,) = warnings_of(lambda: see(dist.Normal(coin(), torch.tensor(-1.0))), guide)
-    assert "log-probability of site 'x' is NaN" in text and "Normal" in text
+    assert warnings_of(lambda: rows_model(20), lambda: rows_guide(20), category=Warning) == []
 
 
 @pytest.mark.parametrize("value", [lambda z: torch.tensor(-1.0), lambda z: -z.sum()], ids=["constant", "sum"])
@@ -407,8 +490,7 @@ def test_cost_that_counts_once_per_row_warns_once(value: Callable[[Tensor], Any]
     elbo = TraceBackpropQ_ELBO(**options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
-        for _ in range(15):
-            elbo.loss_and_grads(model, guide)
+        repeat(15, elbo.loss_and_grads, model, guide)
     (text,) = [str(warning.message) for warning in found]
     assert_says(text, "cost 'c' | plate 'rows' | 20 times | outside of the plate | value + torch.zeros(20)")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from models import BY_NAME, Case, each_case
 from pyro.distributions.transforms import affine_coupling, planar
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
-from steps import filtered, repeat, seeing, stepped
+from steps import coin_guide, filtered, repeat, seeing, stepped, text_of
 from torch import nn
 
 from pyro_bpq import (
@@ -43,7 +42,6 @@ from pyro_bpq import (
 )
 from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.errors import (
-    BPQError,
     BPQWarning,
     CriticShapeError,
     OptionError,
@@ -72,24 +70,8 @@ from pyro_bpq.estimators import (
 coin_model = seeing(lambda z: z)
 
 
-def guide_with(fn: Callable[[], Any], **options: Any) -> Callable[[], None]:
-    def guide() -> None:
-        pyro.sample("z", fn(), infer={"bpq": options})
-
-    return guide
-
-
 def coin() -> Any:
     return dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)))
-
-
-def raised(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, *args: Any) -> Exception:
-    """The exception of a first step; the object is as before."""
-    before = set(elbo.state_dict())
-    with pytest.raises(BPQError) as caught:
-        elbo.loss_and_grads(model, guide, *args)
-    assert set(elbo.state_dict()) == before
-    return caught.value
 
 
 @pytest.mark.parametrize("plate", ["none", "rows"])
@@ -98,11 +80,11 @@ def test_estimator_that_a_site_cannot_use_names_its_law_and_plates(plate: str) -
         with pyro.plate("rows", 3) if plate == "rows" else contextlib.nullcontext():
             pyro.sample("z", fn)
 
-    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(LeaveOneOut()), num_particles=1)
-    error = raised(elbo, lambda: program(dist.Bernoulli(0.4)), lambda: program(coin()))
-    assert isinstance(error, UnsupportedSiteError) and isinstance(error, ValueError)
+    programs = (lambda: program(dist.Bernoulli(0.4))), (lambda: program(coin()))
+    text = text_of(*programs, UnsupportedSiteError, estimator=ScoreFunction(LeaveOneOut()), num_particles=1)
+    assert issubclass(UnsupportedSiteError, ValueError)
     for word in ("'z'", "Bernoulli", "num_particles=2", "RunningBaseline()", f"plates: {plate}", "infer="):
-        assert word in str(error)
+        assert word in text
 
 
 @pytest.mark.parametrize(
@@ -116,10 +98,8 @@ def test_estimator_that_a_site_cannot_use_names_its_law_and_plates(plate: str) -
     ],
 )
 def test_unknown_site_option_raises(options: dict[str, Any], words: list[str]) -> None:
-    error = raised(TraceBackpropQ_ELBO(), coin_model, guide_with(coin, **options))
-    assert isinstance(error, OptionError) and isinstance(error, ValueError)
-    for word in words:
-        assert word in str(error)
+    text = text_of(coin_model, lambda: pyro.sample("z", coin(), infer={"bpq": options}), OptionError)
+    assert all(word in text for word in words)
     with pytest.raises(OptionError, match="did you mean 'critic'"):
         config_bpq(coin_model, critc=None)
 
@@ -137,45 +117,45 @@ class Misshapen:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (1, 1, 2), (3, 1)])
 def test_critic_of_the_wrong_shape_raises(shape: tuple[int, ...]) -> None:
-    error = raised(TraceBackpropQ_ELBO(critic=Misshapen(shape)), *BY_NAME["chain"].params().programs)
-    assert isinstance(error, CriticShapeError)
-    assert str(shape) in str(error) and "'a'" in str(error) and "(1, 1, 3)" in str(error)
+    text = text_of(*BY_NAME["chain"].params().programs, CriticShapeError, critic=Misshapen(shape))
+    assert str(shape) in text and "'a'" in text and "(1, 1, 3)" in text
 
 
-def test_a_table_is_refused_where_a_scope_has_no_cells() -> None:
+@pytest.mark.parametrize("is_real", [True, False])
+def test_a_table_is_refused_where_a_scope_has_no_cells(is_real: bool) -> None:
     """A scope with real values, or with sites in plates that the site lacks."""
 
-    def model(is_real: bool) -> None:
+    def model() -> None:
         with contextlib.nullcontext() if is_real else pyro.plate("rows", 3):
             x = pyro.sample("x", dist.Normal(0.0, 1.0) if is_real else dist.Bernoulli(0.4))
         w, v = pyro.sample("w", dist.Bernoulli(0.4)), pyro.sample("v", dist.Bernoulli(0.4))
         pyro.factor("f", x.sum() * w * v)
 
-    def guide(is_real: bool) -> None:
+    def guide() -> None:
         with contextlib.nullcontext() if is_real else pyro.plate("rows", 3):
             x = pyro.sample("x", dist.Normal(0.0, 1.0) if is_real else coin())
         w = pyro.sample("w", dist.Bernoulli(logits=x.sum()))
         pyro.sample("v", dist.Bernoulli(logits=x.sum() + w))
 
-    for is_real in (True, False):
-        error = raised(TraceBackpropQ_ELBO(critic=TabularCritic()), model, guide, is_real)
-        assert isinstance(error, OptionError) and "'w'" in str(error) and "MLPCritic()" in str(error)
-        assert is_real or "plates" in str(error)
+    text = text_of(model, guide, OptionError, critic=TabularCritic())
+    assert "'w'" in text and "MLPCritic()" in text and (is_real or "plates" in text)
+
+
+def bare_model() -> None:
+    """It lacks a plate, as does its guide."""
+    z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.3)))
+    pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor([2.0, 4.0, 9.0]))
+
+
+def bare_guide() -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
 
 
 def test_wrong_plates_raise_what_pyro_raises() -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.4, 0.3])))
-        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(0.7))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, 0.1]))))
-
     with pytest.raises(ValueError) as theirs:
-        Trace_ELBO().loss_and_grads(model, guide)
-    ours = raised(TraceBackpropQ_ELBO(), model, guide)
-    assert str(ours).startswith(str(theirs.value)) and isinstance(ours, PlateError)
-    assert isinstance(ours, type(theirs.value))
+        Trace_ELBO().loss_and_grads(bare_model, bare_guide)
+    assert text_of(bare_model, bare_guide, PlateError).startswith(str(theirs.value))
+    assert issubclass(PlateError, type(theirs.value))
 
 
 LOOP = (None, None, Adam({}), ExpectedCost(learner=CriticLearner(replay=Replay())))
@@ -214,18 +194,33 @@ BAD: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
     (functools.partial(ActorCriticSVI, *LOOP), {"rounds": (-1,), "critic_updates": (0.5,), "warm_up": (-1,)}),
     (functools.partial(ActorCriticSVI, *LOOP), {"entropy": (-0.1,)}),
     (TraceBackpropQ_IWAE, {"num_particles": (0, None), "num_outer": (1.5,), "baseline": ("mean",)}),
+    (TraceBackpropQ_IWAE, {"max_plate_nesting": ("auto",)}),
+    (TraceBackpropQ_ELBO, {"max_plate_nesting": ("auto",), "max_iarange_nesting": ("auto",), "num_particles": (0,)}),
+    (TraceBackpropQ_ELBO, {"lam": ("high", 1.5, math.nan), "gamma": (None, 0.0), "window": (2.5, 0), "seed": ("a",)}),
+    (TraceBackpropQ_ELBO, {"structure": ("statik",), "reduction": ("tre",), "enumeration": ("parallel",)}),
+    (TraceBackpropQ_ELBO, {"learner": (0.1,), "critic": ("mlp", MLPCritic), "estimator": ("allaction", AllAction, 3)}),
     (TraceBackpropQ_ELBO, {"form": ("other",), "immediate": ("none",), "compile": (3, "fast")}),
 ]
+# Words of what to write.
+ADVICE = {
+    **{"lam": "[0, 1]", "gamma": "(0, 1]", "window": "a positive integer", "structure": "'dynamic'"},
+    **{"reduction": "'tree'", "enumeration": "'sample', 'exact'", "learner": "CriticLearner(lr="},
+    **{"critic": "MLPCritic()", "estimator": "AllAction()"},
+}
 
 
+@pytest.mark.filterwarnings("ignore:max_iarange_nesting is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "name", "value"),
     [(make, name, value) for make, options in BAD for name, values in options.items() for value in values],
 )
 def test_bad_values_of_options_raise(make: Any, name: str, value: Any) -> None:
-    """The error says the option and what to write."""
-    with pytest.raises(OptionError, match=rf"\b{name}\b.*[:;] write "):
+    """The error says the option, its value, and what to write."""
+    own = name.replace("iarange", "plate")
+    with pytest.raises(OptionError, match=rf"\b{own}\b.*[:;] write ") as caught:
         make(**{name: value})
+    assert repr(value) in str(caught.value) and ADVICE.get(name, "") in str(caught.value)
+    assert isinstance(caught.value, ValueError)
 
 
 # Warnings
@@ -261,29 +256,22 @@ def test_flows_with_and_without_an_inverse_warn_of_nothing(kind: Any, number: in
 
 
 def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> None:
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.3)))
-        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor([2.0, 4.0, 9.0]))
-
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
-
     def draw_in_turn() -> None:
         for i in pyro.plate("rows", 5, subsample_size=2):
             pyro.sample(f"z_{i}", dist.Bernoulli(logits=pyro.param("p", torch.tensor(0.3)).expand(4)))
 
     with pyro.validation_enabled(False):
         with pytest.raises(PlateError, match=r"'z' has the batch shape \(3,\), .*: dimension -1 is no plate"):
-            TraceBackpropQ_ELBO().loss_and_grads(model, guide)
+            TraceBackpropQ_ELBO().loss_and_grads(bare_model, bare_guide)
         with pytest.raises(PlateError, match=r"'z_\d' has the batch shape \(3, 4\), .*: dimension -1 is no plate"):
             elbo = TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1)
             elbo.loss_and_grads(draw_in_turn, draw_in_turn)
         # Where no shape has to fit, the program runs as it does under Pyro's own ELBOs.
-        plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None).loss_and_grads(model, guide)
-    assert plain > 0.0
+        plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None)
+        assert plain.loss_and_grads(bare_model, bare_guide) > 0.0
 
 
 def test_the_class_in_place_of_an_elbo_is_told() -> None:
-    svi: Any = SVI(coin_model, guide_with(coin), SGD({"lr": 0.1}), loss=TraceBackpropQ_ELBO)  # type: ignore[arg-type]
+    svi: Any = SVI(coin_model, coin_guide, SGD({"lr": 0.1}), loss=TraceBackpropQ_ELBO)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"SVI takes an instance: loss=TraceBackpropQ_ELBO\(\)\."):
         svi.step()
