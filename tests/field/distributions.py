@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,9 @@ from torch import Tensor
 NO_LAWS = frozenset({"Distribution", "ExponentialFamily", "TorchDistribution"})
 
 
-def eye(q: Tensor, size: int = 2) -> Tensor:
+def eye(q: Tensor) -> Tensor:
     """A matrix for each row."""
-    return q[..., None, None] * torch.eye(size, dtype=q.dtype)
+    return q[..., None, None] * torch.eye(2, dtype=q.dtype)
 
 
 def pair(q: Tensor) -> Tensor:
@@ -29,14 +30,14 @@ def shares(q: Tensor) -> Tensor:
     return torch.stack((q, q + 1.0, q + 2.0), -1)
 
 
-def _hmm(q: Tensor, kind: Any) -> Any:
+def _hmm(kind: Any, q: Tensor) -> Any:
     if kind is dist.DiscreteHMM:
         moves = pair(q)[..., None, None, :].expand(*q.shape, 3, 2, 2)
         return kind(pair(q), moves, dist.Normal(pair(q)[..., None, :], 1.0), duration=3)
     one = torch.eye(1)
-    first, noise = dist.MultivariateNormal(torch.zeros(1), one), dist.MultivariateNormal(torch.zeros(1), one)
+    noise = dist.MultivariateNormal(torch.zeros(1), one)
     if kind is dist.GammaGaussianHMM:
-        return kind(dist.Gamma(q + 1.0, 1.0), first, one.expand(2, 1, 1), noise, one, noise)
+        return kind(dist.Gamma(q + 1.0, 1.0), noise, one.expand(2, 1, 1), noise, one, noise)
     if kind is dist.LinearHMM:
         flat = dist.Normal(torch.zeros(1), 1.0).to_event(1)
         return kind(dist.Normal(q[..., None], 1.0).to_event(1), one.expand(2, 1, 1), flat, one, flat)
@@ -46,67 +47,55 @@ def _hmm(q: Tensor, kind: Any) -> Any:
 def _markov_field(q: Tensor) -> Any:
     one = torch.eye(2)
     both = dist.MultivariateNormal(torch.zeros(2), one)
-    return dist.GaussianMRF(
-        dist.MultivariateNormal(q[..., None], torch.eye(1)),
-        both.expand((2,)),
-        both.expand((2,)),
-    )
+    return dist.GaussianMRF(dist.MultivariateNormal(q[..., None], torch.eye(1)), both.expand((2,)), both.expand((2,)))
+
+
+def laws(names: str, make: Callable[[Any, Tensor], Any]) -> dict[str, Callable[[Tensor], Any]]:
+    """Distributions that take the same parameters."""
+    return {name: functools.partial(make, getattr(dist, name)) for name in names.split()}
 
 
 LAWS: dict[str, Callable[[Tensor], Any]] = {
+    **laws("Chi2 Delta Exponential HalfCauchy HalfNormal Poisson TruncatedPolyaGamma Unit", lambda law, q: law(q)),
+    **laws("Beta Cauchy Gamma GammaPoisson Gumbel InverseGamma Kumaraswamy Laplace", lambda law, q: law(q, 1.0)),
+    **laws("LogNormal Logistic NanMaskedNormal Normal SoftLaplace VonMises Weibull", lambda law, q: law(q, 1.0)),
+    **laws("Bernoulli ContinuousBernoulli Geometric", lambda law, q: law(logits=q)),
+    **laws("Categorical OneHotCategorical OneHotCategoricalStraightThrough", lambda law, q: law(logits=shares(q))),
+    **laws("BetaBinomial ExtendedBetaBinomial", lambda law, q: law(q, 1.0, 5)),
+    **laws("Binomial ExtendedBinomial", lambda law, q: law(5, logits=q)),
+    **laws("LKJ LKJCorrCholesky", lambda law, q: law(2, q[0])),
+    **laws("MultivariateNormal NanMaskedMultivariateNormal", lambda law, q: law(pair(q), eye(q))),
+    **laws("RelaxedBernoulli RelaxedBernoulliStraightThrough", lambda law, q: law(torch.tensor(0.5), logits=q)),
+    **laws(
+        "RelaxedOneHotCategorical RelaxedOneHotCategoricalStraightThrough",
+        lambda law, q: law(torch.tensor(0.5), logits=shares(q)),
+    ),
+    **laws("Stable StableWithLogProb", lambda law, q: law(torch.tensor(1.5), torch.tensor(0.1), q)),
+    **laws("DiscreteHMM GammaGaussianHMM GaussianHMM LinearHMM", _hmm),
     "AVFMultivariateNormal": lambda q: dist.AVFMultivariateNormal(
         q[0] * torch.ones(2), torch.eye(2), torch.zeros(2, 1, 2)
     ),
     "AffineBeta": lambda q: dist.AffineBeta(q, 1.0, 0.0, 2.0),
     "AsymmetricLaplace": lambda q: dist.AsymmetricLaplace(q, 1.0, 1.0),
-    "Bernoulli": lambda q: dist.Bernoulli(logits=q),
-    "Beta": lambda q: dist.Beta(q, 1.0),
-    "BetaBinomial": lambda q: dist.BetaBinomial(q, 1.0, 5),
-    "Binomial": lambda q: dist.Binomial(5, logits=q),
-    "Categorical": lambda q: dist.Categorical(logits=shares(q)),
-    "Cauchy": lambda q: dist.Cauchy(q, 1.0),
-    "Chi2": lambda q: dist.Chi2(q),
     "CoalescentTimes": lambda q: dist.CoalescentTimes(torch.zeros(3), q),
     "CoalescentTimesWithRate": lambda q: dist.CoalescentTimesWithRate(torch.zeros(3), q[..., None].expand(*q.shape, 4)),
-    "ContinuousBernoulli": lambda q: dist.ContinuousBernoulli(logits=q),
-    "Delta": lambda q: dist.Delta(q),
     "Dirichlet": lambda q: dist.Dirichlet(shares(q)),
     "DirichletMultinomial": lambda q: dist.DirichletMultinomial(shares(q), torch.tensor(4)),
-    "DiscreteHMM": lambda q: _hmm(q, dist.DiscreteHMM),
     "Empirical": lambda q: dist.Empirical(torch.arange(3.0).expand(*q.shape, 3), shares(q)),
     "ExpandedDistribution": lambda q: dist.ExpandedDistribution(dist.Normal(q, 1.0), q.shape),
-    "Exponential": lambda q: dist.Exponential(q),
-    "ExtendedBetaBinomial": lambda q: dist.ExtendedBetaBinomial(q, 1.0, 5),
-    "ExtendedBinomial": lambda q: dist.ExtendedBinomial(5, logits=q),
     "FisherSnedecor": lambda q: dist.FisherSnedecor(q, 3.0),
     "FoldedDistribution": lambda q: dist.FoldedDistribution(dist.Normal(q, 1.0)),
-    "Gamma": lambda q: dist.Gamma(q, 1.0),
-    "GammaGaussianHMM": lambda q: _hmm(q, dist.GammaGaussianHMM),
-    "GammaPoisson": lambda q: dist.GammaPoisson(q, 1.0),
-    "GaussianHMM": lambda q: _hmm(q, dist.GaussianHMM),
     "GaussianMRF": _markov_field,
     "GaussianScaleMixture": lambda q: dist.GaussianScaleMixture(pair(q)[0], torch.ones(2), torch.ones(2)),
     "GeneralizedPareto": lambda q: dist.GeneralizedPareto(torch.zeros(()), q, 0.2),
-    "Geometric": lambda q: dist.Geometric(logits=q),
     "GroupedNormalNormal": lambda q: dist.GroupedNormalNormal(q, torch.ones(2), torch.ones(2), torch.tensor([0, 1])),
-    "Gumbel": lambda q: dist.Gumbel(q, 1.0),
-    "HalfCauchy": lambda q: dist.HalfCauchy(q),
-    "HalfNormal": lambda q: dist.HalfNormal(q),
     "ImproperUniform": lambda q: dist.ImproperUniform(dist.constraints.real, q.shape, ()),
     "Independent": lambda q: dist.Normal(pair(q), 1.0).to_event(1),
-    "IndependentHMM": lambda q: dist.IndependentHMM(_hmm(q[..., None].expand(*q.shape, 1), dist.GaussianHMM)),
-    "InverseGamma": lambda q: dist.InverseGamma(q, 1.0),
-    "Kumaraswamy": lambda q: dist.Kumaraswamy(q, 1.0),
-    "LKJ": lambda q: dist.LKJ(2, q[0]),
+    "IndependentHMM": lambda q: dist.IndependentHMM(_hmm(dist.GaussianHMM, q[..., None].expand(*q.shape, 1))),
     "LKJCholesky": lambda q: dist.LKJCholesky(2, q),
-    "LKJCorrCholesky": lambda q: dist.LKJCorrCholesky(2, q[0]),
-    "Laplace": lambda q: dist.Laplace(q, 1.0),
-    "LinearHMM": lambda q: _hmm(q, dist.LinearHMM),
-    "LogNormal": lambda q: dist.LogNormal(q, 1.0),
     "LogNormalNegativeBinomial": lambda q: dist.LogNormalNegativeBinomial(
         3.0, logits=q, multiplicative_noise_scale=torch.tensor(0.5)
     ),
-    "Logistic": lambda q: dist.Logistic(q, 1.0),
     "LogisticNormal": lambda q: dist.LogisticNormal(pair(q), torch.ones(2)),
     "LowRankMultivariateNormal": lambda q: dist.LowRankMultivariateNormal(pair(q), torch.ones(2, 1), torch.ones(2)),
     "MaskedDistribution": lambda q: dist.Normal(q, 1.0).mask(False),
@@ -123,44 +112,24 @@ LAWS: dict[str, Callable[[Tensor], Any]] = {
         td.Categorical(logits=shares(q)), td.Normal(shares(q), torch.ones(3))
     ),
     "Multinomial": lambda q: dist.Multinomial(4, logits=shares(q)),
-    "MultivariateNormal": lambda q: dist.MultivariateNormal(pair(q), eye(q)),
     "MultivariateStudentT": lambda q: dist.MultivariateStudentT(torch.tensor(3.0), pair(q), torch.eye(2)),
-    "NanMaskedMultivariateNormal": lambda q: dist.NanMaskedMultivariateNormal(pair(q), eye(q)),
-    "NanMaskedNormal": lambda q: dist.NanMaskedNormal(q, 1.0),
     "NegativeBinomial": lambda q: dist.NegativeBinomial(3, logits=-q),
-    "Normal": lambda q: dist.Normal(q, 1.0),
     "OMTMultivariateNormal": lambda q: dist.OMTMultivariateNormal(q[0] * torch.ones(2), torch.eye(2)),
-    "OneHotCategorical": lambda q: dist.OneHotCategorical(logits=shares(q)),
-    "OneHotCategoricalStraightThrough": lambda q: dist.OneHotCategoricalStraightThrough(logits=shares(q)),
     "OneOneMatching": lambda q: dist.OneOneMatching(q[0] * torch.eye(3)),
     "OneTwoMatching": lambda q: dist.OneTwoMatching(q[0] * torch.eye(4)[:, :2]),
     "OrderedLogistic": lambda q: dist.OrderedLogistic(q, torch.tensor([-1.0, 1.0])),
     "Pareto": lambda q: dist.Pareto(torch.ones(()), q),
-    "Poisson": lambda q: dist.Poisson(q),
     "ProjectedNormal": lambda q: dist.ProjectedNormal(pair(q)),
     "Rejector": lambda q: dist.Rejector(dist.Normal(q, 1.0), lambda x: torch.zeros_like(x), torch.zeros(q.shape)),
-    "RelaxedBernoulli": lambda q: dist.RelaxedBernoulli(torch.tensor(0.5), logits=q),
-    "RelaxedBernoulliStraightThrough": lambda q: dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), logits=q),
-    "RelaxedOneHotCategorical": lambda q: dist.RelaxedOneHotCategorical(torch.tensor(0.5), logits=shares(q)),
-    "RelaxedOneHotCategoricalStraightThrough": lambda q: dist.RelaxedOneHotCategoricalStraightThrough(
-        torch.tensor(0.5), logits=shares(q)
-    ),
     "SineBivariateVonMises": lambda q: dist.SineBivariateVonMises(q, q, 3.0 + q, 3.0 + q, 0.1 * q),
     "SineSkewed": lambda q: dist.SineSkewed(dist.VonMises(pair(q), 1.0).to_event(1), torch.tensor([0.2, 0.1])),
     "SkewLogistic": lambda q: dist.SkewLogistic(q, 1.0, torch.tensor(1.0)),
     "SoftAsymmetricLaplace": lambda q: dist.SoftAsymmetricLaplace(q[0], 1.0, 1.0, 1.0),
-    "SoftLaplace": lambda q: dist.SoftLaplace(q, 1.0),
     "SpanningTree": lambda q: dist.SpanningTree(q[0] * torch.arange(3.0)),
-    "Stable": lambda q: dist.Stable(torch.tensor(1.5), torch.tensor(0.1), q),
-    "StableWithLogProb": lambda q: dist.StableWithLogProb(torch.tensor(1.5), torch.tensor(0.1), q),
     "StudentT": lambda q: dist.StudentT(3.0, q),
     "TransformedDistribution": lambda q: dist.TransformedDistribution(dist.Normal(q, 1.0), [ExpTransform()]),
-    "TruncatedPolyaGamma": lambda q: dist.TruncatedPolyaGamma(q),
     "Uniform": lambda q: dist.Uniform(-q, q),
-    "Unit": lambda q: dist.Unit(q),
-    "VonMises": lambda q: dist.VonMises(q, 1.0),
     "VonMises3D": lambda q: dist.VonMises3D(torch.stack((q, q, q), -1)),
-    "Weibull": lambda q: dist.Weibull(q, 1.0),
     "Wishart": lambda q: dist.Wishart(3.0 + q, torch.eye(2)),
     "ZeroInflatedDistribution": lambda q: dist.ZeroInflatedDistribution(dist.Poisson(q), gate=torch.tensor(0.3)),
     "ZeroInflatedNegativeBinomial": lambda q: dist.ZeroInflatedNegativeBinomial(3, logits=-q, gate=torch.tensor(0.3)),
