@@ -15,6 +15,7 @@ from torch.nn.functional import avg_pool1d, conv1d, one_hot, scaled_dot_product_
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 
+EVALUATED = nn.BatchNorm1d(1, affine=False).eval()
 DATA, EDGES = torch.tensor([0.3, -0.7, 1.2]), torch.tensor([0.5, 1.5])
 Read = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,6 +69,7 @@ APART: dict[str, Read] = {
     "attention within": lambda z, w: scaled_dot_product_attention(
         *(torch.stack([z, 1.0 - z], -1).unsqueeze(-1),) * 3
     ).sum((-1, -2)),
+    "batch norm in evaluation": lambda z, w: EVALUATED.to(z)(z.reshape(-1, 1)).reshape(z.shape),
     "written": written,
     "written row by row": written_row_by_row,
 }
@@ -116,9 +118,3 @@ def test_rows_that_meet_are_found(summed: str, name: str) -> None:
 def test_rows_that_keep_apart_are_left_alone(summed: str, name: str) -> None:
     elbo, error, said = largest_error(APART[name], summed)
     assert not elbo.runner.recordings.crosses and error < 1e-10 and not said
-
-
-def test_rows_that_meet_are_not_found_where_nothing_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.record.recorded.rows_that_meet", lambda *args: {})
-    _, error, said = largest_error(MEETING["one_hot"])
-    assert error > 0.01 and not said
