@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import torch
 from models import Case, irregular, real
 from pyro import poutine
+from pyro.poutine.util import prune_subsample_sites
 from steps import bias
 from torch import Tensor
 
@@ -29,17 +30,13 @@ def states(model: Program, guide: Program, args: tuple[Any, ...]) -> tuple[Tenso
     def run() -> tuple[Tensor, Tensor]:
         q = poutine.trace(guide).get_trace(*args)
         p = poutine.trace(poutine.replay(model, trace=q)).get_trace(*args)
-        log_w = p.log_prob_sum(lambda _, s: not is_index(s)) - q.log_prob_sum(lambda _, s: not is_index(s))
+        log_w = prune_subsample_sites(p).log_prob_sum() - prune_subsample_sites(q).log_prob_sum()
         return log_w, torch.stack(choices.score).sum()
 
     found = [
         (probability * (score - score.detach()).exp(), log_w) for probability, (log_w, score) in walk(choices, run)
     ]
     return torch.stack([q for q, _ in found]), torch.stack([w for _, w in found])
-
-
-def is_index(site: Any) -> bool:
-    return type(site["fn"]).__name__ == "_Subsample"
 
 
 def exact_bound(model: Program, guide: Program, args: tuple[Any, ...], k: int) -> Tensor:

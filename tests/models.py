@@ -62,7 +62,6 @@ class Case:
     is_static: bool = True
     is_vectorisable: bool = True
     has_reparameterised: bool = False
-    has_subsample: bool = False
     trace_is_unbiased: bool = True
     tracegraph_is_unbiased: bool = True
 
@@ -422,19 +421,20 @@ def python_branch_guide() -> None:
         coin("w", p("qw"))
 
 
-def dynamic_sites_model() -> None:
+def drawn_length(side: str) -> int:
     length, go = 0, True
     while go and length < 3:
-        go = bool(coin(f"go_{length}", p("pgo")[length]))
+        go = bool(coin(f"go_{length}", p(side)[length]))
         length += 1
-    observe("x", p("mean") * length, 1.3)
+    return length
+
+
+def dynamic_sites_model() -> None:
+    observe("x", p("mean") * drawn_length("pgo"), 1.3)
 
 
 def dynamic_sites_guide() -> None:
-    length, go = 0, True
-    while go and length < 3:
-        go = bool(coin(f"go_{length}", p("qgo")[length]))
-        length += 1
+    drawn_length("qgo")
 
 
 def python_table_model() -> None:
@@ -492,10 +492,10 @@ CASES = [
     Case("fork", fork_model, fork_guide, sizes("pa pb:2 pc:2 mean:2 qa qb:2 qc:2"), 8),
     Case("diamond", diamond_model, diamond_guide, DIAMOND, 16),
     Case("plate", plate_model, plate_guide, {**PLATE, "qz": (3,)}, 8, (ROWS[:3],)),
-    Case("plate_subsample", plate_model, plate_guide, PLATE, 24, (ROWS, 2), has_subsample=True),
+    Case("plate_subsample", plate_model, plate_guide, PLATE, 24, (ROWS, 2)),
     Case("global_local", global_model, global_guide, GLOBAL, 16, (ROWS[:3],)),
-    Case("global_local_subsample", global_model, global_guide, GLOBAL, 24, (ROWS[:3], 2), has_subsample=True),
-    Case("model_subsample", subsample_model, subsample_guide, sizes("pg mean:2 qg"), 12, (ROWS,), has_subsample=True),
+    Case("global_local_subsample", global_model, global_guide, GLOBAL, 24, (ROWS[:3], 2)),
+    Case("model_subsample", subsample_model, subsample_guide, sizes("pg mean:2 qg"), 12, (ROWS,)),
     Case("component_plate", component_plate_model, component_plate_guide, COMPONENT_PLATE, 8, (real(0.7),)),
     Case("component_chain", component_chain_model, component_chain_guide, COMPONENT_CHAIN, 16),
     Case("discrete_above_reparam", discrete_reparam_model, discrete_reparam_guide, DISCRETE_REPARAM, 4, **SCALED),
@@ -515,7 +515,7 @@ CASES = [
     Case("obs_mask", obs_mask_model, obs_mask_guide, sizes("pz mean qz:3"), 8),
     Case("nested_plates", nested_model, nested_guide, sizes("pu pz mean qu:2,1 qz:2,2 slope"), 64),
     Case("sequential_plate", sequential_model, sequential_guide, SEQUENTIAL, 16),
-    Case("sequential_subsample", sequential_model, sequential_guide, SEQUENTIAL, 24, (2,), has_subsample=True),
+    Case("sequential_subsample", sequential_model, sequential_guide, SEQUENTIAL, 24, (2,)),
     Case("python_branch", python_branch_model, python_branch_guide, sizes("pz pw mean:2 qz qw"), 3, **PYTHON),
     Case("dynamic_sites", dynamic_sites_model, dynamic_sites_guide, sizes("pgo:3 mean qgo:3"), 4, **PYTHON),
     Case("python_table", python_table_model, python_table_guide, sizes("pk:3 low middle high qk:3"), 3, **PYTHON),

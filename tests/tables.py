@@ -104,26 +104,3 @@ class TabularProgram:
             node.name: (self.conditionals[node.site] * self.total(node, q)).sum(index[node.site], keepdim=True)
             for node in network.nodes
         }
-
-    def sample(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws ``count`` rollouts: values of each node, ``(count,)`` of dtype long."""
-        values: dict[str, Tensor] = {}
-        for name, axis in self.graph.index.items():
-            # The node's axis moves to the end; the axes of later nodes have size 1.
-            table = self.conditionals[name].movedim(axis, -1).flatten(0, -2)
-            context = self.conditionals[name].narrow(axis, 0, 1)
-            rows = table[self.cells(context, values, count)]
-            values[name] = torch.multinomial(rows, 1, generator=generator).squeeze(-1)
-        return values
-
-    def at(self, table: Tensor, values: Mapping[str, Tensor], count: int) -> Tensor:
-        """A table at the values of rollouts, ``(count,)``."""
-        return table.reshape(-1)[self.cells(table, values, count)]
-
-    def cells(self, table: Tensor, values: Mapping[str, Tensor], count: int) -> Tensor:
-        """The cell of a table that each rollout is in, ``(count,)``, of dtype long."""
-        cell = torch.zeros(count, dtype=torch.long)
-        for name, axis in self.graph.index.items():
-            if table.shape[axis] > 1:
-                cell = cell * table.shape[axis] + values[name]
-        return cell
