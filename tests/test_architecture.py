@@ -37,13 +37,11 @@ MAY_IMPORT_PYRO = frozenset(
 )
 
 
-def module_names() -> dict[str, Path]:
-    """Maps ``elbo``, ``estimators.__init__``, ``estimators.pathwise``, ... to their files."""
-    files = sorted(ROOT.rglob("*.py"))
-    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-
-
-MODULES = {name: file.read_text(encoding="utf-8") for name, file in module_names().items()}
+# Sources of ``elbo``, ``estimators.__init__``, ``estimators.pathwise``, ...
+MODULES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts): file.read_text(encoding="utf-8")
+    for file in sorted(ROOT.rglob("*.py"))
+}
 
 
 def layer_of(name: str) -> int | None:
@@ -193,7 +191,7 @@ BUDGETS = {
     "step/": 1279,
     "svi/": 277,
     "testing/": 858,
-    "tests": 19614,
+    "tests": 19192,
     "benchmarks": 3000,
     "words of docs": 15990,
 }
@@ -283,13 +281,7 @@ def test_mutable_state_is_found():
     [
         ({"elbo": "from pyro_bpq.svi import f", "svi": "from . import elbo"}, {"elbo", "svi"}),
         ({"elbo": "from pyro_bpq.svi import f", "svi": "import torch"}, set()),
-        (
-            {
-                "estimators.__init__": "from pyro_bpq.estimators.pathwise import Pathwise",
-                "estimators.pathwise": "from pyro_bpq.estimators import Estimator",
-            },
-            {"estimators.__init__", "estimators.pathwise"},
-        ),
+        ({"a.__init__": "from pyro_bpq.a.b import f", "a.b": "from pyro_bpq.a import g"}, {"a.__init__", "a.b"}),
     ],
 )
 def test_import_cycle_is_found(sources, cycle):

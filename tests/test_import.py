@@ -82,15 +82,11 @@ print(json.dumps({
 """
 
 
-def run(program, *arguments):
-    command = [sys.executable, "-c", program, *arguments]
+def probe(statement):
+    command = [sys.executable, "-c", PROBE, statement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def probe(statement):
-    return run(PROBE, statement)
 
 
 @pytest.fixture(scope="module")

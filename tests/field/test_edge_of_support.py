@@ -33,18 +33,13 @@ def said(law: Callable[[], Any], value: Tensor | None = None) -> str:
     """The first warning or error of a few steps."""
 
     def model() -> None:
-        if value is None:
-            pyro.sample("z", law())
-        else:
-            pyro.sample("w", dist.Bernoulli(0.5))
-            pyro.sample("z", law(), obs=value)
+        pyro.sample("w", dist.Bernoulli(0.5))
+        pyro.sample("z", law(), obs=value)
 
     def guide() -> None:
-        q = pyro.param("q", torch.tensor(0.3))
         if value is None:
             pyro.sample("z", law())
-        else:
-            pyro.sample("w", dist.Bernoulli(logits=q))
+        pyro.sample("w", dist.Bernoulli(0.4))
 
     pyro.set_rng_seed(0)
     svi = SVI(model, guide, SGD({"lr": 0.1}), TraceBackpropQ_ELBO(num_particles=1))

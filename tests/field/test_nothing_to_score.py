@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pyro
@@ -49,28 +50,19 @@ PROGRAMS = {"auto-normal": (plain, auto, 1), "asserts its shapes": (asserting, l
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_is_said_of_particles_that_mix(name: str) -> None:
-    model, make, nesting = PROGRAMS[name]
+def test_programs_run_once_and_nothing_is_said_of_particles_that_mix(name: str) -> None:
+    (model, make, nesting), runs = PROGRAMS[name], itertools.count()
+
+    def counted() -> None:
+        next(runs)
+        model()
+
     for seed in range(SEEDS):
         fresh(seed)
         guide, elbo = make(), TraceBackpropQ_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=nesting)
         with filtered("error"):
-            repeat(STEPS, elbo.loss_and_grads, model, guide)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_step_runs_the_programs_once(name: str) -> None:
-    model, make, nesting = PROGRAMS[name]
-    guide, elbo, runs = make(), TraceBackpropQ_ELBO(PARTICLES, vectorize_particles=True, max_plate_nesting=nesting), 0
-
-    def counted() -> None:
-        nonlocal runs
-        runs += 1
-        model()
-
-    with filtered("ignore"):
-        repeat(STEPS, elbo.loss_and_grads, counted, guide)
-    assert runs == STEPS
+            repeat(STEPS, elbo.loss_and_grads, counted, guide)
+    assert next(runs) == SEEDS * STEPS
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import types
 import weakref
@@ -16,9 +15,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import Trace_ELBO
 from pyro.optim import SGD
-from steps import fresh, repeat, stepped, trained
+from steps import fresh, recorded_and_eager, repeat, stepped, trained
 from torch import nn
 
 from pyro_bpq import CompiledSVI, CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO, compile_report
@@ -192,23 +191,14 @@ def test_modules_that_are_called(name: str) -> None:
     model, guide = programs(None, ODD[name]())
     train(3, model, guide, number=None)
     assert_unbiased(train(3, model, guide).eval(), model, guide)
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_modules_that_a_recorded_step_calls(name: str) -> None:
-    assert_recorded(*programs(None, ODD[name]()))
+    assert_recorded(model, guide)
 
 
 def assert_recorded(model: Any, guide: Any, *args: Any) -> None:
     """The steps are recorded, and go on as they would eagerly."""
-    losses = []
-    for make in (functools.partial(CompiledSVI, compile="eager"), SVI):
-        fresh()
-        svi = make(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(num_particles=2))
-        losses.append([svi.step(*args) for _ in range(8)])
-        if isinstance(svi, CompiledSVI):
-            assert compile_report(svi).startswith("Recorded"), compile_report(svi)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+    compiled, eager, said = recorded_and_eager(lambda: (model, guide, [args] * 8), num_particles=2)
+    assert said.startswith("Recorded"), said
+    assert compiled == pytest.approx(eager, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", [name for name in ODD if name not in CALLED])
@@ -297,17 +287,19 @@ def in_rows(net: Any) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore:Rows of the plate")
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_scripted_net_keeps_its_own_statistics(number: int) -> None:
-    """Further runs of the model leave no trace in them, as in a net of Python."""
+def test_a_net_keeps_its_own_statistics(number: int) -> None:
+    """Further runs of the model leave no trace in them, whether it is scripted or not."""
     seen = []
-    for make in (torch.jit.script, lambda net: net):
+    for kind, is_scripted in ((Trace_ELBO, False), (TraceBackpropQ_ELBO, False), (TraceBackpropQ_ELBO, True)):
         fresh()
-        net = make(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
-        train(6, *in_rows(net), number=number)
-        seen.append(net.state_dict())
+        net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+        run, buffers = torch.jit.script(net) if is_scripted else net, dict(net.named_buffers())
+        trained(kind(num_particles=number), *in_rows(run), steps=6)
+        assert is_scripted or all(net.get_buffer(name) is buffer for name, buffer in buffers.items())
+        seen.append(dict(run.state_dict()))
     assert seen[0]["1.num_batches_tracked"] == 6 * number
-    for name, value in seen[0].items():
-        torch.testing.assert_close(value, seen[1][name])
+    for own in seen[1:]:
+        torch.testing.assert_close(own, seen[0])
 
 
 def test_a_guide_may_keep_its_arguments() -> None:

@@ -17,7 +17,7 @@ from pyro.infer import SVI, TraceGraph_ELBO
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import SGD, ClippedAdam
-from steps import filtered, repeat
+from steps import filtered, repeat, stepped, told
 
 from pyro_bpq import CompiledSVI, ExpectedCost, ProximalSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQError, BPQWarning
@@ -27,6 +27,11 @@ def model() -> None:
     z = pyro.sample("z", dist.Bernoulli(0.4))
     y = pyro.sample("y", dist.Normal(z, 1.0))
     pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
+
+
+def one() -> TraceBackpropQ_ELBO:
+    """After a step."""
+    return stepped(1, TraceBackpropQ_ELBO(num_particles=1), model, guide)
 
 
 def guide() -> None:
@@ -43,19 +48,16 @@ def steered_model() -> None:
 # Hooks that nothing calls.
 
 
+def hook(self: Any, *_: Any) -> Any:
+    raise AssertionError
+
+
 class Keeps(TraceBackpropQ_ELBO):
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        found = super()._get_trace(model, guide, args, kwargs)
-        self.kept = found
-        return found
+    _get_trace = hook
 
 
 class Logs:
-    def _get_traces(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        raise AssertionError
-
-    def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> Any:
-        raise AssertionError
+    _get_traces = _differentiable_loss_particle = hook
 
 
 class Bound(Logs, TraceBackpropQ_IWAE):
@@ -63,8 +65,7 @@ class Bound(Logs, TraceBackpropQ_IWAE):
 
 
 class Surrogate(ExpectedCost):
-    def _loss_and_surrogate_loss(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        raise AssertionError
+    _loss_and_surrogate_loss = hook
 
 
 HOOKS = {
@@ -76,10 +77,9 @@ HOOKS = {
 
 @pytest.mark.parametrize(("kind", "names"), HOOKS.items(), ids=lambda item: getattr(item, "__name__", ""))
 def test_hooks_that_are_never_called_are_told_once(kind: Any, names: list[str]) -> None:
-    with pytest.warns(BPQWarning) as found:
+    with told(BPQWarning) as texts:
         kind()
-    (warning,) = found
-    text = str(warning.message)
+    (text,) = texts
     assert text.startswith(f"{', '.join(names)} is never called") and "elbo.traces" in text
 
 
@@ -116,21 +116,15 @@ def test_loops_that_call_something_else_say_so(loop: Any) -> None:
 
 
 def as_pyro(seed: int, model: Any = model) -> tuple[Any, Any]:
-    """The traces that Pyro's own ELBO would take."""
-
-    class Kept(TraceGraph_ELBO):
-        def _get_trace(self, *args: Any) -> Any:
-            self.kept = super()._get_trace(*args)
-            return self.kept
-
+    """The traces that Pyro's own ELBO takes."""
     pyro.set_rng_seed(seed)
-    elbo = Kept()
-    elbo.loss_and_grads(model, guide)
-    return elbo.kept
+    return TraceGraph_ELBO()._get_trace(model, guide, (), {})
 
 
-def sites_of(trace: Any) -> dict[str, Any]:
-    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+def sites_of(trace: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Values and log-probabilities."""
+    sites = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+    return {name: (site["value"], site["log_prob_sum"]) for name, site in sites.items()}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -147,19 +141,15 @@ def test_traces_are_those_of_the_last_steps_first_particle(options: dict[str, An
     for seed in range(5):
         pyro.set_rng_seed(seed)
         elbo.loss_and_grads(program, guide)
-        ours = elbo.traces
-        for own, theirs in zip(ours, as_pyro(seed, program), strict=True):
-            assert list(sites_of(own)) == list(sites_of(theirs))
-            for name, site in sites_of(theirs).items():
-                torch.testing.assert_close(sites_of(own)[name]["value"], site["value"])
-                torch.testing.assert_close(sites_of(own)[name]["log_prob_sum"], site["log_prob_sum"])
+        ours, theirs = map(sites_of, elbo.traces), map(sites_of, as_pyro(seed, program))
+        for own, other in zip(ours, theirs, strict=True):
+            assert list(own) == list(other)
+            torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize("kind", [TraceBackpropQ_ELBO, TraceBackpropQ_IWAE])
 def test_particles_of_one_call_share_a_trace_as_in_pyro(kind: Any) -> None:
-    elbo = kind(num_particles=3, vectorize_particles=True)
-    elbo.loss_and_grads(model, guide)
-    model_trace, guide_trace = elbo.traces
+    model_trace, guide_trace = stepped(1, kind(num_particles=3, vectorize_particles=True), model, guide).traces
     assert guide_trace.nodes["z"]["value"].shape == (3,) == model_trace.nodes["x"]["log_prob"].shape
 
 
@@ -194,8 +184,7 @@ def test_traces_of_a_module_an_expected_cost_and_a_messenger() -> None:
 
 
 def test_evaluation_leaves_those_of_the_last_training_step() -> None:
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
-    elbo.loss_and_grads(model, guide)
+    elbo = one()
     before = elbo.traces
     elbo.loss(model, guide)
     elbo.eval().loss_and_grads(model, guide)
@@ -213,10 +202,8 @@ def test_after_a_compiled_step_there_are_none() -> None:
 
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["open", *OPTIONS])
 def test_copies_and_pickles_work_after_a_step_and_have_none(options: dict[str, Any]) -> None:
-    elbo = TraceBackpropQ_ELBO(**options)
-    elbo.loss_and_grads(model, guide)
-    saved = io.BytesIO()
-    torch.save(elbo.state_dict(), saved)
+    elbo = stepped(1, TraceBackpropQ_ELBO(**options), model, guide)
+    torch.save(elbo.state_dict(), io.BytesIO())
     for twin in (copy.deepcopy(elbo), pickle.loads(pickle.dumps(elbo))):
         with pytest.raises(BPQError, match="take a step first"):
             _ = twin.traces
@@ -225,10 +212,8 @@ def test_copies_and_pickles_work_after_a_step_and_have_none(options: dict[str, A
 
 
 def test_the_next_step_lets_them_go_before_it_runs() -> None:
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
-    elbo.loss_and_grads(model, guide)
+    elbo, alive = one(), []
     kept = weakref.ref(elbo.traces[0])
-    alive = []
 
     def watching() -> None:
         gc.collect()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import repeat
+from steps import repeat, stepped
+from torch import Tensor
 
 from pyro_bpq import CompiledSVI, ExpectedCost, LinearCritic, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.diagnostics import compare_estimators
@@ -18,20 +19,22 @@ from pyro_bpq.diagnostics import compare_estimators
 LENGTH = 12
 
 
-def model() -> None:
-    z = torch.tensor(0.0)
-    total = 0.0
+def drawn(logits: Tensor, scale: float = 1.0) -> list[Tensor]:
+    """A chain of coins."""
+    z, found = torch.tensor(0.0), []
     for t in range(LENGTH):
-        z = pyro.sample(f"z{t}", dist.Bernoulli(logits=2.0 * z - 1.0))
-        total = total + (t + 1.0) * z
+        z = pyro.sample(f"z{t}", dist.Bernoulli(logits=scale * z + logits[t]))
+        found.append(z)
+    return found
+
+
+def model() -> None:
+    total = sum((t + 1.0) * z for t, z in enumerate(drawn(-torch.ones(LENGTH), 2.0)))
     pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(3.0))
 
 
 def guide() -> None:
-    logits = pyro.param("logits", lambda: torch.zeros(LENGTH))
-    z = torch.tensor(0.0)
-    for t in range(LENGTH):
-        z = pyro.sample(f"z{t}", dist.Bernoulli(logits=logits[t] + z))
+    drawn(pyro.param("logits", lambda: torch.zeros(LENGTH)))
 
 
 def trained(elbo: Any, steps: int = 3, kind: type = SVI) -> Any:
@@ -90,15 +93,11 @@ def test_a_number_that_is_set_later_is_told() -> None:
 
 def test_a_sum_over_all_values_is_told() -> None:
     def chain() -> None:
-        z = torch.tensor(0.0)
-        for t in range(LENGTH):
-            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=2.0 * z - 1.0))
+        for t, z in enumerate(drawn(-torch.ones(LENGTH), 2.0)):
             pyro.sample(f"x{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
 
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(55):  # tests draw in the first fifty
-        elbo.loss_and_grads(chain, guide)
-    lines = str(elbo).splitlines()
+    # Tests draw in the first fifty steps.
+    lines = str(stepped(55, TraceBackpropQ_ELBO(), chain, guide)).splitlines()
     assert len(lines) == 5 and "guide and model once, in 2 rows that tell all values" in lines[1]
     assert "none, as the loss is summed over all values" in lines[2]
 
@@ -108,8 +107,7 @@ def test_other_objectives_print_five_lines_too() -> None:
         z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("w", torch.tensor(0.0))))
         cost("c", z)
 
-    objective = ExpectedCost()
-    objective.loss_and_grads(None, policy)
+    objective = stepped(1, ExpectedCost(), None, policy)
     for told in (str(objective), str(trained(TraceBackpropQ_IWAE(4, num_outer=2)))):
         assert [line.split(":")[0] for line in told.splitlines()[1:]] == ["runs", "particles", "estimators", "critics"]
     assert "1, left open" in str(objective) and "4 for each bound" in told

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import repeat, warnings_of
+from steps import coin_guide, repeat, seeing, warnings_of
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO, cost, external
@@ -30,16 +30,11 @@ def simulated(z: Tensor) -> Tensor:
     return torch.from_numpy(2.0 * z.numpy())
 
 
-def by_item(z: Tensor) -> Tensor:
-    return torch.tensor([2.0 if one.item() else 0.0 for one in z])
-
-
-def by_list(z: Tensor) -> Tensor:
-    return torch.tensor([2.0 * number for number in z.tolist()])
-
-
-def by_index(z: Tensor) -> Tensor:
-    return torch.tensor([0.0, 2.0])[z.long()]
+SIMULATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "numpy": simulated,
+    "item": lambda z: torch.tensor([2.0 if one.item() else 0.0 for one in z]),
+    "list": lambda z: torch.tensor([2.0 * number for number in z.tolist()]),
+}
 
 
 def model(simulator: Callable[[Tensor], Tensor], data: Tensor = DATA) -> None:
@@ -57,7 +52,7 @@ def as_cost(simulator: Callable[[Tensor], Tensor], data: Tensor = DATA) -> None:
 warned = partial(warnings_of, steps=3, category=Warning)
 
 
-@pytest.mark.parametrize("simulator", [simulated, by_item, by_list])
+@pytest.mark.parametrize("simulator", SIMULATORS.values(), ids=SIMULATORS)
 @pytest.mark.parametrize("particles", [None, 2])
 def test_it_is_told_once_with_plate_sites_price_and_remedy(simulator: Any, particles: int | None) -> None:
     (text,) = warned(lambda: model(simulator), guide, num_particles=particles)
@@ -67,17 +62,13 @@ def test_it_is_told_once_with_plate_sites_price_and_remedy(simulator: Any, parti
 
 
 def test_values_that_stay_in_torch_or_in_a_cost_are_left_alone() -> None:
-    assert not warned(lambda: model(by_index), guide)
+    assert not warned(lambda: model(lambda z: torch.tensor([0.0, 2.0])[z.long()]), guide)
     assert not warned(lambda: as_cost(simulated), guide)
     assert not warned(lambda: model(external(simulated)), guide)
 
 
 def test_values_outside_of_plates_are_left_alone() -> None:
-    def one() -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(float(z), 1.0), obs=torch.tensor(0.7))
-
-    assert not warned(one, lambda: pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)))))
+    assert not warned(seeing(float), coin_guide)
 
 
 def test_reparameterised_values_are_left_alone() -> None:
