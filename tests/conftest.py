@@ -13,6 +13,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from selection import NOT_QUICK, THINNED, within
 
 from pyro_bpq.plan import plan as particles
+from pyro_bpq.plan import rules
 
 # Random examples at a desk, where a new one is a find; the same ones each time in CI.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
@@ -80,6 +81,12 @@ def _float64_on_device(_isolated: None, device: torch.device) -> Iterator[None]:
 def _drawn_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are summed over all values draw for fifty steps: most tests are about what draws."""
     monkeypatch.setattr(particles, "DRAWN_STEPS", (50, 50))
+
+
+@pytest.fixture
+def two_particles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is left open is two at most: the values of more particles cannot be enumerated."""
+    monkeypatch.setattr(rules, "MOST_PARTICLES", 2)
 
 
 @pytest.fixture(autouse=True)

@@ -54,8 +54,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         num_particles: Number of particles ``M``. ``None`` leaves it open: up to 128 run in one vectorised call if
             :func:`~pyro_bpq.plan.plan.num_particles_for` asks for several, and if particles among others have the
             same costs as alone, for which the first step runs the programs twice. One particle runs if you choose
-            an estimator or ``vectorize_particles=True``. It also runs with costs that leave torch, summed-out sites or
-            several processes, and if sampled values steer the program. If the loss is summed over all values, there
+            an estimator or ``vectorize_particles=True``. It also runs with costs that leave torch or several
+            processes, and if sampled values steer the program. If the loss is summed over all values, there
             are no particles; options about critics turn that sum off. ``print(elbo)`` says which option did what.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
@@ -165,7 +165,6 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         fixing = {
             f"{num_particles=}": num_particles is not None,
             "vectorize_particles=True": vectorize_particles,
-            'enumeration="exact"': enumerates,
         }
         self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
         self.particles.is_open = not self._fixed_by

@@ -220,7 +220,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, is_hidd
         held=held | drawn,
         crossed=frozenset(plan.layers) - held,
         is_stepped=bool(plan.noisy) and plan.noisy <= counts.keys() - drawn,
-        is_plain=not (traced.is_dear or traced.untraced or traced.enumerated),
+        is_plain=not (traced.is_dear or traced.untraced),
         elements=largest_value(traced),
         particles=particles,
         is_hidden=is_hidden,

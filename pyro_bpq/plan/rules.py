@@ -263,7 +263,7 @@ class ProgramFacts:
     Args:
         compared: Sites of the default's choice that other particles serve: they are in rows of data, or few.
         sloped: Sites that are served by slopes of the costs.
-        is_plain: Whether no function of a cost is called, and all sites are in the traces and sampled.
+        is_plain: Whether no cost leaves torch, and all sites are in the traces.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
         is_hidden: Whether they do not run in a plate.

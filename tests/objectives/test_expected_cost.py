@@ -32,16 +32,11 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.plan import rules
 from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_loss, expected_gradient, expected_moments
 
 ATOL = 1e-10
 
-
-@pytest.fixture(autouse=True)
-def _two_particles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More cannot be enumerated."""
-    monkeypatch.setattr(rules, "MOST_PARTICLES", 2)
+pytestmark = pytest.mark.usefixtures("two_particles")
 
 
 def param(name: str, *shape: int, start: int = 0) -> Tensor:
