@@ -21,8 +21,10 @@ from pyro.optim import SGD, Adam
 from torch import Tensor, nn
 
 from pyro_bpq import (
+    AllAction,
     CompiledSVI,
     CriticLearner,
+    LeaveOneOut,
     RunningBaseline,
     ScoreFunction,
     TraceBackpropQ_ELBO,
@@ -30,6 +32,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.estimators import CrossedLeaveOneOut, DebiasedStraightThrough, MuProp, SecondRun
 from pyro_bpq.step.learning import Learning, values_and_targets
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
@@ -308,6 +311,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
     "learner": {"learner": CriticLearner(lr=0.1)},
 }
+
+# Ways to serve a program whose gradient is to be exact whatever it reads.
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "two": {"num_particles": 2},
+    "vectorised": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1},
+    "dynamic": {"structure": "dynamic"},
+    "dense": {"structure": "dense"},
+    "score_function": {"estimator": ScoreFunction()},
+    "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
+    "leave_one_out": {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())},
+    "crossed": {"num_particles": 2, "estimator": CrossedLeaveOneOut()},
+    "exact": {"estimator": AllAction(exact=True)},
+    "all_action": {"estimator": AllAction(exact=False)},
+    "no_critic": {"estimator": AllAction(exact=False), "critic": None},
+    "second_run": {"estimator": SecondRun()},
+    "MuProp": {"estimator": MuProp()},
+    "slopes": {"estimator": DebiasedStraightThrough()},
+}
+# Particles in a plate whose dimension is found, or given.
+WAYS["pair"] = {**WAYS["leave_one_out"], "vectorize_particles": True}
+WAYS["pair_in_place"] = {**WAYS["pair"], "max_plate_nesting": 1}
 
 
 class Model(PyroModule):

@@ -11,12 +11,12 @@ import torch
 from enumerable import enumerable_noise
 from models import real
 from pyro.infer import Trace_ELBO
-from steps import bias, fresh, repeat, stepped, trained
+from steps import WAYS, bias, fresh, repeat, stepped, trained
 from torch import Tensor, tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.estimators import DebiasedStraightThrough, Hindsight, MuProp
+from pyro_bpq.estimators import Hindsight
 from pyro_bpq.testing import ChoiceNoise
 
 
@@ -95,13 +95,6 @@ class Prior(Whole):
         observed(self.hidden, 1.3)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "exact": {"estimator": AllAction(exact=True)},
-    "dense": {"structure": "dense"},
-    "MuProp": {"estimator": MuProp()},
-    "slopes": {"estimator": DebiasedStraightThrough()},
-}
 CASES = [
     *((kind, options) for kind in (Whole, Both, Two, Prior) for options in ("default", "exact", "dense", "MuProp")),
     *((Rows, options) for options in ("default", "exact", "dense")),
@@ -113,7 +106,7 @@ CASES = [
 def test_gradients_are_exact_with_trained_critics(kind: type[Whole], options: str) -> None:
     programs, noise = kind(), ChoiceNoise()
     with enumerable_noise(noise):
-        elbo = trained(TraceBackpropQ_ELBO(1, **OPTIONS[options]), programs.model, programs.guide).eval()
+        elbo = trained(TraceBackpropQ_ELBO(1, **WAYS[options]), programs.model, programs.guide).eval()
         assert bias(elbo, programs.model, programs.guide, noise=noise) < 1e-10
 
 

@@ -10,11 +10,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import coin, real
-from steps import at_irregular
+from steps import WAYS, at_irregular
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq import AllAction, ScoreFunction
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
@@ -168,22 +167,14 @@ PROGRAMS: dict[str, tuple[Program, Program]] = {
     "tempered": tempered(False),
     "tempered_event": tempered(True),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "score_function": {"estimator": ScoreFunction()},
-    "all_action": {"estimator": AllAction(exact=False), "critic": None},
-    "dynamic": {"structure": "dynamic"},
-    "two": {"num_particles": 2},
-}
-
-
+OPTIONS = ("default", "score_function", "no_critic", "dynamic", "two")
 # What serves many components by default draws noise of its own.
-CASES = [(name, own) for name in PROGRAMS for own in OPTIONS if name != "tempered_event" or "estimator" in OPTIONS[own]]
+CASES = [(name, own) for name in PROGRAMS for own in OPTIONS if name != "tempered_event" or "estimator" in WAYS[own]]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_what_is_read_while_scoring_is_charged(name: str, options: str) -> None:
-    assert_unbiased(at_irregular("q p", 3, *PROGRAMS[name], **OPTIONS[options]), *PROGRAMS[name])
+    assert_unbiased(at_irregular("q p", 3, *PROGRAMS[name], **WAYS[options]), *PROGRAMS[name])
 
 
 def test_costs_are_told_apart_as_far_as_they_read() -> None:

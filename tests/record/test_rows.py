@@ -9,12 +9,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 from models import coin, observe, real
-from steps import at_irregular, filtered
+from steps import WAYS, at_irregular, filtered
 from torch import Tensor
 
-from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.estimators import LeaveOneOut, SecondRun
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
@@ -49,31 +48,18 @@ def prepared(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_E
     return at_irregular("q p q2 p2", 3, model, guide, **options)
 
 
-PAIR = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "score_function": {"estimator": ScoreFunction()},
-    "exact": {"estimator": AllAction(exact=True)},
-    "dynamic": {"structure": "dynamic"},
-    "dense": {"structure": "dense"},
-    "second_run": {"estimator": SecondRun()},
-}
+OPTIONS = ("default", "score_function", "exact", "dynamic", "dense", "second_run")
+CASES = [(where, own) for own in OPTIONS for where in ("model", "guide", "prior", "scale", "cost")]
+CASES += [("model", "leave_one_out"), ("model", "pair_in_place")]
 
 
-@pytest.mark.parametrize(
-    ("where", "options"),
-    [
-        *((where, own) for own in OPTIONS.values() for where in ("model", "guide", "prior", "scale", "cost")),
-        ("model", PAIR),
-        ("model", {**PAIR, "vectorize_particles": True, "max_plate_nesting": 1}),
-    ],
-)
-def test_wherever_they_meet(where: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("where", "options"), CASES)
+def test_wherever_they_meet(where: str, options: str) -> None:
     programs = program(lambda a: a.roll(1, -1), where)
     # Without a recording each row is charged with the costs of all rows anyway.
-    is_told = options != OPTIONS["dense"]
+    is_told = options != "dense"
     with pytest.warns(BPQWarning, match="Rows of the plate") if is_told else filtered("error"):
-        elbo = prepared(*programs, **options)
+        elbo = prepared(*programs, **WAYS[options])
     assert_unbiased(elbo, *programs)
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from models import coin, observe, real
 from pyro import poutine
-from steps import at_irregular
+from steps import WAYS, at_irregular
 from torch import Tensor
 
-from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import CrossedLeaveOneOut, LeaveOneOut, SecondRun
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
@@ -24,18 +23,9 @@ Programs = tuple[Program, Program]
 DATA = real(0.7, -0.4, 1.3)
 p = pyro.param
 
-ONE: dict[str, dict[str, Any]] = {
-    "score_function": {"estimator": ScoreFunction()},
-    "default": {},
-    "second_run": {"estimator": SecondRun()},
-    "all_action": {"estimator": AllAction(exact=False)},
-}
-TWO: dict[str, dict[str, Any]] = {
-    "two": {"num_particles": 2},
-    "leave_one_out": {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())},
-    "crossed": {"num_particles": 2, "estimator": CrossedLeaveOneOut()},
-    "vectorised": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1},
-}
+# Ways of one particle, and of two.
+ONE = ("score_function", "default", "second_run", "all_action")
+TWO = ("two", "leave_one_out", "crossed", "vectorised")
 
 
 def check(programs: Programs, **options: Any) -> TraceBackpropQ_ELBO:
@@ -117,7 +107,7 @@ PAIRS += [(f"flat_{kind}", "leave_one_out") for kind in WEIGHTS]
 
 @pytest.mark.parametrize(("name", "options"), PAIRS)
 def test_components_are_charged_with_what_weighs_their_elements(name: str, options: str) -> None:
-    check(VECTORS[name], **(ONE | TWO)[options])
+    check(VECTORS[name], **WAYS[options])
 
 
 def test_components_that_a_weight_does_not_mix_stay_apart() -> None:
@@ -242,7 +232,7 @@ CASES = [(name, own) for name in SITES for own in (*ONE, *TWO) if (name, own) !=
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_weights_of_latent_sites_may_read_anything(name: str, options: str) -> None:
-    check(SITES[name], **(ONE | TWO)[options])
+    check(SITES[name], **WAYS[options])
 
 
 def test_a_weight_by_the_site_itself_is_found_where_no_other_cost_reads_more() -> None:

@@ -10,8 +10,6 @@ import torch
 
 from pyro_bpq.rollout.features import has_moments, standardise
 
-LOGITS = torch.tensor([[0.3, -0.5, 0.9], [1.2, 0.1, -0.4]], dtype=torch.float64)
-
 
 def test_a_value_without_variance_has_no_powers() -> None:
     fn = dist.Delta(torch.tensor([1.5, -2.0], dtype=torch.float64, requires_grad=True))
