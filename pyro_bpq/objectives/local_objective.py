@@ -14,12 +14,14 @@ are exact, ``L`` is the loss itself up to a constant. Only the guide runs again,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero, scale_and_mask
 from torch import Tensor
 from torch.distributions import kl_divergence
@@ -28,7 +30,7 @@ from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.record.further import Hold
-from pyro_bpq.record.laws import mapped
+from pyro_bpq.record.laws import mapped, score_of, unmasked
 from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.watch import gradients_of, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
@@ -149,8 +151,8 @@ def _held_run(run: Run, subsamples: Any, program: Any) -> Run:
     sites = {}
     for name, record in run.sites.items():
         fn, value = hold.fns.get(name, record.fn), values[name]
-        score: Any = fn.score_parts(value).score_function
-        score = fn.log_prob(value) if is_identically_zero(score) else score
+        score: Any = score_of(fn, value)
+        score = unmasked(fn).log_prob(value) if is_identically_zero(score) else score
         sites[name] = replace(record, fn=fn, value=value, score=score)
     return replace(run, sites=sites)
 
@@ -166,15 +168,18 @@ def _without_cost(staged: Staged) -> frozenset[str]:
 def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
     """``KL(q_0 || q_θ)`` and ``KL(q_θ || q_0)`` of each row.
 
-    Analytic where they are registered, else from the sample.
+    Analytic where they are registered, else from the sample, as under masks within an event. Other masks hide nothing.
     """
-    try:
-        return kl_divergence(old, record.fn), kl_divergence(record.fn, old)
-    except NotImplementedError:
-        # Unbiased under q_0 and never negative; the curvature is the sampled Fisher information.
-        log_ratio = record.fn.log_prob(record.value) - old.log_prob(record.value)
-        ratio = log_ratio.exp()
-        return ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
+    new = record.fn
+    while isinstance(new, MaskedDistribution):
+        old, new = old.base_dist, new.base_dist
+    with contextlib.suppress(NotImplementedError):
+        if unmasked(new) is new:
+            return kl_divergence(old, new), kl_divergence(new, old)
+    # Unbiased under q_0 and never negative; the curvature is the sampled Fisher information.
+    log_ratio = new.log_prob(record.value) - old.log_prob(record.value)
+    ratio = log_ratio.exp()
+    return ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
 
 
 def _backward(pairs: Mapping[int, tuple[Tensor, Tensor]], run: Run, name: str) -> Tensor:

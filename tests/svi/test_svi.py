@@ -16,7 +16,7 @@ from pyro.optim import SGD, Adam
 from steps import filtered, fresh, trained
 from torch import Tensor
 
-from pyro_bpq import ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
+from pyro_bpq import LeaveOneOut, ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.svi.controlled import ControlledStep
 from pyro_bpq.testing import exact_loss
@@ -64,6 +64,28 @@ def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollou
         if case.name != "reparam_above_discrete" or name not in ("loc", "scale"):
             torch.testing.assert_close(own[name], expected, rtol=0, atol=1e-10, msg=name)
     assert all(abs(float(kl.detach())) < 1e-12 for kl in nearby.kl.values())
+
+
+KEPT = torch.tensor([True, False])
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [lambda law: law.to_event(1).mask(False), *(lambda law, m=m: law.mask(m).to_event(1) for m in (False, KEPT))],
+)
+def test_local_objective_scores_what_masks_hide(hide: Any) -> None:
+    def guide() -> None:
+        pyro.sample("z", hide(dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.4)))))
+
+    def model() -> None:
+        pyro.factor("f", -pyro.sample("z", dist.Bernoulli(real(0.3, 0.6)).to_event(1)).sum(-1))
+
+    elbo = trained(TraceBackpropQ_ELBO(4, estimator=ScoreFunction(LeaveOneOut())), model, guide, steps=1)
+    loss, objective = local(elbo, model, guide)
+    rest = sum((t.run.differentiable for s in elbo.trainer.staged.items for t in s.traced), torch.zeros(()))
+    expected, own = slopes(loss - rest / 4), slopes(objective.value(objective.nearby()).mean())
+    assert bool(expected["q"].any())
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
 
 
 START, PRIOR, COSTS = real(0.1, 0.5, -0.7), real(0.2, -0.4, 0.9), real(1.0, -0.5, 0.3)
