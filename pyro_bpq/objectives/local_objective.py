@@ -30,7 +30,7 @@ from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.objectives.observation import Staged
 from pyro_bpq.record.further import Hold
-from pyro_bpq.record.laws import mapped, score_of, unmasked
+from pyro_bpq.record.laws import as_drawn, mapped, score_of
 from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.watch import gradients_of, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
@@ -152,7 +152,7 @@ def _held_run(run: Run, subsamples: Any, program: Any) -> Run:
     for name, record in run.sites.items():
         fn, value = hold.fns.get(name, record.fn), values[name]
         score: Any = score_of(fn, value)
-        score = unmasked(fn).log_prob(value) if is_identically_zero(score) else score
+        score = as_drawn(fn).log_prob(value) if is_identically_zero(score) else score
         sites[name] = replace(record, fn=fn, value=value, score=score)
     return replace(run, sites=sites)
 
@@ -174,7 +174,7 @@ def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
     while isinstance(new, MaskedDistribution):
         old, new = old.base_dist, new.base_dist
     with contextlib.suppress(NotImplementedError):
-        if unmasked(new) is new:
+        if as_drawn(new) is new:
             return kl_divergence(old, new), kl_divergence(new, old)
     # Unbiased under q_0 and never negative; the curvature is the sampled Fisher information.
     log_ratio = new.log_prob(record.value) - old.log_prob(record.value)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pyro.distributions import Delta
 from pyro.distributions.util import scale_and_mask
 from pyro.util import warn_if_nan
 from torch import Tensor
@@ -29,7 +28,6 @@ from pyro_bpq.record.further import isolated
 from pyro_bpq.record.laws import is_scored_by_pyro
 from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
 from pyro_bpq.step.critic_step import NEEDS_LEAF, described
@@ -327,9 +325,10 @@ def _divergence(name: str, site: Any, prior: Any, graph: StochasticComputationGr
     later = [parent for parent in graph.cost(cost_of_model(name)).parents if order[parent] > order[name]]
     same = _equal(site["scale"], prior["scale"]) and _equal(site["mask"], prior["mask"])
     q, p = site["fn"], prior["fn"]
-    # The divergence of a Delta leaves out its density, and masks within the two may differ.
-    is_whole = is_scored_by_pyro(q) and is_scored_by_pyro(p) and not isinstance(base_distribution(q), Delta)
-    return _closed_form(lambda: kl_divergence(q, p), site) if is_whole and same and not later else None
+    # Masks within the two may differ, and the divergence of a Delta leaves out its density.
+    if later or not (same and is_scored_by_pyro(q) and is_scored_by_pyro(p)):
+        return None
+    return _closed_form(lambda: kl_divergence(q, p), site)
 
 
 def _closed_form(compute: Any, site: Any) -> Tensor | None:

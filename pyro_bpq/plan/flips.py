@@ -346,14 +346,4 @@ def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) 
     """Whether the probability of a child's value is known at other values of a site."""
     if child in structure.traced.untraced or estimator.attaches:
         return False
-    fn, plates = structure.traced.run.sites[child].fn, structure.graph.node(child).plates
-    return not _is_masked_within(fn) and structure.keeps_rows(name, plates)
-
-
-def _is_masked_within(fn: Any) -> bool:
-    """Whether a mask inside of ``to_event`` hides a part of the law that values are drawn from."""
-    kinds = [type(fn).__name__]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-        kinds.append(type(fn).__name__)
-    return "Independent" in kinds and "MaskedDistribution" in kinds[kinds.index("Independent") :]
+    return structure.keeps_rows(name, structure.graph.node(child).plates)

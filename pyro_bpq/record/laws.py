@@ -156,11 +156,13 @@ def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     return linear.log_prob(value)
 
 
-def unmasked(fn: Any) -> Any:
-    """The distribution without its masks, under which a site is drawn too; itself if it has none."""
+def as_drawn(fn: Any) -> Any:
+    """The law that values follow: without masks, and of a Delta without its density; itself if there are neither."""
     if isinstance(fn, MaskedDistribution):
-        return unmasked(fn.base_dist)
-    if not isinstance(fn, Independent) or (base := unmasked(fn.base_dist)) is fn.base_dist:
+        return as_drawn(fn.base_dist)
+    if isinstance(fn, Delta):
+        return Delta(fn.v, event_dim=fn.event_dim)
+    if not isinstance(fn, Independent) or (base := as_drawn(fn.base_dist)) is fn.base_dist:
         return fn
     fn = copy.copy(fn)
     fn.base_dist = base
@@ -172,12 +174,12 @@ def is_scored_by_pyro(fn: Any) -> bool:
     base = fn
     while hasattr(base, "base_dist"):
         base = base.base_dist
-    return unmasked(fn) is fn and not isinstance(base, Rejector)
+    return as_drawn(fn) is fn and not isinstance(base, Rejector)
 
 
 def score_of(fn: Any, value: Tensor) -> Any:
     """The score of what is drawn, masked or not; what is not reparameterised has all of its log-probability."""
-    fn = unmasked(fn)
+    fn = as_drawn(fn)
     if isinstance(fn, Independent) or (fn.has_rsample and isinstance(fn, TransformedDistribution)):
         for transform in reversed(getattr(fn, "transforms", ())):
             value = transform.inv(value)

@@ -26,7 +26,7 @@ from pyro_bpq.record.components import Drawn, Scored, elements_of
 from pyro_bpq.record.config import OthersDraw, cost_options
 from pyro_bpq.record.function import Recording
 from pyro_bpq.record.further import parts_of
-from pyro_bpq.record.laws import relaxed_log_prob, unchecked, unmasked
+from pyro_bpq.record.laws import as_drawn, relaxed_log_prob, unchecked
 from pyro_bpq.record.program_errors import explained, of_run, of_scores
 from pyro_bpq.record.program_warnings import warn_of_program
 from pyro_bpq.record.recorded import Recorded, inputs_in
@@ -260,7 +260,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         plates = {p: dim for p, dim in _plates(site).items() if keeps or (is_noisy and p == PARTICLES)}
         drawn[name] = Drawn(value, read, batch, number, elements, plates, hidden)
         law = site.get("unscaled_log_prob", site["score_parts"].score_function)
-        if (bare := unmasked(fn)) is not fn:
+        if (bare := as_drawn(fn)) is not fn:
             law = unchecked(bare).log_prob(site["value"])
         laws[name] = tape.value_of(law)
     inputs = inputs_in(tape, watch.options.call, watch.subsamples)

@@ -34,6 +34,7 @@ from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 DATA, WEIGHTS, PRIOR = real(0.5, 1.7, -0.4), real(0.9, -0.6, 1.4), real(0.4, 0.2, 0.6)
+KEPT = torch.tensor([True, False])
 PAIRED: dict[str, Any] = {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())}
 
 
@@ -84,6 +85,29 @@ def in_rows(law: Callable[[Tensor], Any], number: int = 1) -> Any:
     return model, guide
 
 
+def above(law: Callable[[Tensor], Any], number: int, estimator: Any) -> Any:
+    """The same of one count, which another site of the guide reads."""
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Binomial(number, logits=logits()[0]), infer={"bpq": {"estimator": estimator}})
+        pyro.sample("y", law(z))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Binomial(number, PRIOR[0]))
+        y = pyro.sample("y", dist.Bernoulli(PRIOR[:2]).to_event(1))
+        pyro.sample("x", dist.Normal(z + y.sum(-1), 0.8), obs=DATA[0])
+
+    return model, guide
+
+
+def dense(z: Tensor) -> Any:
+    return dist.Delta(torch.ones(2), log_density=0.7 * z, event_dim=1)
+
+
+def half_hidden(z: Tensor) -> Any:
+    return dist.Bernoulli(logits=logits()[1:] + 2.0 * z).mask(KEPT).to_event(1)
+
+
 def through_a_masked_site(name: str, z: Tensor, own: bool) -> Tensor:
     fn = dist.Delta((z * WEIGHTS).sum(-1)) if own else dist.Normal(torch.tensor(0.0), 1.0)
     return z + pyro.sample(name, fn.mask(False)).unsqueeze(-1)
@@ -107,7 +131,11 @@ def packed(z: Tensor) -> Tensor:
     return 2.0 * found.reshape(z.shape)
 
 
+ONE: dict[str, Any] = {"num_particles": 1}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a bit above a density": (above(dense, 1, Hindsight()), ONE),
+    "a count above a density": (above(dense, 2, Differences()), ONE),
+    "a bit above a mask within": (above(half_hidden, 1, Hindsight()), ONE),
     "counts whose rows meet": (in_rows(lambda z: z - z.mean(-1, keepdim=True), 2), {"estimator": Differences()}),
     "bits whose rows meet": (in_rows(lambda z: z.roll(1, -1)), {"estimator": Hindsight()}),
     "a masked site": (in_event(lambda z: z, through_a_masked_site), PAIRED),
@@ -140,9 +168,6 @@ def test_a_site_of_the_guide_that_the_model_observes(is_hidden: bool) -> None:
         pyro.sample("x", dist.Bernoulli(logits=2.0 * z), obs=torch.tensor(1.0))
 
     unbiased(hidden(2 if is_hidden else 1, is_hidden), model, guide, steps=2)
-
-
-KEPT = torch.tensor([True, False])
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
