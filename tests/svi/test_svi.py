@@ -73,18 +73,21 @@ KEPT = torch.tensor([True, False])
     "hide",
     [lambda law: law.to_event(1).mask(False), *(lambda law, m=m: law.mask(m).to_event(1) for m in (False, KEPT))],
 )
-def test_local_objective_scores_what_masks_hide(hide: Any) -> None:
+def test_local_objective_scores_what_masks_hide_and_no_density(hide: Any) -> None:
     def guide() -> None:
         pyro.sample("z", hide(dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.4)))))
+        pyro.sample("y", dist.Delta(torch.tensor(0.5), log_density=0.7))
 
     def model() -> None:
+        pyro.sample("y", dist.Normal(0.0, 1.0))
         pyro.factor("f", -pyro.sample("z", dist.Bernoulli(real(0.3, 0.6)).to_event(1)).sum(-1))
 
     elbo = trained(TraceBackpropQ_ELBO(4, estimator=ScoreFunction(LeaveOneOut())), model, guide, steps=1)
     loss, objective = local(elbo, model, guide)
     rest = sum((t.run.differentiable for s in elbo.trainer.staged.items for t in s.traced), torch.zeros(()))
-    expected, own = slopes(loss - rest / 4), slopes(objective.value(objective.nearby()).mean())
-    assert bool(expected["q"].any())
+    nearby = objective.nearby()
+    expected, own = slopes(loss - rest / 4), slopes(objective.value(nearby).mean())
+    assert bool(expected["q"].any()) and float(nearby.total_kl.detach()) == 0.0
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
 
 
