@@ -25,7 +25,7 @@ from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.record.further import isolated
-from pyro_bpq.record.laws import is_scored_by_pyro
+from pyro_bpq.record.laws import as_drawn
 from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.runs import Particles, Program
@@ -326,7 +326,7 @@ def _divergence(name: str, site: Any, prior: Any, graph: StochasticComputationGr
     same = _equal(site["scale"], prior["scale"]) and _equal(site["mask"], prior["mask"])
     q, p = site["fn"], prior["fn"]
     # Masks within the two may differ, and the divergence of a Delta leaves out its density.
-    if later or not (same and is_scored_by_pyro(q) and is_scored_by_pyro(p)):
+    if later or not (same and as_drawn(q) is q and as_drawn(p) is p):
         return None
     return _closed_form(lambda: kl_divergence(q, p), site)
 

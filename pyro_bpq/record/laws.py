@@ -174,7 +174,7 @@ def is_scored_by_pyro(fn: Any) -> bool:
     base = fn
     while hasattr(base, "base_dist"):
         base = base.base_dist
-    return as_drawn(fn) is fn and not isinstance(base, Rejector)
+    return isinstance(base, Delta) or (as_drawn(fn) is fn and not isinstance(base, Rejector))
 
 
 def score_of(fn: Any, value: Tensor) -> Any:
