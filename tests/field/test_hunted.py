@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
@@ -483,6 +484,23 @@ def test_numbers_that_the_first_particle_does_not_show(held: Callable[[float], A
             elbo.loss_and_grads(model, guide, 0.1 * step)
         for run in elbo.observe(Program(model, guide, (0.7,), {}), shows=False).runs:
             assert float(run.run.costs["-log p(f)"]) == pytest.approx(0.7 * float(run.run.sites["z"].value.sum()))
+
+
+@pytest.mark.filterwarnings("ignore:Particles run in one call:pyro_bpq.errors.BPQWarning")
+def test_numbers_that_only_costs_of_few_digits_show() -> None:
+    kept = deque([1.0])
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
+        pyro.factor("f", -kept[0] * (1.0 + z.sum()).bfloat16())
+
+    elbo = stepped(7, TraceBackpropQ_ELBO(4, vectorize_particles=True), model, guide)
+    kept[0] = 0.5
+    for run in elbo.observe(Program(model, guide, (), {}), shows=False).runs:
+        assert float(run.run.costs["-log p(f)"]) == 0.5 * (1.0 + float(run.run.sites["z"].value.sum()))
 
 
 def test_a_plate_of_particles_is_refused_whatever_the_first_values() -> None:
