@@ -494,7 +494,7 @@ def test_numbers_that_only_costs_of_few_digits_show() -> None:
         pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
 
     def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(prior()).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(PRIOR).to_event(1))
         pyro.factor("f", -kept[0] * (1.0 + z.sum()).bfloat16())
 
     elbo = stepped(7, TraceBackpropQ_ELBO(4, vectorize_particles=True), model, guide)
