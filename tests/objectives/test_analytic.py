@@ -49,7 +49,7 @@ def test_a_prior_that_depends_on_a_later_site_and_other_scales_of_the_guide_are_
 def test_densities_of_deltas_and_masks_within_laws_count(is_masked: bool) -> None:
     def guide() -> None:
         scale = pyro.param("scale", torch.tensor(0.7))
-        pyro.sample("z", Formal(torch.tensor(0.3), scale).mask(True) if is_masked else dist.Delta(scale, scale.log()))
+        pyro.sample("z", TwoPoint(torch.tensor(0.3), scale).mask(True) if is_masked else dist.Delta(scale, scale.log()))
 
     def model() -> None:
         pyro.sample("z", dist.Normal(0.0, 1.0).mask(False) if is_masked else dist.Normal(0.0, 1.0))
