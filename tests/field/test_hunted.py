@@ -418,31 +418,6 @@ def test_a_context_that_is_not_finite_is_refused() -> None:
         TraceBackpropQ_ELBO().loss_and_grads(lambda: pyro.sample("z", dist.Bernoulli(0.3)), guide)
 
 
-ROWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "solve": lambda z: torch.linalg.solve(2.0 * torch.eye(3) + torch.diag_embed(z), torch.ones(2, 3)).sum(-1),
-    "eigvalsh": lambda z: torch.linalg.eigvalsh(2.0 * torch.eye(3) + torch.diag_embed(z)).sum(-1),
-    "svdvals": lambda z: torch.linalg.svdvals(2.0 * torch.eye(3) + torch.diag_embed(z)).sum(-1),
-    "slogdet": lambda z: torch.linalg.slogdet(2.0 * torch.eye(3) + torch.diag_embed(z))[1],
-    "count_nonzero": lambda z: torch.count_nonzero(z, dim=-1).float(),
-    "cross_entropy": lambda z: nn.functional.cross_entropy(z, torch.zeros(2).long(), reduction="none"),
-    "huber": lambda z: nn.functional.huber_loss(z, torch.zeros(2, 3), reduction="none").sum(-1),
-    "grid": lambda z: nn.functional.affine_grid(z.repeat(1, 2).reshape(2, 2, 3), (2, 1, 2, 2), False).sum((1, 2, 3)),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_stay_apart(name: str) -> None:
-    def model() -> None:
-        with pyro.plate("d", 2):
-            pyro.factor("f", ROWS[name](pyro.sample("z", dist.Bernoulli(torch.full((2, 3), 0.3)).to_event(1))))
-
-    def guide() -> None:
-        with pyro.plate("d", 2):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2, 3))).to_event(1))
-
-    assert not stepped(1, TraceBackpropQ_ELBO(1), model, guide).runner.recordings.crosses
-
-
 @pytest.mark.filterwarnings("ignore:Particles run in one call:pyro_bpq.errors.BPQWarning")
 def test_scales_of_further_particles_are_those_of_the_run() -> None:
     """A number that grows from step to step is left out of what calls are told apart by."""

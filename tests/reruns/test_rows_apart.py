@@ -10,7 +10,15 @@ import pytest
 import torch
 from steps import bias, told, trained
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool1d, conv1d, one_hot, scaled_dot_product_attention
+from torch.nn.functional import (
+    affine_grid,
+    avg_pool1d,
+    conv1d,
+    cross_entropy,
+    huber_loss,
+    one_hot,
+    scaled_dot_product_attention,
+)
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
@@ -18,6 +26,15 @@ from pyro_bpq.errors import BPQWarning
 EVALUATED = nn.BatchNorm1d(1, affine=False).eval()
 DATA, EDGES = torch.tensor([0.3, -0.7, 1.2]), torch.tensor([0.5, 1.5])
 Read = Callable[[Tensor, Tensor], Tensor]
+
+
+def spread(z: Tensor) -> Tensor:
+    """Three numbers in each row."""
+    return torch.stack([z, 1.0 - z, 0.5 * z], -1)
+
+
+def matrices(z: Tensor) -> Tensor:
+    return 2.0 * torch.eye(3) + torch.diag_embed(spread(z))
 
 
 def smoothed(z: Tensor, w: Tensor) -> Tensor:
@@ -69,6 +86,14 @@ APART: dict[str, Read] = {
     "attention within": lambda z, w: scaled_dot_product_attention(
         *(torch.stack([z, 1.0 - z], -1).unsqueeze(-1),) * 3
     ).sum((-1, -2)),
+    "solve": lambda z, w: torch.linalg.solve(matrices(z), torch.ones(3, 3)).sum(-1),
+    "eigvalsh": lambda z, w: torch.linalg.eigvalsh(matrices(z)).sum(-1),
+    "svdvals": lambda z, w: torch.linalg.svdvals(matrices(z)).sum(-1),
+    "slogdet": lambda z, w: torch.linalg.slogdet(matrices(z))[1],
+    "count_nonzero": lambda z, w: torch.count_nonzero(spread(z), dim=-1).to(z),
+    "cross_entropy": lambda z, w: cross_entropy(spread(z), torch.zeros(3).long(), reduction="none"),
+    "huber": lambda z, w: huber_loss(spread(z), torch.zeros(3, 3), reduction="none").sum(-1),
+    "grid": lambda z, w: affine_grid(spread(z).repeat(1, 2).reshape(3, 2, 3), (3, 1, 2, 2), False).sum((1, 2, 3)),
     "batch norm in evaluation": lambda z, w: EVALUATED.to(z)(z.reshape(-1, 1)).reshape(z.shape),
     "written": written,
     "written row by row": written_row_by_row,
