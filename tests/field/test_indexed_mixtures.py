@@ -15,6 +15,7 @@ import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDelta
+from steps import no_gradients
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -75,11 +76,9 @@ def gradients(elbo: TraceBackpropQ_ELBO | TraceEnum_ELBO, model: Program, guide:
     """The gradients of some steps at the present parameters, one per row."""
     found = []
     for _ in range(steps):
+        no_gradients()
         elbo.loss_and_grads(model, guide)
-        leaves = [p.unconstrained() for p in pyro.get_param_store().values()]
-        found.append(torch.cat([leaf.grad.flatten() for leaf in leaves]))
-        for leaf in leaves:
-            leaf.grad = None
+        found.append(torch.cat([leaf.grad.flatten() for _, leaf in pyro.get_param_store().named_parameters()]))
     return torch.stack(found)
 
 
@@ -91,13 +90,3 @@ def test_a_step_has_no_noise_of_the_draw(name: str) -> None:
     (exact,) = gradients(TraceEnum_ELBO(max_plate_nesting=1), model, config_enumerate(guide), 1)
     # At 1e-6 from their means, latents have noise of their own.
     assert float((found - exact).norm(dim=1).max()) < 1e-3 * float(exact.norm())
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_step_is_right_in_the_mean(name: str) -> None:
-    model, make = PROGRAMS[name]
-    guide, elbo = make(), TraceBackpropQ_ELBO()
-    found = gradients(elbo, model, guide, 100)
-    (exact,) = gradients(TraceEnum_ELBO(max_plate_nesting=1), model, config_enumerate(guide), 1)
-    error = found.std(0) / len(found) ** 0.5
-    assert float((found.mean(0) - exact).abs().sub(5.0 * error).max()) < 1e-3
