@@ -203,9 +203,15 @@ BAD: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
 ]
 # Words of what to write.
 ADVICE = {
-    **{"lam": "[0, 1]", "gamma": "(0, 1]", "window": "a positive integer", "structure": "'dynamic'"},
-    **{"reduction": "'tree'", "enumeration": "'sample', 'exact'", "learner": "CriticLearner(lr="},
-    **{"critic": "MLPCritic()", "estimator": "AllAction()"},
+    "lam": "[0, 1]",
+    "gamma": "(0, 1]",
+    "window": "a positive integer",
+    "structure": "'dynamic'",
+    "reduction": "'tree'",
+    "enumeration": "'sample', 'exact'",
+    "learner": "CriticLearner(lr=",
+    "critic": "MLPCritic()",
+    "estimator": "AllAction()",
 }
 
 

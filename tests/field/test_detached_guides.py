@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.nn import PyroModule, PyroParam
-from steps import filtered, repeat, told
+from steps import filtered, repeat, stepped, told
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -96,8 +96,7 @@ def test_a_module_is_told_too(is_local: bool) -> None:
 @each_kind
 def test_diagnose_says_that_no_parameter_gets_a_gradient(kind: str) -> None:
     model, guide = programs(kind)
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(model, guide)
+    elbo = stepped(1, TraceBackpropQ_ELBO(), model, guide)
     found = diagnose(elbo, model, guide, num_samples=6, num_outcomes=1)
     text = " ".join(str(found).split())
     assert "The guide's parameters 'q' get no gradient" in text

@@ -9,7 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormalMessenger
-from steps import warnings_of
+from steps import stepped, warnings_of
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, config_bpq, cost
@@ -57,8 +57,7 @@ def test_an_option_of_what_only_the_environment_draws_is_read() -> None:
         coin_of_its_own = pyro.sample("w", dist.Bernoulli(0.4), infer=OPTIONS)
         cost("fee", pyro.sample("z", dist.Bernoulli(0.4)) + coin_of_its_own)
 
-    elbo = ExpectedCost()
-    elbo.loss_and_grads(environment, coin)
+    elbo = stepped(1, ExpectedCost(), environment, coin)
     assert elbo.info["w"]["estimator"] == ScoreFunction()
 
 
@@ -67,8 +66,7 @@ def test_a_program_that_is_model_and_guide_in_one_keeps_its_options() -> None:
         z = pyro.sample("z", dist.Normal(0.0, 1.0), infer=OPTIONS)
         pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.7))
 
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(smooth, AutoNormalMessenger(smooth))
+    elbo = stepped(1, TraceBackpropQ_ELBO(), smooth, AutoNormalMessenger(smooth))
     assert elbo.info["z"]["estimator"] == ScoreFunction()
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import stepped
 
 from pyro_bpq import (
     CompiledSVI,
@@ -151,8 +152,7 @@ def test_rows_of_a_bound_may_be_missing(empty: int) -> None:
 
 def test_a_batch_without_parameters_leaves_them_alone() -> None:
     model, guide = returns_at_once(0)
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
-    elbo.loss_and_grads(model, guide, 1)
+    elbo = stepped(1, one_particle(), model, guide, 1)
     leaf = pyro.get_param_store()._params["q"]
     leaf.grad = None
     assert elbo.loss_and_grads(model, guide, 0) == 0.0 and leaf.grad is None

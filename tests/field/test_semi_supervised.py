@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import real
 from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO
 from pyro.optim import Adam
@@ -20,13 +20,9 @@ from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_gradient, expected_gradient
 
-X = torch.tensor([0.4, -1.3], dtype=torch.float64)
+X = real(0.4, -1.3)
 LABELS = torch.tensor([1, 0])
 p = pyro.param
-
-
-def numbers(*values: float) -> Callable[[], Tensor]:
-    return lambda: torch.tensor(values, dtype=torch.float64)
 
 
 class Styles:
@@ -45,14 +41,14 @@ class Styles:
         return pyro.sample("a", dist.Bernoulli(logits=logit)) if self.coin else torch.zeros(())
 
     def model(self, x: Tensor, label: Tensor | None = None) -> None:
-        means, a = p("means", numbers(0.6, -1.0)), self.begin(torch.tensor(0.3))
+        means, a = p("means", real(0.6, -1.0)), self.begin(torch.tensor(0.3))
         with pyro.plate("rows", len(x)):
             y = pyro.sample("y", dist.Categorical(torch.ones(2)), obs=label)
             z = pyro.sample("z", dist.Normal(0.3 * means[y], 1.0))
             pyro.sample("x", dist.Normal(means[y] + z * z - a, 0.9), obs=x)
 
     def guide(self, x: Tensor, label: Tensor | None = None) -> None:
-        logits, locs = p("logits", numbers(0.3, -0.4)), p("locs", numbers(0.5, -0.2))
+        logits, locs = p("logits", real(0.3, -0.4)), p("locs", real(0.5, -0.2))
         a = self.begin(logits[0])
         with pyro.plate("rows", len(x)):
             if label is None:
@@ -62,7 +58,7 @@ class Styles:
 
     def classify(self, x: Tensor, label: Tensor) -> None:
         """The classifier of the guide, trained on labels."""
-        own = x.unsqueeze(-1) * p("logits", numbers(0.3, -0.4))
+        own = x.unsqueeze(-1) * p("logits", real(0.3, -0.4))
         with pyro.plate("rows", len(x)), poutine.scale(scale=2.0):
             pyro.sample("label", dist.Categorical(logits=own), obs=label)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from steps import coins_guide, seeing
+from steps import coins_guide, seeing, stepped
 from torch import Tensor
 from torch.nn.functional import dropout
 
@@ -17,8 +17,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
     ids=["dropout", "noise that torch does not draw alike for many rows at once"],
 )
 def test_rows_of_equal_values_cost_the_same(noisy: Callable[[Tensor], Tensor]) -> None:
-    elbo = TraceBackpropQ_ELBO(1)
-    elbo.loss_and_grads(seeing(lambda z: noisy(z + 1.0), 20), lambda: coins_guide(20))
+    elbo = stepped(1, TraceBackpropQ_ELBO(1), seeing(lambda z: noisy(z + 1.0), 20), lambda: coins_guide(20))
     (recorded,) = elbo.runner.recordings.now.recorded.values()
     values = torch.tensor([0.0, 1.0]).repeat(10)
     bound = recorded.bound({"z": values}, {}, elbo.runner.recordings.call, {})

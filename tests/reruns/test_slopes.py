@@ -65,9 +65,7 @@ def set_params() -> None:
         pyro.param(name, torch.randn(shape, dtype=F64))
 
 
-@pytest.fixture(autouse=True)
-def params() -> None:
-    set_params()
+params = pytest.fixture(autouse=True)(set_params)
 
 
 @pytest.fixture
