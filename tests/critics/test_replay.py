@@ -71,17 +71,13 @@ def case_7(coparents: str = "redrawn", draws: int = 1) -> TraceBackpropQ_ELBO:
 
 def write(elbo: TraceBackpropQ_ELBO, name: str, values: Tensor) -> None:
     """Makes a tabular critic equal to given Q-values ``(cells, K)``, by hand."""
-    for block in elbo.critics.blocks.values():
-        if block.critic is not None and name in block.keys:
-            row = block.keys.index(name)
-            with torch.no_grad():
-                for buffer, number in (("mean", 0.0), ("spread_level", 1.0), ("spread_advantage", 1.0)):
-                    getattr(block, buffer)[row] = number
-                table = block.critic.table
-                table[row, :, 0] = 0.0
-                table[row, :, 1:] = values
-            return
-    raise AssertionError(name)
+    block = next(own for own in elbo.critics.blocks.values() if own.critic is not None and name in own.keys)
+    row = block.keys.index(name)
+    with torch.no_grad():
+        for buffer, number in (("mean", 0.0), ("spread_level", 1.0), ("spread_advantage", 1.0)):
+            getattr(block, buffer)[row] = number
+        block.critic.table[row, :, 0] = 0.0
+        block.critic.table[row, :, 1:] = values
 
 
 def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int) -> Staged:

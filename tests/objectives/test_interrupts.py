@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -43,26 +42,21 @@ class Bell(Messenger):
             raise self.error
 
 
-def elbo(**options: Any) -> Callable[[], Any]:
-    return lambda: TraceBackpropQ_ELBO(**options)
-
-
 def replay(**options: Any) -> CriticLearner:
     return CriticLearner(replay=Replay(capacity=3, batch_size=2, updates_per_step=2, **options))
 
 
-CASES: dict[str, Callable[[], Any]] = {
-    "default": elbo(),
-    "one": elbo(num_particles=1),
-    "particles": elbo(num_particles=3, critic=LinearCritic()),
-    "steps": elbo(learner=CriticLearner(steps=3)),
-    "replay": elbo(learner=replay()),
-    "replay of pairs": elbo(learner=replay(), num_particles=2),
-    "replay stored": elbo(learner=replay(costs="stored")),
-    "replay slow": elbo(
-        learner=CriticLearner(replay=Replay(batch_size=2), slow=SlowTracking(0.2, guide=True), steps=2)
-    ),
-    "bound": lambda: TraceBackpropQ_IWAE(num_particles=3),
+SLOW = CriticLearner(replay=Replay(batch_size=2), slow=SlowTracking(0.2, guide=True), steps=2)
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one": {"num_particles": 1},
+    "particles": {"num_particles": 3, "critic": LinearCritic()},
+    "steps": {"learner": CriticLearner(steps=3)},
+    "replay": {"learner": replay()},
+    "replay of pairs": {"learner": replay(), "num_particles": 2},
+    "replay stored": {"learner": replay(costs="stored")},
+    "replay slow": {"learner": SLOW},
+    "bound": {"num_particles": 3},
 }
 
 
@@ -71,7 +65,7 @@ def run(name: str, taken: int, at: int, error: type[BaseException] = Interrupt) 
     CASE.params()
     pyro.set_rng_seed(0)
     bell = Bell()
-    objective = CASES[name]()
+    objective = (TraceBackpropQ_IWAE if name == "bound" else TraceBackpropQ_ELBO)(**CASES[name])
     svi = SVI(bell(CASE.model), bell(CASE.guide), Adam({"lr": 0.02}), objective)
     losses = [svi.step() for _ in range(taken)]
     state = torch.get_rng_state()

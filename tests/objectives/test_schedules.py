@@ -12,24 +12,19 @@ from steps import CHAIN, assert_equal, is_equal, run, state_of
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import Block
 
 
 def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:
     return TraceBackpropQ_ELBO(1, learner=CriticLearner(slow=SlowTracking(rate), **options))
 
 
-def critics(elbo: TraceBackpropQ_ELBO) -> list[Block]:
-    return [block for block in elbo.critics.blocks.values() if isinstance(block, Block) and block.critic is not None]
-
-
 def weights(elbo: TraceBackpropQ_ELBO) -> list[Tensor]:
     """The weights of the critics."""
-    return [weight.detach().clone() for block in critics(elbo) for weight in block.weights().values()]
+    return [weight.detach().clone() for block in elbo.critics.blocks.values() for weight in block.weights().values()]
 
 
 def slow_weights(elbo: TraceBackpropQ_ELBO) -> list[Tensor]:
-    return [weight.clone() for block in critics(elbo) for weight in block.slow_weights().values()]
+    return [weight.clone() for block in elbo.critics.blocks.values() for weight in block.slow_weights().values()]
 
 
 def test_slow_copies_lag_behind() -> None:
@@ -60,7 +55,7 @@ def test_targets_come_from_the_slow_copies() -> None:
     run(elbo, steps=8)
     twin = copy.deepcopy(elbo)
     with torch.no_grad():
-        for block in critics(twin):
+        for block in twin.critics.blocks.values():
             for weight in block.slow_weights().values():
                 weight.add_(5.0)
     # The gradient's critics are the current ones, the same in both; what they learn is not.

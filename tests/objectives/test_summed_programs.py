@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import dear, fresh, repeat, through_file, told
+from steps import dear, fitted, fresh, repeat, through_file, told
 from torch import Tensor
 
 from pyro_bpq import AllAction, ExpectedCost, LinearCritic, TraceBackpropQ_ELBO, cost
@@ -59,10 +59,7 @@ class Chain:
 
 
 def trained(programs: Chain, steps: int = 4, **options: Any) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(programs.model, programs.guide, Adam({"lr": 0.01}), elbo)
-    repeat(steps, svi.step)
-    return elbo
+    return fitted(TraceBackpropQ_ELBO(**options), programs.model, programs.guide, [()] * steps)
 
 
 def loss_of(elbo: TraceBackpropQ_ELBO, programs: Chain) -> float:
@@ -116,7 +113,6 @@ DRAWN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Rows of the plate")
 @pytest.mark.parametrize("name", DRAWN)
 def test_programs_that_draw(name: str) -> None:
     elbo = trained(DRAWN[name])

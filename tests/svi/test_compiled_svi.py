@@ -43,8 +43,12 @@ def idle_guide() -> None:
     guide()
 
 
-def plain() -> TraceBackpropQ_ELBO:
-    return TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None)
+def plain(**options: Any) -> TraceBackpropQ_ELBO:
+    return TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None, **options)
+
+
+def two(**options: Any) -> TraceBackpropQ_ELBO:
+    return TraceBackpropQ_ELBO(num_particles=2, **options)
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -61,9 +65,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-KINDS: list[tuple[Any, dict[str, Any]]] = [(SVI, {}), (CompiledSVI, {"compile": "eager"})]
-
-
 def adam() -> Adam:
     return Adam({"lr": 0.02})
 
@@ -72,38 +73,38 @@ def both(
     take: Callable[[Any], list[float]],
     programs: Any = (model, guide),
     optim: Callable[[], Any] = adam,
-    elbo: Callable[[], Any] = plain,
+    elbo: Callable[..., Any] = plain,
+    kind: Any = CompiledSVI,
 ) -> Any:
-    """The compiled loop, after it has given the numbers of Pyro's loop."""
+    """A compiled loop, after it has given the numbers of Pyro's loop."""
     found = []
-    for kind, options in KINDS:
+    for each, options in ((SVI, {}), (kind, {"compile": "eager"})):
         fresh(1)
-        svi = kind(*programs, optim(), elbo(), **options)
+        svi = each(*programs, optim(), elbo(**options))
         found.append(take(svi))
     assert found[1] == pytest.approx(found[0], abs=1e-9)
     return svi
 
 
-def train(
-    kind: Any, optim: Any, elbo: Any, steps: int = 14, programs: Any = (model, guide), **options: Any
-) -> tuple[list[Tensor], Any]:
-    """Losses, parameters and the states of optimiser and critics after some steps, as tensors; and the loop."""
-    fresh(1)
-    svi = kind(*programs, optim, elbo, **options)
-    losses = []
+def everything(svi: Any, steps: int = 14) -> list[float]:
+    """Losses, parameters and the states of optimiser and critics after some steps."""
+    optim, store, losses = svi.optim, pyro.get_param_store(), []
     for _ in range(steps):
         losses.append(svi.step())
         if hasattr(optim, "pt_scheduler_constructor"):
             optim.step()
-    store = dict(pyro.get_param_store().named_parameters())
-    found = [torch.tensor(losses), *(value.detach() for _, value in sorted(store.items()))]
-    by_param = {pyro.get_param_store().param_name(key): owner for key, owner in optim.optim_objs.items()}
+    found = [torch.tensor(losses), *(value for _, value in sorted(store.named_parameters()))]
+    by_param = {store.param_name(key): owner for key, owner in optim.optim_objs.items()}
     for _, owner in sorted(by_param.items()):
         inner = getattr(owner, "optimizer", owner)
         found.append(torch.tensor(float(inner.param_groups[0]["lr"])))
-        found += [torch.as_tensor(value).double() for state in inner.state.values() for value in state.values()]
-    found += [value.double().nan_to_num() for value in elbo.state_dict().values() if isinstance(value, Tensor)]
-    return found, svi
+        found += [torch.as_tensor(value) for state in inner.state.values() for value in state.values()]
+    found += [value for value in objective_of(svi).state_dict().values() if isinstance(value, Tensor)]
+    return torch.cat([value.detach().double().nan_to_num().flatten() for value in found]).tolist()
+
+
+def objective_of(svi: Any) -> TraceBackpropQ_ELBO:
+    return svi.loss_and_grads.__self__
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -111,14 +112,10 @@ def test_steps_are_those_of_svi(name: str) -> None:
     if name == "centred" and "centered_variance" not in inspect.signature(clipped_adam.ClippedAdam).parameters:
         pytest.skip("Pyro 1.9.1 has no centred variance")
     # Pyro does not clip the norm of parameters without a gradient.
-    programs = (model, guide if name == "clipped norm" else idle_guide)
-    expected, _ = train(SVI, OPTIMIZERS[name](), plain(), programs=programs)
-    found, svi = train(CompiledSVI, OPTIMIZERS[name](), plain(), programs=programs, compile="eager")
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    report = compile_report(svi.loss_and_grads.__self__)
-    assert "steps taken" in report
+    svi = both(everything, (model, guide if name == "clipped norm" else idle_guide), OPTIMIZERS[name])
+    report = compile_report(objective_of(svi))
+    assert "steps taken" in report and ("RMSprop" in report) == (name == "RMSprop")
     assert svi.objective.compiled.entries[0].steps >= 8
-    assert ("RMSprop" in report) == (name == "RMSprop")
 
 
 @pytest.mark.parametrize(
@@ -134,13 +131,9 @@ def test_critics_learn_as_in_eager_steps(kind: Any, options: dict[str, Any]) -> 
             pyro.sample("x", dist.Normal(second + q[0], 1.0), obs=ROWS[1])
 
     programs = functools.partial(chain, "p"), functools.partial(chain, "q")
-    expected, _ = train(SVI, adam(), TraceBackpropQ_ELBO(critic=MLPCritic(), **options), programs=programs)
-    elbo = TraceBackpropQ_ELBO(critic=MLPCritic(), compile="eager", **options)
-    found, _ = train(kind, adam(), elbo, programs=programs)
-    assert elbo.critics.weights()
-    assert elbo.compiled is not None and elbo.compiled.entries[0].steps >= 5
-    assert len(found) == len(expected)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    elbo = functools.partial(TraceBackpropQ_ELBO, critic=MLPCritic(), **options)
+    objective = objective_of(both(everything, programs, elbo=elbo, kind=kind))
+    assert objective.critics.weights() and objective.compiled.entries[0].steps >= 5
 
 
 @pytest.mark.parametrize("change", ["lr", "betas", "state", "optimiser"])
@@ -165,20 +158,22 @@ def test_a_change_of_the_optimiser_is_seen_at_once(change: str) -> None:
 
 
 def test_saved_states_go_on_in_both_directions() -> None:
-    whole, _ = train(SVI, adam(), plain(), steps=20)
-    for first, second in (KINDS, KINDS[::-1]):
+    kinds: list[Any] = [SVI, functools.partial(CompiledSVI, compile="eager")]
+    fresh(1)
+    whole = repeat(20, SVI(model, guide, adam(), plain()).step)
+    for first, second in (kinds, kinds[::-1]):
+        fresh(1)
         optim = adam()
-        train(first[0], optim, plain(), steps=12, **first[1])
+        repeat(12, first(model, guide, optim, plain()).step)
         state, store, draws = optim.get_state(), pyro.get_param_store().get_state(), torch.get_rng_state()
         pyro.clear_param_store()
         pyro.get_param_store().set_state(store)
         optim = adam()
         optim.set_state(state)
-        svi = second[0](model, guide, optim, plain(), **second[1])
+        svi = second(model, guide, optim, plain())
         # Whatever a new objective draws first, both directions draw alike.
         torch.set_rng_state(draws)
-        losses = [svi.step() for _ in range(8)]
-        assert losses == pytest.approx(whole[0][12:].tolist(), abs=1e-9)
+        assert repeat(8, svi.step) == pytest.approx(whole[12:], abs=1e-9)
 
 
 def test_run_over_batches_and_over_a_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +261,7 @@ def test_parameters_go_on_learning_as_in_svi(change: Callable[[], None], often: 
         # A parameter that stays behind is off by more than 0.01.
         return [value for name in ("loc", "scale", "q") for value in pyro.param(name).reshape(-1).tolist()]
 
-    svi = both(take, optim=lambda: optim({"lr": 0.05}), elbo=lambda: TraceBackpropQ_ELBO(num_particles=2))
+    svi = both(take, optim=lambda: optim({"lr": 0.05}), elbo=two)
     assert "updates 3 parameters" in str(compile_report(svi.objective))
 
 
@@ -290,7 +285,7 @@ def test_plain_attributes_of_classes_are_a_part_of_the_call(monkeypatch: pytest.
                 found += repeat(12, svi.step, ROWS)
         return found
 
-    both(take, (scaled, guide), elbo=lambda: TraceBackpropQ_ELBO(num_particles=2))
+    both(take, (scaled, guide), elbo=two)
 
 
 def test_new_arrays_in_each_call_run_eagerly_and_are_named() -> None:
