@@ -1,4 +1,4 @@
-"""The bank of critics and statistics: rows by site, writes after the step, saving and loading."""
+"""The bank of critics and statistics, rows by site: writes after the step, saving and loading; their optimiser."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from steps import filtered
 from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import Block, CriticBank, Selection
+from pyro_bpq.critics.learner import AveragedAdam, CriticLearner, CriticOptimizer
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.short import restore, snapshot
 
@@ -127,3 +128,48 @@ def test_selections_stay_bounded() -> None:
     for i in range(400):
         bank.select("k", (f"s{i % 20}", f"s{i % 21}"), make())
     assert len(bank._selections) <= 256
+
+
+# The optimiser of the critics
+
+
+def bank_of(keys: str) -> CriticBank:
+    bank = CriticBank()
+    select(bank, keys)
+    return bank
+
+
+def gradients(bank: CriticBank, value: float = 1.0) -> dict[str, Tensor]:
+    return {name: torch.full_like(weight, value) for name, weight in bank.weights().items()}
+
+
+def test_load_state_dict_shares_no_tensor() -> None:
+    bank, optimizer = bank_of("ab"), CriticOptimizer(CriticLearner(lr=0.1))
+    optimizer.step(bank, gradients(bank))
+    before = copy.deepcopy(optimizer.state_dict())
+    fresh, twin = CriticOptimizer(CriticLearner(lr=0.1)), copy.deepcopy(bank)
+    fresh.load_state_dict(optimizer.state_dict())
+    fresh.step(twin, gradients(twin, 5.0))
+    after = optimizer.state_dict()
+    for key, state in before.items():
+        assert torch.equal(state["state"][0]["x"], after[key]["state"][0]["x"])
+
+
+@pytest.mark.parametrize(("rows", "steps", "speed"), [(100, 0, 1.0), (1, 0, 0.1), (100, 480, 0.25)])
+def test_first_step_of_few_samples_or_after_many_steps_is_short(rows: int, steps: int, speed: float) -> None:
+    """Adam's first step moves each weight by the rate, whatever its gradient."""
+    bank = bank_of("ab")
+    (block,) = bank.blocks.values()
+    block.register_buffer("rows", torch.tensor([float(rows), 0.0]))
+    block.register_buffer("count", torch.tensor([0.0, float(steps)]))
+    learner = CriticLearner(max_idle=0)
+    (weight,) = bank.weights().values()
+    before = weight.detach().clone()
+    CriticOptimizer(learner).step(bank, gradients(bank))
+    full = learner.make([nn.Parameter(torch.zeros(()))]).param_groups[0]["lr"]
+    torch.testing.assert_close(weight.detach(), before - speed * full)
+
+
+def test_make_gives_averaged_adam() -> None:
+    made = CriticLearner(lr=0.3).make([torch.zeros(1, requires_grad=True)])
+    assert isinstance(made, AveragedAdam) and made.param_groups[0]["lr"] == 0.3

@@ -106,15 +106,6 @@ def test_moment_critic_is_a_quadratic() -> None:
     assert not found.mean.any() and torch.equal(found.own, found.value.detach())
 
 
-def test_build_draws_from_its_generator_only() -> None:
-    shape = CriticShape(2, 3, 1, 2)
-    state = torch.get_rng_state()
-    one, other, third = (build(MLPCritic(), shape, seed) for seed in (0, 0, 1))
-    assert torch.equal(torch.get_rng_state(), state)
-    first = [next(iter(m.parameters())) for m in (one, other, third)]
-    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
-
-
 def fit(critic: Critic, target: Tensor, context: Tensor, cells: Tensor, shape: CriticShape) -> float:
     module = build(critic, shape)
     optimiser = torch.optim.Adam(module.parameters(), lr=0.03)

@@ -109,12 +109,8 @@ CRITICS = {
     "wrong at rare values": PlantedCritic(0.3, 3.0),
     "very wrong at rare values": PlantedCritic(0.3, 20.0),
 }
-PAIRS = [
-    *((name, 1) for name in PROGRAMS if name != "short chain"),
-    ("short chain", 2),
-    ("fitted chain", 2),
-    ("fork", 2),
-]
+PAIRS = [(name, 1) for name in PROGRAMS if name != "short chain"]
+PAIRS += [("short chain", 2), ("fitted chain", 2), ("fork", 2)]
 
 
 def variance(elbo: TraceBackpropQ_ELBO, program: tuple[Any, Any], steps: int) -> float:

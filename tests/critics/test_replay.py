@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pyro
 import pyro.distributions as dist
@@ -86,11 +87,6 @@ def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int
     return elbo.trainer.replayer._rerun(elbo, stored, values, seed)
 
 
-def target_of(elbo: TraceBackpropQ_ELBO, staged: Staged) -> float:
-    """The one-step target of ``x``."""
-    return float(critic_targets(staged.signals.again(), Learning(0.0, 1.0))["x"][1])
-
-
 def network_7() -> BackpropQNetwork:
     return BackpropQNetwork.build(graph_of(*WORKED["replay"]), "chain", immediate="learned")
 
@@ -128,7 +124,8 @@ def test_worked_case_7_target_by_hand(coparents: str) -> None:
         if coparents == "stored":
             assert (now["b1"], now["b2"]) == (before["b1"], before["b2"])
         seen.add((now["b1"], now["b2"]))
-        assert target_of(elbo, staged) == pytest.approx(hand_target(now), abs=1e-12)
+        _, target = critic_targets(staged.signals.again(), Learning(0.0, 1.0))["x"]
+        assert float(target) == pytest.approx(hand_target(now), abs=1e-12)
     assert len(seen) > 1
 
 
@@ -143,23 +140,17 @@ def hand_target(now: Mapping[str, int]) -> float:
 
 def test_several_draws_of_one_tuple() -> None:
     """Equation 15: the loss is the mean of the squared errors at several draws of what lies outside the scope."""
-    elbo, calls = case_7(draws=5), list[Any]()
-    replayer = elbo.trainer.replayer
-    plain = replayer._loss
-
-    def noted(*given: Any) -> Tensor | None:
-        calls.append(given)
-        return plain(*given)
-
-    replayer._loss = noted  # type: ignore[method-assign]
-    together = replayer.gradients(elbo, ["x"])
-    single = [elbo.critics.gradients(plain(*given)) for given in calls]
+    elbo = case_7(draws=5)
+    replayer, plain = elbo.trainer.replayer, elbo.trainer.replayer._loss
+    with mock.patch.object(replayer, "_loss", wraps=plain) as loss:
+        together = replayer.gradients(elbo, ["x"])
+    single = [elbo.critics.gradients(plain(*call.args)) for call in loss.call_args_list]
     moved = 0
     for name, mean in together.items():
         parts = torch.stack([each[name] for each in single])
         torch.testing.assert_close(mean, parts.mean(0), rtol=0.0, atol=1e-12)
         moved += bool((parts != parts[0]).any())
-    assert moved and len(calls) == 5
+    assert moved and len(single) == 5
 
 
 @pytest.mark.parametrize(("costs", "runs"), [("called", 3), ("stored", 1)])
@@ -167,16 +158,11 @@ def test_only_what_is_redrawn_is_run_several_times(costs: str, runs: int) -> Non
     """With stored costs the critics of a chain hold every site, so that one run tells all."""
     elbo = chain_elbo(capacity=4, batch_size=1, updates_per_step=0, costs=costs, draws=3)
     run(elbo, steps=6)
-    replayer, calls = elbo.trainer.replayer, []
-    plain = replayer._rerun
-
-    def counted(*args: Any) -> Staged | None:
-        calls.append(args[-1])
-        return plain(*args)
-
-    replayer._rerun = counted  # type: ignore[method-assign]
-    assert elbo.replay() == 1
-    assert len(calls) == runs == len(set(calls))
+    replayer = elbo.trainer.replayer
+    with mock.patch.object(replayer, "_rerun", wraps=replayer._rerun) as rerun:
+        assert elbo.replay() == 1
+    seeds = {call.args[-1] for call in rerun.call_args_list}
+    assert rerun.call_count == runs == len(seeds)
 
 
 def divergence(logit: Tensor, prior: Tensor) -> Tensor:

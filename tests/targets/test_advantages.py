@@ -111,12 +111,6 @@ def test_advantage_of_a_chain_is_the_lambda_error_of_the_parent(lam: float, gamm
         assert a["x2"] == 7.0 - Q["x1"] and a["x3"] == 7.0 - Q["x2"]
 
 
-def test_lambda_advantage_by_hand() -> None:
-    a = found(CHAIN, Q, f=7.0, lam=0.5, gamma=0.5)
-    # d_x3 = 3.5 - 4, d_x2 = 2 - 2.5 + .25 * (-.5) = -.625, d_x1 = 1.25 - 1 + .25 * (-.625)
-    assert a["x3"] == pytest.approx(-0.625) and a["x2"] == pytest.approx(0.09375)
-
-
 def plated(**costs: list[str]) -> BackpropQNetwork:
     """A site ``g`` above a site ``z`` in three rows; the costs read ``z``, and those named ``all`` all of its rows."""
     rows = [Plate("rows", -1)]
