@@ -340,26 +340,12 @@ def test_estimators_that_run_the_model_at_other_values_are_recorded(estimator: A
 
 def test_layers_whose_values_are_averaged_are_recorded() -> None:
     """The drawn particle and its components are inputs of the recording."""
-    data = torch.linspace(-1.0, 1.0, 12 * 8).reshape(12, 8).sin()
-
-    def model() -> None:
-        with pyro.plate("rows", 12):
-            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(6)).to_event(1))
-            z = pyro.sample("z", dist.Bernoulli(logits=y @ pyro.param("p", lambda: torch.ones(6, 6))).to_event(1))
-            mean = torch.nn.functional.linear(2.0 * z - 1.0, pyro.param("v", lambda: 0.2 * torch.ones(8, 6)))
-            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=data)
-
-    def guide() -> None:
-        with pyro.plate("rows", 12):
-            logits = data @ pyro.param("w", lambda: torch.linspace(-1.0, 1.0, 48).reshape(8, 6))
-            z = pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
-            pyro.sample("y", dist.Bernoulli(logits=z @ pyro.param("u", lambda: 0.3 * torch.ones(6, 6))).to_event(1))
+    case, estimator = BY_NAME["vector_layers"], Hindsight(draws=1, crossed=True)
 
     def make(**own: Any) -> TraceBackpropQ_ELBO:
-        estimator = Hindsight(crossed=True)
         return TraceBackpropQ_ELBO(3, estimator=estimator, vectorize_particles=True, max_plate_nesting=1, **own)
 
-    assert entries(both(make, pyro.clear_param_store, model, guide, steps=14))[0].steps > 4
+    assert entries(both(make, case.params, *case.programs, steps=14))[0].steps > 4
 
 
 class Terminal(io.StringIO):

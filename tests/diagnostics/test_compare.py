@@ -64,22 +64,17 @@ def test_moments_are_those_of_the_step(name: str) -> None:
 
 def test_nothing_changes() -> None:
     elbo = trained(TraceBackpropQ_ELBO(num_particles=2), *CHAIN.programs, params=CHAIN.params, steps=30)
-    before = state_of(elbo)
-    parameters = {name: value.detach().clone() for name, value in pyro.get_param_store().items()}
-    grads = {name: p.unconstrained().grad.clone() for name, p in pyro.get_param_store().items()}
+    before, leaves = state_of(elbo), dict(pyro.get_param_store().named_parameters())
+    kept = {name: (p.detach().clone(), p.grad.clone()) for name, p in leaves.items()}
     rng, info = torch.get_rng_state(), elbo.info
     gradient_moments(elbo, CHAIN.model, CHAIN.guide, num_outcomes=1, num_samples=5)
     diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=5, num_outcomes=1)
-    compare_estimators(
-        *(CHAIN.model, CHAIN.guide),
-        estimators={"own": elbo, "disarm": ScoreFunction()},
-        **{"num_samples": 4, "num_warmup": 3, "num_rounds": 1, "progress": False, "num_outcomes": 1},
-    )
+    options = {"num_samples": 4, "num_warmup": 3, "num_rounds": 1, "progress": False, "num_outcomes": 1}
+    compare_estimators(*CHAIN.programs, estimators={"own": elbo, "disarm": ScoreFunction()}, **options)
     assert_equal(state_of(elbo), before)
     assert elbo.training and elbo.info is info and elbo.num_steps == 30
     assert torch.equal(rng, torch.get_rng_state())
-    for name, p in pyro.get_param_store().items():
-        assert torch.equal(p, parameters[name]) and torch.equal(p.unconstrained().grad, grads[name])
+    assert_equal({name: (p.detach(), p.grad) for name, p in leaves.items()}, kept)
 
 
 def test_noise_of_an_estimators_own_is_sampled() -> None:
@@ -106,14 +101,9 @@ QUICK: dict[str, Any] = {"num_warmup": 20, "num_rounds": 2, "progress": False}
 
 def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str]) -> None:
     case = BY_NAME["fork"].params()
-    found = compare_estimators(
-        *(case.model, case.guide),
-        estimators={
-            **{"default": TraceBackpropQ_ELBO(1), "score": ScoreFunction(), "graph": TraceGraph_ELBO()},
-            **{"pathwise": Pathwise(), "wrong": Declared(), "admitted": Admitted()},
-        },
-        **{**QUICK, "num_particles": 1, "progress": True},
-    )
+    rivals = {"default": TraceBackpropQ_ELBO(1), "score": ScoreFunction(), "graph": TraceGraph_ELBO()}
+    rivals |= {"pathwise": Pathwise(), "wrong": Declared(), "admitted": Admitted()}
+    found = compare_estimators(*case.programs, estimators=rivals, **{**QUICK, "num_particles": 1, "progress": True})
     text = capsys.readouterr()
     assert "Use '" in str(found) and "compare_estimators" in text.err
     assert [row.name for row in found.rows][-1] == "pathwise" and len(found.rows) == 6

@@ -18,8 +18,6 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import Diagnosis, Finding, diagnose
 from pyro_bpq.errors import OptionError
 
-Guide = Callable[..., Any]
-
 
 def look(*programs: Any, steps: int = 4, samples: int = 8, params: Any = fresh, **options: Any) -> Diagnosis:
     with filtered("ignore"):
@@ -39,7 +37,7 @@ def coin_model() -> None:
     pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(1.0))
 
 
-def coin_guide(cut: Callable[[Tensor], Tensor]) -> Guide:
+def coin_guide(cut: Callable[[Tensor], Tensor]) -> Any:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=cut(pyro.param("q", torch.tensor(0.3)))))
         pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))

@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,7 @@ from torch import Tensor, nn
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import REBAR, DisARM
 
-
-def through_pickle(elbo: Any) -> Any:
-    return pickle.loads(pickle.dumps(elbo))
-
-
-THROUGH: dict[str, Callable[[Any], Any]] = {"pickle": through_pickle, "torch": through_file, "deepcopy": copy.deepcopy}
+THROUGH = {"pickle": lambda elbo: pickle.loads(pickle.dumps(elbo)), "torch": through_file, "deepcopy": copy.deepcopy}
 # The modules' guide does not vectorise.
 PLATED = [name for name in OPTIONS if name != "vectorised"]
 

@@ -41,10 +41,6 @@ def test_state_dict_continues_in_a_new_process(options: dict[str, Any], is_waiti
 # What it survives
 
 
-class Stop(Exception):
-    pass
-
-
 ONE = {"num_particles": 1}
 FAILURES = [("model", {}), ("backward", {}), ("backward", ONE), ("backward", paper_settings()), ("critic", ONE)]
 
@@ -56,14 +52,14 @@ def test_exception_leaves_everything_as_before(where: str, options: Any, is_firs
     run(elbo, steps=0 if is_first else 10)
 
     def fail(*_: Any, **__: Any) -> None:
-        raise Stop
+        raise InterruptedError
 
     if where == "backward":
         monkeypatch.setattr(Tensor, "backward", fail)
     if where == "critic":
         monkeypatch.setattr("pyro_bpq.step.learning.regression", fail)
     before, rest = state_of(elbo), elbo.num_steps
-    with pytest.raises(Stop):
+    with pytest.raises(InterruptedError):
         elbo.loss_and_grads(fail if where == "model" else CHAIN.model, CHAIN.guide)
     monkeypatch.undo()
     assert_equal(state_of(elbo), before)

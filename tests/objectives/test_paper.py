@@ -34,8 +34,6 @@ from pyro_bpq.estimators import QRELAX, Estimator, QAdvantage, QAllAction, QPath
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.testing import assert_unbiased, expected_gradient
 
-Values = dict[str, Tensor]
-
 CASES = {
     **WORKED,
     "layers": (
@@ -55,21 +53,21 @@ class Program:
         self.start = torch.randn(len(self.parents), size, generator=noise)
         self.tables = {f: torch.randn((2,) * len(r), generator=noise) for f, r in self.reads.items()}
 
-    def law(self, theta: Tensor, name: str, values: Values) -> dist.Bernoulli:
+    def law(self, theta: Tensor, name: str, values: dict[str, Tensor]) -> dist.Bernoulli:
         row = theta[list(self.parents).index(name)]
         parts = [row[1 + k] * values[parent] for k, parent in enumerate(self.parents[name])]
         return dist.Bernoulli(logits=row[0] + sum(parts, torch.zeros(())))
 
-    def price(self, name: str, values: Values) -> Tensor:
+    def price(self, name: str, values: dict[str, Tensor]) -> Tensor:
         # Multilinear in the values, so that dependence shows; no gradient, as the values have none.
         table = self.tables[name]
         for read in self.reads[name]:
             table = (1 - values[read]) * table[0] + values[read] * table[1]
         return table
 
-    def drawn(self) -> Values:
+    def drawn(self) -> dict[str, Tensor]:
         theta = pyro.param("theta", self.start.clone())
-        values: Values = {}
+        values: dict[str, Tensor] = {}
         for name in self.parents:
             values[name] = pyro.sample(name, self.law(theta, name, values))
         return values
@@ -88,7 +86,7 @@ class Table(nn.Module):
         self.sites = sites
         self.table = nn.Parameter(torch.zeros((2,) * len(sites)))
 
-    def forward(self, values: Values) -> Tensor:
+    def forward(self, values: dict[str, Tensor]) -> Tensor:
         return self.table[tuple(values[site].long() for site in self.sites)]
 
 
@@ -98,7 +96,7 @@ def of_algorithm1(program: Program, network: Any, options: Any, steps: int, prio
     theta = program.start.clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], lr=0.5)
     critics: dict[str, nn.Module] = {node.name: Table(tuple(node.scope)) for node in network.learned}
-    laws, costs = dict[str, Any](), dict[str, Callable[[Values], Tensor]]()
+    laws, costs = dict[str, Any](), dict[str, Callable[[dict[str, Tensor]], Tensor]]()
     for name in program.reads:
         key = f"cost({name})" if prior is None else cost_of_model(name)
         costs[key] = lambda values, name=name: program.price(name, values)

@@ -223,16 +223,12 @@ def test_sites_without_a_critic_cannot_follow_one() -> None:
         objective.bootstrapped_loss(None, chain)
 
 
-def actor(**options: Any) -> ActorCriticSVI:
+def test_guide_waits_for_the_warm_up() -> None:
     fresh()
     set_policy(OLD)
     replay = Replay(capacity=200, batch_size=2, updates_per_step=0, costs="stored")
     objective = ExpectedCost(critic=MLPCritic((8,)), learner=CriticLearner(lr=0.01, replay=replay))
-    return ActorCriticSVI(None, chain, Adam({"lr": 0.05}), objective, **options)
-
-
-def test_guide_waits_for_the_warm_up() -> None:
-    svi = actor(warm_up=3)
+    svi = ActorCriticSVI(None, chain, Adam({"lr": 0.05}), objective, warm_up=3)
     assert "warm_up=3" in repr(svi)
     repeat(3, svi.step)
     assert all(torch.equal(pyro.param(name), value) for name, value in OLD.items())

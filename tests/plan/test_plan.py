@@ -29,8 +29,6 @@ from pyro_bpq.plan import rules
 DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 MEAN = ScoreFunction(TrimmedBaseline())
 AVERAGE = {"baseline": {"use_decaying_avg_baseline": True}}
-Programs = tuple[Callable[[], None], Callable[[], None]]
-Law = Callable[[Tensor], Tensor]
 
 
 def bits(name: str, logits: Tensor, **options: Any) -> Tensor:
@@ -42,7 +40,7 @@ def faces(name: str, logits: Tensor) -> Tensor:
     return pyro.sample(name, dist.Categorical(logits=table).to_event(1)).to(logits.dtype)
 
 
-def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> Programs:
+def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> tuple[Any, Any]:
     def guide() -> None:
         with pyro.plate("rows", 2):
             draw("z", pyro.param("q", torch.tensor([0.5, -0.3, 0.2])).expand(2, 3), **options)
@@ -60,7 +58,7 @@ def without_slope(name: str, logits: Tensor) -> Tensor:
     return (bits(name, logits) > 0.5).to(logits.dtype)
 
 
-def stack(up: Law = lambda y: y @ torch.ones(2, 3), down: Law = lambda z: z) -> Programs:
+def stack(up: Any = lambda y: y @ torch.ones(2, 3), down: Any = lambda z: z) -> tuple[Any, Any]:
     """Two layers: what the model's lower one reads of the upper one, and what data read of that."""
 
     def guide() -> None:
@@ -75,7 +73,7 @@ def stack(up: Law = lambda y: y @ torch.ones(2, 3), down: Law = lambda z: z) -> 
     return model, guide
 
 
-def tall() -> Programs:
+def tall() -> tuple[Any, Any]:
     """Three layers."""
     model, guide = stack()
 
@@ -86,12 +84,12 @@ def tall() -> Programs:
     return lambda: (top(), model())[1], lambda: (guide(), top())[1]
 
 
-def charged() -> Programs:
+def charged() -> tuple[Any, Any]:
     model, guide = flat()
     return lambda: (model(), cost("dear", torch.tensor(0.3).item))[0], guide
 
 
-def chosen(program: Programs, site: str, max_elements: int, **options: Any) -> Estimator:
+def chosen(program: Any, site: str, max_elements: int, **options: Any) -> Estimator:
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(**options)
     elbo.planner = replace(elbo.planner, max_elements=max_elements)

@@ -52,27 +52,21 @@ def coins(number: int) -> Callable[..., Any]:
     return lambda rate: dist.Bernoulli(logits=rate * torch.ones(number)).to_event(1)
 
 
+COUNTS = "counts: differences of one step, which slopes predict where there are many"
+SLOPES = "the only site of many components: slopes of the costs, corrected by a true difference"
 SUM, OTHERS = "few values: a sum over all of them", "other particles are the baseline"
 CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "pathwise": ("reparameterised", lambda r: dist.Normal(r, 1.0), {}),
     "all": ("chosen for all sites", coin, {"estimator": AllAction()}),
     "few": (SUM, coin, {}),
-    "counts": (
-        "counts: differences of one step, which slopes predict where there are many",
-        lambda r: dist.Poisson(r.exp()),
-        {},
-    ),
+    "counts": (COUNTS, lambda r: dist.Poisson(r.exp()), {}),
     "rows": (f"rows of data, or few sites: {OTHERS}", coin, {"rows": ROWS}),
     "few sites": (f"rows of data, or few sites: {OTHERS}", coin, {"rows": ROWS - 3}),
     "few sites, one particle": (SUM, coin, {"rows": ROWS - 3, "num_particles": 1}),
     "many components": (SUM, coins(MANY_COMPONENTS), {}),
     "some components": (f"many components: {OTHERS}", coins(MANY_COMPONENTS - 1), {}),
     "many components, a dear run": (f"many components: {OTHERS}", coins(20), {"max_elements": 1}),
-    "slopes": (
-        "the only site of many components: slopes of the costs, corrected by a true difference",
-        coins(20),
-        {"max_elements": 1, "num_particles": 1},
-    ),
+    "slopes": (SLOPES, coins(20), {"max_elements": 1, "num_particles": 1}),
 }
 
 

@@ -118,9 +118,7 @@ def test_steps_are_those_of_svi(name: str) -> None:
     assert svi.objective.compiled.entries[0].steps >= 8
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_particles": 1}, {"learner": None}], ids=["critics", "critics of the optimiser"]
-)
+@pytest.mark.parametrize("options", [{"num_particles": 1}, {"learner": None}], ids=str)
 @pytest.mark.parametrize("kind", [SVI, CompiledSVI])
 def test_critics_learn_as_in_eager_steps(kind: Any, options: dict[str, Any]) -> None:
     def chain(part: str) -> None:
