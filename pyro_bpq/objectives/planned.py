@@ -25,9 +25,10 @@ from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.record.further import isolated
-from pyro_bpq.record.laws import as_drawn
+from pyro_bpq.record.laws import as_drawn, tensors_of
 from pyro_bpq.record.statements import SkipCosts
 from pyro_bpq.record.traced_run import TracedRun
+from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.short import Pending
 from pyro_bpq.step.critic_step import NEEDS_LEAF, described
@@ -327,6 +328,10 @@ def _divergence(name: str, site: Any, prior: Any, graph: StochasticComputationGr
     q, p = site["fn"], prior["fn"]
     # Masks within the two may differ, and the divergence of a Delta leaves out its density.
     if later or not (same and as_drawn(q) is q and as_drawn(p) is p):
+        return None
+    steps = zip(*(getattr(base_distribution(law), "transforms", ()) for law in (q, p)), strict=False)
+    # It takes transforms of equal numbers for one, and has no gradient of them.
+    if any(tensor.requires_grad for tensor in tensors_of([pair for pair in steps if pair[0] is not pair[1]])):
         return None
     return _closed_form(lambda: kl_divergence(q, p), site)
 

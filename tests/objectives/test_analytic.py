@@ -57,6 +57,19 @@ def test_densities_of_deltas_and_masks_within_laws_count(is_masked: bool) -> Non
     assert_unbiased(TraceBackpropQ_ELBO(analytic_kl=True).eval(), model, guide)
 
 
+def test_transforms_of_equal_numbers_have_gradients_of_their_own() -> None:
+    def program(mean: float, shift: torch.Tensor) -> None:
+        law = dist.TransformedDistribution(dist.Normal(mean, 1.0), [dist.transforms.AffineTransform(shift, 1.0)])
+        pyro.sample("z", law)
+
+    fresh()
+    shift = torch.zeros((), requires_grad=True)
+    TraceBackpropQ_ELBO(analytic_kl=True).loss_and_grads(
+        lambda: program(0.0, shift.detach()), lambda: program(9.0, shift)
+    )
+    assert shift.grad is not None and shift.grad > 3.0
+
+
 def model() -> None:
     with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
         pyro.sample("z", dist.Normal(torch.zeros(3, 2), 1.3).to_event(1))
