@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.record.laws import as_drawn
 from pyro_bpq.record.traced_run import TracedRun, entropy_term, named
 from pyro_bpq.record.watch import is_enumerated, samples
 from pyro_bpq.reruns.tables import Laws, Table
@@ -126,9 +126,7 @@ class _Term:
 
     def weight(self) -> Packed:
         """The weight in a mean, neither scaled nor masked: a masked site still takes its values."""
-        fn, log_prob = self.site["fn"], self.site["unscaled_log_prob"]
-        while isinstance(fn, MaskedDistribution):
-            fn = fn.base_dist
+        fn, log_prob = as_drawn(self.site["fn"]), self.site["unscaled_log_prob"]
         log_prob = log_prob if fn is self.site["fn"] else fn.log_prob(self.site["value"])
         return self.packed(log_prob.exp())
 
