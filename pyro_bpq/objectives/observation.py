@@ -29,7 +29,7 @@ from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step
 
-MOST_OPERATORS = 1000  # of runs alone with which particles among others are compared
+MOST_OPERATORS = 4000  # of runs alone with which particles among others are compared
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Runner(ABC):
             return True
         values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
         # Few values may be such that another meaning of the program costs the same. In long programs there are many.
-        most = max(2, MOST_OPERATORS // len(one[0].recorded.recording.nodes))
+        most = max(2, min(32, MOST_OPERATORS // len(one[0].recorded.recording.nodes)))
         return all(is_alike(values, row) for row in checked_rows(particles.number, most))
 
     def _recorded_runs(
@@ -219,8 +219,8 @@ class Runner(ABC):
 
 
 def checked_rows(number: int, most: int = 8) -> set[int]:
-    """Some of so many rows, at most eight, whose costs are compared with those of a run of their own."""
-    return {*torch.linspace(0, number - 1, min(number, most, 8)).int().tolist()}
+    """Some of so many rows, at most ``most``, whose costs are compared with those of a run of their own."""
+    return {*torch.linspace(0, number - 1, min(number, most)).int().tolist()}
 
 
 def programs_of(program: Program, particles: Particles) -> list[Program]:

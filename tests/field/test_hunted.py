@@ -478,14 +478,21 @@ def test_numbers_that_only_costs_of_few_digits_show() -> None:
         assert float(run.run.costs["-log p(f)"]) == 0.5 * (1.0 + float(run.run.sites["z"].value.sum()))
 
 
-def test_a_plate_of_particles_is_refused_whatever_the_first_values() -> None:
-    """In one ``z[:, None]`` means another row; where all bits of a particle agree, it costs the same."""
+def another_row(odds: Tensor) -> None:
+    """In a plate of particles ``z[:, None]`` is one; where all bits of a particle agree, it costs the same."""
+    with pyro.plate("d", 3):
+        z = pyro.sample("z", dist.Bernoulli(logits=odds))
+        pyro.sample("y", dist.Categorical(logits=odds[:, None] * DATA + z[:, None]))
 
-    def program(odds: Tensor) -> None:
-        with pyro.plate("d", 3):
-            z = pyro.sample("z", dist.Bernoulli(logits=odds))
-            pyro.sample("y", dist.Categorical(logits=odds[:, None] * DATA + z[:, None]))
 
+def another_number(odds: Tensor) -> None:
+    """In a plate of particles ``z.shape[0]`` is; unless all bits are one, it costs the same."""
+    z = pyro.sample("z", dist.Bernoulli(logits=odds).to_event(1))
+    pyro.factor("f", z.prod(-1) / z.shape[0], has_rsample=False)
+
+
+@pytest.mark.parametrize("program", [another_row, another_number])
+def test_a_plate_of_particles_is_refused_whatever_the_first_values(program: Callable[[Tensor], None]) -> None:
     for seed in range(16):
         fresh(seed)
         elbo = stepped(1, TraceBackpropQ_ELBO(), lambda: program(PRIOR), lambda: program(logits()))
