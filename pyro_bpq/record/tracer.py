@@ -270,7 +270,7 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
     own = {name: site["value"] for name, site in traced.guide_trace.nodes.items() if site["type"] == "param"}
     parameters = {name: tape.value_of(value) for name, value in own.items() if isinstance(value, Tensor)}
     # From such runs those of further particles are computed.
-    is_followed = follows and not watch.attached
+    is_one = follows and not (watch.attached or any(PARTICLES in site.plates for site in drawn.values()))
     marked = [own.elements for part in (scored, drawn) for own in part.values()]
     return Recorded(
         recording=Recording.of(tape, values, marked),
@@ -283,8 +283,8 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         laws=laws,
         outside=outside,
         parameters=parameters,
-        traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_followed else (),
-        differentiable=tape.value_of(traced.run.differentiable) if is_followed else None,
+        traced=tuple(map(tape.value_of, parts_of(traced.guide_trace, traced.model_trace))) if is_one else (),
+        differentiable=tape.value_of(traced.run.differentiable) if is_one else None,
     )
 
 
