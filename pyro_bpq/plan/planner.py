@@ -218,6 +218,8 @@ class Planner:
             # Sums over the values of the many components of the only site take off most of the noise.
             summed = told - rows if is_only else set()
             served = {n for n in sites if size(n) and not (n in summed and size(n) >= MANY_COMPONENTS)}
+        # Costs of a user's own tend to be alike in all rows: critics, and sums over values, tell more of them.
+        served = served if not traced.user_costs else set()
         return sites, compared, frozenset(name for name in served if options[name].is_open)
 
     def _told(

@@ -200,6 +200,8 @@ def test_what_may_be_dear_runs_one_particle(kind: str) -> None:
     objective = ExpectedCost()
     repeat(2, objective.loss_and_grads, None, coins)
     assert objective.num_particles == number
+    # Critics stay beside other particles.
+    assert all(isinstance(known["estimator"], AllAction) for known in objective.info.values())
     assert_unbiased(objective.eval(), None, coins)
 
 
