@@ -81,42 +81,43 @@ def test_a_step_is_unbiased(estimator: Estimator, particles: int) -> None:
     assert_unbiased(elbo.eval(), model, guide)
 
 
+def steered(name: str = "q", **infer: Any) -> None:
+    """The value of the first site decides whether there is a second one."""
+    q = logits(name, 0.2 if name == "q" else -0.4, 5)
+    if pyro.sample("a", dist.Bernoulli(logits=q[0]), infer=infer) > 0:
+        pyro.sample("b", dist.Bernoulli(logits=q[1]))
+
+
+def steered_model() -> None:
+    steered("p")
+
+
 def test_a_site_that_needs_more_costs_further_runs_once() -> None:
     calls = Counter[str]()
 
-    def steered(name: str = "q") -> None:
+    def counted(name: str = "q") -> None:
         calls["runs"] += 1
-        q = logits(name, 0.2 if name == "q" else -0.4, 5)
-        if pyro.sample("a", dist.Bernoulli(logits=q[0]), infer={"bpq": {"estimator": AllAction()}}) > 0:
-            pyro.sample("b", dist.Bernoulli(logits=q[1]))
+        steered(name, bpq={"estimator": AllAction()})
 
     def seen() -> None:
-        steered("p")
+        counted("p")
 
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense")
     runs = []
     for _ in range(6):
         before = calls["runs"]
-        elbo.loss_and_grads(seen, steered)
+        elbo.loss_and_grads(seen, counted)
         runs.append(calls["runs"] - before)
     # Each step runs guide and model; the first one also for the plan that is shown.
     assert runs == [4, 2, 2, 2, 2, 2]
-    assert_unbiased(elbo.eval(), seen, steered)
+    assert_unbiased(elbo.eval(), seen, counted)
 
 
 def test_particles_are_compared_that_have_the_site() -> None:
-    elbo = trained(ScoreFunction(LeaveOneOut()), num_particles=3)
-
-    def short() -> None:
-        if pyro.sample("a", dist.Bernoulli(logits=logits("q", 0.2, 5)[0])) > 0:
-            pyro.sample("b", dist.Bernoulli(logits=logits("q", 0.2, 5)[1]))
-
-    def seen() -> None:
-        short()
-        pyro.sample("x", dist.Normal(logits("p", -0.1, 5)[0], 1.0), obs=torch.tensor(1.0, dtype=torch.float64))
-
-    assert_unbiased(elbo.eval(), seen, short)
+    elbo = TraceBackpropQ_ELBO(num_particles=3, estimator=ScoreFunction(LeaveOneOut()), structure="dense")
+    stepped(4, elbo, steered_model, steered)
+    assert_unbiased(elbo.eval(), steered_model, steered)
 
 
 @pytest.mark.parametrize("particles", [1, 3])
