@@ -288,11 +288,10 @@ def assert_equal(left: Any, right: Any, path: str = "", rtol: float = 0.0) -> No
 
 
 def is_equal(left: Any, right: Any) -> bool:
-    try:
+    with contextlib.suppress(AssertionError):
         assert_equal(left, right)
-    except AssertionError:
-        return False
-    return True
+        return True
+    return False
 
 
 def dear(programs: Any) -> Any:

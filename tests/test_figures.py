@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [page for page in PAGES if page.name not in ("benchmarks.md", "gallery.md", "changelog.md")]
+MADE = ("benchmarks.md", "gallery.md", "changelog.md")
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in MADE)]
 
 MARK = re.compile(
     r"<!-- from (?P<file>[^;\s]+)(?:; also (?P<also>[^>]*?))? -->\n(?P<block>.*?)(?=\n[ \t]*\n|\Z)", re.DOTALL

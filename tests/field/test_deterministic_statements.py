@@ -74,8 +74,7 @@ def test_the_loss_is_summed_in_as_many_runs(kind: type[Rows]) -> None:
             losses = repeat(STEPS, SVI(programs.model, programs.guide, SGD({"lr": 0.01}), elbo).step)
         assert "the loss is summed over all values" in str(elbo)
         found.append((next(programs.runs), losses))
-    (runs, expected), (found_runs, losses) = found
-    assert found_runs == runs and losses == pytest.approx(expected, rel=1e-6)
+    assert found[0][0] == found[1][0] and found[0][1] == pytest.approx(found[1][1], rel=1e-6)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

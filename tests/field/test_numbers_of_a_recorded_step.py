@@ -109,13 +109,6 @@ def own_reads(model: Any, guide: Any) -> int:
     return reads.number + handed.number
 
 
-def report(model: Any, guide: Any, **options: Any) -> str:
-    """What is said of compiled steps after enough of them."""
-    svi = CompiledSVI(model, guide, SGD({"lr": 1e-3}), TraceBackpropQ_ELBO(**options), compile="eager")
-    repeat(8, svi.step)
-    return compile_report(svi)
-
-
 def test_all_distributions_are_tried() -> None:
     assert LAWS.keys() == names()
 
@@ -135,5 +128,7 @@ def test_an_observation_of_any_distribution(name: str) -> None:
 def assert_recorded(model: Any, guide: Any) -> None:
     reads = own_reads(model, guide)
     pyro.clear_param_store()
-    said = report(model, guide, num_particles=2)
+    svi = CompiledSVI(model, guide, SGD({"lr": 1e-3}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
+    repeat(8, svi.step)
+    said = compile_report(svi)
     assert said.startswith("Recorded") or (reads and "of pyro_bpq" not in said), (reads, said)
