@@ -175,7 +175,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15456,
+    "pyro_bpq": 15452,
     "modules": 110,
     "top": 249,
     "compiled/": 1280,
@@ -183,9 +183,9 @@ BUDGETS = {
     "diagnostics/": 563,
     "estimators/": 1429,
     "graph/": 687,
-    "objectives/": 1741,
+    "objectives/": 1738,
     "plan/": 985,
-    "record/": 3746,
+    "record/": 3745,
     "reruns/": 1070,
     "rollout/": 498,
     "step/": 1279,

@@ -162,10 +162,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         )
         warns = strict_enumeration_warning
         self.runner = StepRunner(planner, structure, self.critics, self._only_costs, enumerates, warns)
-        fixing = {
-            f"{num_particles=}": num_particles is not None,
-            "vectorize_particles=True": vectorize_particles,
-        }
+        fixing = {f"{num_particles=}": num_particles is not None, "vectorize_particles=True": vectorize_particles}
         self._fixed_by = next((text for text, fixes in fixing.items() if fixes), "")
         self.particles.is_open = not self._fixed_by
 

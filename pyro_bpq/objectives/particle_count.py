@@ -251,7 +251,7 @@ class _Step:
             with torch.no_grad():
                 self._back(draws, [runner.trace(self.program, count.one, step=self.mode.num_steps, track=True)])
         found, mixed = self._settled(way), None
-        if way.has_plate:
+        if way.has_plate and found.runs:  # else no site has a score
             # Without a score no particle is charged with the costs of others: they run as the user has written.
             first, failed = runner.recordings.shown(found.runs[0], way.in_call), runner.recordings.failed
             mixed = ("the program", failed) if failed else first.mixes if first.scored else None

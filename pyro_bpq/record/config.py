@@ -230,7 +230,6 @@ def baseline_options(infer: Mapping[str, Any]) -> BaselineOptions | None:
 class CostOptions:
     """The options of a cost statement, ``infer["bpq_cost"]``."""
 
-    exact: bool = False  # whether the cost may be evaluated at values that were not sampled
     is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
     # Two runs of the same structure may differ in whether the function was called.
     size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called

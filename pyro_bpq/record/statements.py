@@ -73,7 +73,7 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     tensor = torch.zeros(()) if found is None else found
     if am_i_wrapped():
         size = tensor.numel() if asked["is_called"] else 0
-        infer = {"is_auxiliary": True, "bpq_cost": CostOptions(exact, is_function, size)}
+        infer = {"is_auxiliary": True, "bpq_cost": CostOptions(is_function, size)}
         try:
             fn = _Cost(tensor)
         except ValueError as error:
