@@ -8,7 +8,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import Die
-from torch import Tensor
 
 from pyro_bpq.rollout.features import Components, encode_real, family_of, finite_components, have_same_values
 
@@ -63,10 +62,6 @@ def test_finite_components_is_none_where_there_are_none(fn: Any) -> None:
     assert finite_components(fn) is None
 
 
-def table(split: Components, fn: Any) -> Tensor:
-    return split.log_probs(split.parameters(fn))
-
-
 @each
 def test_log_probs_at_the_index_sum_to_log_prob_and_values_invert_it(make: Any, expected: Components) -> None:
     fn = make()
@@ -78,7 +73,8 @@ def test_log_probs_at_the_index_sum_to_log_prob_and_values_invert_it(make: Any, 
         value = fn.sample()
         index = expected.index(value, fn)
         assert index.shape == (*fn.batch_shape, expected.size) and index.dtype == torch.long
-        found = table(expected, fn).gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
+        table = expected.log_probs(expected.parameters(fn))
+        found = table.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         torch.testing.assert_close(found, base.log_prob(value).expand(found.shape))
         again = expected.value(index, fn).to(value.dtype)
         assert again.shape == value.shape and torch.equal(again, value)
