@@ -355,8 +355,8 @@ class _Step:
         if found.plan is None:
             mode = recordings.mode
             return 1, "sampled values steer the program" if mode == "auto" else f'you wrote structure="{mode}"'
-        shown = recordings.shown(found.runs[0], number)
-        return num_particles_for(found.plan, shown, number, is_hidden), found.plan.alone
+        run = recordings.shown(found.runs[0], number)
+        return num_particles_for(found.plan, run, number, is_hidden), found.plan.alone
 
     def _nesting(self, one: TracedRun) -> float:
         """Bound on the number of nested plates, from a run of one particle."""

@@ -219,8 +219,7 @@ class Planner:
             summed = told - rows if is_only else set()
             served = {n for n in sites if size(n) and not (n in summed and size(n) >= MANY_COMPONENTS)}
         # Costs of a user's own tend to be alike in all rows: critics, and sums over values, tell more of them.
-        served = served if not traced.user_costs else set()
-        return sites, compared, frozenset(name for name in served if options[name].is_open)
+        return sites, compared, frozenset(n for n in served if options[n].is_open and not traced.user_costs)
 
     def _told(
         self, structure: Structure, asked: Facts, wanted: Estimators, flips: Flips, served: Collection[str]

@@ -40,8 +40,9 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     A *value* is tracked soundly, whatever the program did to compute it. If the program read a sampled value in Python
     (``.item()``, ``.tolist()``, numpy), everything that follows depends on that value, and critics see a sequence. A
     *function* is called once with ``args``, at its place in every run of the program. It may read values in Python,
-    and critics still work. But it must affect the program only through its result. If it reads none, it counts as a
-    value: several particles may run, and its cost is known at values that were not sampled.
+    and critics still work. But it must affect the program only through its result. One that is no method, reads
+    none, and computes with all of its arguments in torch counts as a value: several particles may run, and its cost is
+    known at values that were not sampled.
 
     Args:
         name: Name of the cost, unique among the sites.

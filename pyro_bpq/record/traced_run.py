@@ -109,15 +109,13 @@ class TracedRun:
     @property
     def is_dear(self) -> bool:
         """Whether it calls external functions, or functions of costs that leave torch: they may be dear."""
-        functions = [cost for cost, own in self.user_costs.items() if own.is_function]
-        own = self.recorded
-        return bool(self.externals or (functions and not (own and all(map(own.can_compute, functions)))))
+        functions = (cost for cost, own in self.user_costs.items() if own.is_function)
+        return bool(self.externals) or not all(self.recorded and self.recorded.can_compute(cost) for cost in functions)
 
     @property
     def is_plain(self) -> bool:
         """Whether its traces tell all of it, so that Pyro alone can run it."""
-        is_told = not (self.user_costs or self.externals or self.untraced)
-        return is_told and plain_run(*self.traces, samples(self.guide_trace)) is not None
+        return not (self.externals or self.untraced or plain_run(*self.traces, samples(self.guide_trace)) is None)
 
     @cached_property
     def mixes(self) -> tuple[str, str] | None:

@@ -183,7 +183,9 @@ def _score_apart(watch: Watch, *traces: Trace) -> None:
         fn = sites[0]["fn"] if sites else None
         is_bits = isinstance(base_distribution(fn), (Bernoulli, OneHotCategorical)) and finite_components(fn)
         if (is_bits or count_components(fn)) and sites[0]["value"].is_floating_point():
-            scored = sites[0]["value"].view_as(sites[0]["value"])
+            # What Python has read since it was drawn plays no part.
+            with watch.tape.steered_by(0) if watch.tape else contextlib.nullcontext():
+                scored = sites[0]["value"].view_as(sites[0]["value"])
             for site in sites:
                 site["value"] = scored
 
@@ -207,8 +209,9 @@ def _score(trace: Trace, is_guide: bool, watch: Watch) -> Heard:
             except ValueError:
                 compute(trace)  # The error shows the shapes of all sites.
                 raise
-            # A user's own object may have kept any value that has left torch so far.
-            heard[cost_of_site(site, is_guide)] = found | (everything if everything and _is_own(site["fn"]) else 0)
+            # A user's own object may have kept any value that has left torch so far; what scores a draw has not.
+            may_keep = everything and (site["is_observed"] or not is_guide) and _is_own(site["fn"])
+            heard[cost_of_site(site, is_guide)] = found | (everything if may_keep else 0)
     return heard
 
 

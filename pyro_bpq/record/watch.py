@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.record.config import SiteOptions, cost_options, site_options
-from pyro_bpq.record.key import Call, attributes_of
+from pyro_bpq.record.key import Call, attributes_of, is_of_library
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.statements import Answers, check_particles, link, linked, owner_of
 from pyro_bpq.record.tape import Tape, same
@@ -149,11 +150,13 @@ class Watch(Messenger):
             if frame.name == PARTICLES and isinstance(msg["value"], Tensor):
                 check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
         if self.tape is not None and not msg["infer"]["exact"]:
-            result, owner = msg["value"], owner_of(msg["args"][2])
-            # It depends on earlier calls of the same object, too. What stays in torch is told by its operators.
-            is_told = msg["infer"]["is_called"] and not (self.tape.has_read or id(owner) in self.memories)
-            mask = self.tape.close_call([msg["args"][3:], self.memories.get(id(owner), ())], result)
-            if not is_told:
+            (_, _, function, *given), result = msg["args"], msg["value"]
+            owner, is_plain = owner_of(function), type(function) is FunctionType and not is_of_library(function)
+            is_told = is_plain and msg["infer"]["is_called"] and not self.tape.has_read
+            # It depends on earlier calls of the same object, too.
+            mask = self.tape.close_call([given, self.memories.get(id(owner), ())], result)
+            # What stays in torch is told by its operators, unless a part of it runs where the tape does not look.
+            if not is_told or mask != self.tape.mask_of(result):
                 self.tape.made(same, (result,), result, mask)
                 self.memories.update({} if owner is None else {id(owner): [result]})
                 self.tape.hide(result, "a function of a cost")

@@ -533,3 +533,22 @@ def test_particles_whose_values_are_given_a_gradient_have_it_in_each_of_them() -
     elbo = stepped(2, TraceBackpropQ_ELBO(), *programs)
     runs = elbo.observe(Program(*programs, (), {}), shows=False).runs
     assert all(run.run.sites["z"].value.requires_grad for run in runs)
+
+
+def test_what_python_reads_later_is_no_part_of_a_coin() -> None:
+    """Else a coin read others in some runs only, by values that the others have led to."""
+
+    def guide() -> None:
+        y = pyro.sample("y", dist.Bernoulli(logits=pyro.param("q", torch.tensor(-0.7))))
+        pyro.sample("other", dist.Bernoulli(torch.tensor(0.4)))
+        number = pyro.sample("number", dist.Bernoulli(logits=1.5 * y - 0.3))
+        if number > 0:
+            pyro.sample("last", dist.Bernoulli(torch.tensor(0.5)))
+
+    def model() -> None:
+        y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.3)))
+        pyro.sample("other", dist.Bernoulli(torch.tensor(0.9)))
+        if pyro.sample("number", dist.Bernoulli(torch.tensor(0.6))) > 0:
+            pyro.sample("last", dist.Bernoulli(torch.tensor(0.2 + 0.5 * y.item())))
+
+    assert_unbiased(TraceBackpropQ_ELBO(1, estimator=ScoreFunction()).eval(), model, guide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -182,10 +183,19 @@ def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
     assert_unbiased(ExpectedCost().eval(), None, program)
 
 
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What no tape sees."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
 CHARGES: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "value": (lambda z: cost("c", z.sum(-1).cos()), 2),
     "function in torch": (lambda z: cost("c", lambda own: own.sum(-1).cos(), z), 2),
     "function that leaves torch": (lambda z: cost("c", lambda own: own.sum(-1).cos().item(), z), 1),
+    "method of a tensor": (lambda z: cost("c", (z.sum(-1) > 1.5).item), 1),
+    "function of torch": (lambda z: cost("c", functools.partial(torch.equal, torch.ones(3)), z), 1),
+    "function in a thread": (lambda z: cost("c", lambda own: in_a_thread(own.sum), z), 1),
 }
 
 
