@@ -23,7 +23,7 @@ from torch.distributions.transforms import AffineTransform, ExpTransform
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import StraightThrough
-from pyro_bpq.record.further import Hold, further_particles
+from pyro_bpq.record.further import Draws, Hold, LentBuffers, further_particles
 from pyro_bpq.record.key import reach
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.tracer import trace_run
@@ -274,3 +274,15 @@ def test_costs_that_change_unseen_are_those_of_the_step() -> None:
     bound, runs = hidden(TraceBackpropQ_IWAE(num_particles=NUMBER)), weight[0]
     stepped(30, bound, model, guide)
     assert weight[0] - runs == 31  # one of them twice
+
+
+def test_buffers_are_put_back_as_the_very_tensors() -> None:
+    layer = nn.BatchNorm1d(2)
+    own, before = layer.running_mean, layer.running_mean.clone()
+    with LentBuffers():
+        layer(torch.randn(3, 2))
+    draws = Draws([layer])
+    layer(torch.randn(3, 2))
+    layer.running_mean = torch.ones(2)
+    draws.again()
+    assert layer.running_mean is own and torch.equal(own, before)
