@@ -196,6 +196,10 @@ def test_draw_is_uniform() -> None:
     counts = [drawn.count(key) for key in (1, 2, 3)]
     # Three standard errors of a count.
     assert sum(counts) == 3000 and all(abs(count - 1000) < 3 * (3000 * 2 / 9) ** 0.5 for count in counts)
+    buffer.drop(buffer.draw(1, torch.Generator())[0])
+    for i in range(4, 6):
+        buffer.add(StoredRollout(i, None, ({},), ()))  # type: ignore[arg-type]
+    assert len(buffer) == 3 and buffer.num_dropped == 1
 
 
 def test_copies_of_a_buffer_are_empty() -> None:
