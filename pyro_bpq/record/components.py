@@ -7,7 +7,7 @@ costs that depend on component ``d``. An element of a cost that reads only compo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -94,7 +94,7 @@ def elements_of(site: Any) -> tuple[Tensor, int]:
 
 
 def labels_of(
-    recording: Recording, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown]
+    recording: Recording, wanted: Sequence[Value], starts: Mapping[Value, Labels | Unknown], ends: Iterable[Value] = ()
 ) -> tuple[list[Labels | Unknown], int]:
     """What elements of a source each wanted value reads, and how many operators were followed.
 
@@ -102,18 +102,19 @@ def labels_of(
         recording: The run.
         wanted: The values.
         starts: The labels of the source, and of what was drawn from it, by value.
+        ends: Values that may read any element.
     """
-    function, known = recording.cut(wanted, starts, sees_all=True), recording.known
+    function, known = recording.cut(wanted, {*starts, *ends}, sees_all=True), recording.known
     # A view that no operator shows may read anything.
     own = {v: Unknown(recording.opaque[v]) for v in function.given if v in recording.opaque} | {**starts}
     function = replace(function, nodes=tuple(function.reading(own.keys())))
     if function.writes:
         try:
             whole, names = recording.plain
+            own = {names[value]: of for value, of in own.items() if value in names or value not in starts}
         except (RuntimeError, NotImplementedError, KeyError) as error:
             return [Unknown(str(error).split("\n")[0])] * len(wanted), 0
-        function = whole.cut([names[value] for value in wanted], {*whole.given})
-        own, known = {names[value]: of for value, of in own.items() if value in names}, lambda value: None
+        function, known = whole.cut([names[value] for value in wanted], {*whole.given}), lambda value: None
     read = Reader(function, own, known)
     return [read.labels(value) for value in function.wanted], len(function.nodes)
 
@@ -168,7 +169,7 @@ def patterns_of(
             below |= masks[other.value]
             read: Labels | Unknown = Unknown()
             if not (other.hidden & below or masks[other.elements] & mixed) and _keeps_rows(site, other):
-                (read,), number = labels_of(recording, [other.elements], starts)
+                (read,), number = labels_of(recording, [other.elements], starts, recording.opaque)
                 left -= number
             if isinstance(read, Unknown) or (read == MANY).any():
                 mixed |= masks[other.value]
@@ -178,7 +179,9 @@ def patterns_of(
                 starts[other.value] = read.reshape(read.shape + extra)
         reading = {c: masks[cost.elements] for c, cost in costs.items() if c not in met}
         apart = {c: costs[c] for c, mask in reading.items() if mask & below and not mask & mixed}
-        labels, number = labels_of(recording, [cost.elements for cost in apart.values()], starts)
+        # What leaves torch keeps rows apart, by promise; it may read any component.
+        elements = [cost.elements for cost in apart.values()]
+        labels, number = labels_of(recording, elements, starts, recording.opaque)
         left -= number
         for (c, cost), read in zip(apart.items(), labels, strict=True):
             if not isinstance(read, Unknown) and (pattern := _pattern(recording, read, cost, site)) is not None:

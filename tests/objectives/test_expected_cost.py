@@ -215,6 +215,19 @@ def test_what_may_be_dear_runs_one_particle(kind: str) -> None:
     assert_unbiased(objective.eval(), None, coins)
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_black_boxes_read_all_components_of_a_site(writes: bool) -> None:
+    def policy() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=param("w", 3)).to_event(1))
+        paid = cost("box", lambda own: float(own.sum() ** 2), z)
+        room = torch.zeros(2)
+        if writes:
+            room[0] = paid
+        cost("later", room[0] + 0.3 * z[..., 1])
+
+    assert_unbiased(ExpectedCost(num_particles=1).eval(), None, policy)
+
+
 def environment() -> None:
     a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
     weather = pyro.sample("weather", dist.Categorical(logits=param("weather_logits", 3) * (1 + a)))
