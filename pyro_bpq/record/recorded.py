@@ -127,7 +127,9 @@ class Recorded:
         """
         found, now = dict(self.recording.tensors), outside_of(call, subsamples)
         found.update({value: now[key] for key, value in self.outside.items() if key in now})
-        found.update({site.value: values[name].detach() for name, site in self.drawn.items() if name in values})
+        # Operators were recorded for a copy where the value of a site was a view.
+        own = {site.value: values[name] for name, site in self.drawn.items() if name in values}
+        found.update({value: tensor.detach().contiguous() for value, tensor in own.items()})
         return Bound(self, found, {name: weight for name, weight in weights.items() if name in self.unweighted})
 
     def come_from(self, place: str) -> dict[Any, Value]:
