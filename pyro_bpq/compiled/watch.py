@@ -39,6 +39,8 @@ _THE_SAME = frozenset((same, _ATEN.detach.default))
 # Where distributions read numbers of their parameters.
 _READERS = ("torch.distributions.", "pyro.", "pyro_bpq.")
 _WATCHING = (__name__, "pyro_bpq.record.tape", "pyro_bpq.record.calls")
+# What computes costs again; the other modules there run the programs themselves.
+_RERUNS = frozenset(f"pyro_bpq.reruns.{name}" for name in ("at_values", "hindsight", "slopes", "values"))
 
 
 class NotYet(Unrecordable):
@@ -202,7 +204,7 @@ class StepTape(Tape):
                     "the baseline of a site is a second run that draws all sites anew (SecondRun). Several particles "
                     "need no second run: write num_particles=2 or more, and leave SecondRun out"
                 )
-            if any(module.startswith("pyro_bpq.reruns.") for _, module in frames()):
+            if any(module in _RERUNS for _, module in frames()):
                 self._refuse(
                     "it draws values that are no sites, and costs that read them are computed again at other values"
                 )

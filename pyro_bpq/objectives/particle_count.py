@@ -32,6 +32,7 @@ from pyro_bpq.errors import (
     ParticlesDifferError,
     StructureChangedError,
     TooManyOutcomesError,
+    Unrecordable,
     is_real,
 )
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
@@ -326,7 +327,7 @@ class _Step:
             if not reason:
                 self.count.use(self.runner, way)
                 return found, ""
-        except (StructureChangedError, TooManyOutcomesError):
+        except (StructureChangedError, TooManyOutcomesError, Unrecordable):
             raise
         except Exception as error:  # a program may fail in any way at values of another shape
             text = str(error).split("\n")[0].rstrip(".")
