@@ -133,6 +133,24 @@ def test_solve_takes_later_sites_by_critics_beside_what_is_known(learned: float)
     torch.testing.assert_close(scales[:, 3:], torch.tensor([[learned, 0.9]]))
 
 
+def test_scales_after_the_first_step_by_hand() -> None:
+    made, _ = context(particles=12)
+    assert made.learned is not None and made.level is not None
+    own = made.learned.gather(-1, made.table[1].unsqueeze(-1)).squeeze(-1).sum(-1)
+    made = replace(bare(made), learned=made.learned, level=made.level, cost=0.8 * own + 0.5 * made.level)
+    scales = torch.tensor([[1.0, 0.5, 0.8, 1.0, 1.0]]).expand(2, SIZE)
+    made = replace(made, statistics={**with_statistics(AllAction(), made).statistics, "scales": scales})
+    made = replace(made, count=torch.zeros(2))
+    gram, squares = _terms(made, *made.score_table).moments(scales)
+    ridge, means = torch.full((2,), 3.0 / own[0].numel()), torch.zeros(2, SIZE)
+    for i, j in ((1, 2), (2, 1)):
+        means[:, i] = gram[:, i, SIZE] - scales[:, j] * gram[:, i, j]
+    noise = (squares - means.square()) / own[0].numel()
+    expected = solve(gram, scales, ridge, 1.2, noise, (1, 2))
+    assert 0.2 < expected[0, 2] < 1.0
+    torch.testing.assert_close(AllAction()(made).statistics["scales"], expected)
+
+
 def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:
     estimator = AllAction()
     for is_good in (True, False):

@@ -23,9 +23,11 @@ def pick(run: Run, name: str) -> Tensor:
 
 
 def test_stack_sums_dimensions_without_a_plate() -> None:
-    rollout = Rollout((run({"a": torch.arange(6.0).reshape(2, 3)}),), 1, SIZES, 2)
+    costs = {"a": torch.arange(6.0).reshape(2, 3), "more": torch.ones(4, 1, 1, 3)}
+    rollout = Rollout((run(costs),), 1, SIZES, 2)
     assert rollout.stack(pick, ["a"], [INNER]).tolist() == [[[[3, 5, 7]]]]
     assert rollout.stack(pick, ["a"], []).tolist() == [[[[15]]]]
+    assert rollout.stack(pick, ["more"], [INNER]).tolist() == [[[[4, 4, 4]]]]
 
 
 def test_stack_with_dimensions_outside_the_plates_raises() -> None:

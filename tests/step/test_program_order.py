@@ -15,7 +15,8 @@ from pyro.optim import SGD
 from steps import fresh, repeat, stepped
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.estimators import AllAction, Estimator, Pathwise
+from pyro_bpq.estimators import AllAction, Estimator, Pathwise, TrimmedBaseline
+from pyro_bpq.estimators.score_function import Baseline
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.record.tracer import run_in_order, trace_run
 from pyro_bpq.record.watch import TraceOptions
@@ -30,7 +31,9 @@ def logits(name: str, start: float, size: int) -> torch.Tensor:
 def branching(q: torch.Tensor, is_guide: bool, has_plate: bool) -> torch.Tensor:
     """A binary tree of draws whose number, names and plates follow from their values."""
     total = torch.zeros((), dtype=torch.float64)
-    if pyro.sample("a", dist.Bernoulli(logits=q[0])) > 0:
+    with pyro.poutine.scale(scale=q[4].exp()):
+        a = pyro.sample("a", dist.Bernoulli(logits=q[0]))
+    if a > 0:
         for t in range(2):
             b = pyro.sample(f"b_{t}", dist.Bernoulli(logits=q[1 + t] + total))
             total = total + (t + 1.5) * b
@@ -114,8 +117,9 @@ def test_a_site_that_needs_more_costs_further_runs_once() -> None:
     assert_unbiased(elbo.eval(), seen, counted)
 
 
-def test_particles_are_compared_that_have_the_site() -> None:
-    elbo = TraceBackpropQ_ELBO(num_particles=3, estimator=ScoreFunction(LeaveOneOut()), structure="dense")
+@pytest.mark.parametrize("baseline", [LeaveOneOut(), TrimmedBaseline()], ids=repr)
+def test_particles_are_compared_that_have_the_site(baseline: Baseline) -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=3, estimator=ScoreFunction(baseline), structure="dense")
     stepped(4, elbo, steered_model, steered)
     assert_unbiased(elbo.eval(), steered_model, steered)
 
