@@ -39,8 +39,6 @@ _THE_SAME = frozenset((same, _ATEN.detach.default))
 # Where distributions read numbers of their parameters.
 _READERS = ("torch.distributions.", "pyro.", "pyro_bpq.")
 _WATCHING = (__name__, "pyro_bpq.record.tape", "pyro_bpq.record.calls")
-# What computes costs again; the other modules there run the programs themselves.
-_RERUNS = frozenset(f"pyro_bpq.reruns.{name}" for name in ("at_values", "hindsight", "slopes", "values"))
 
 
 class NotYet(Unrecordable):
@@ -204,7 +202,8 @@ class StepTape(Tape):
                     "the baseline of a site is a second run that draws all sites anew (SecondRun). Several particles "
                     "need no second run: write num_particles=2 or more, and leave SecondRun out"
                 )
-            if any(module in _RERUNS for _, module in frames()):
+            # Where tables are filled it is the program that draws.
+            if any(own.startswith("pyro_bpq.reruns.") and own != "pyro_bpq.reruns.tables" for _, own in frames()):
                 self._refuse(
                     "it draws values that are no sites, and costs that read them are computed again at other values"
                 )

@@ -139,8 +139,7 @@ def why_one(traced: TracedRun, estimator: Estimator | None, is_noisy: bool) -> s
     """Why one particle runs, where values do not steer the program."""
     chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
     if traced.is_dear:
-        dear = "functions of costs leave torch, or external functions are called, which may be dear"
-        return f"{dear}: if they are cheap, write num_particles=32, vectorize_particles=True, max_plate_nesting=..."
+        return "what leaves torch may be dear; if it is cheap, write num_particles=32, vectorize_particles=True"
     if estimator is not None:
         return f"you wrote estimator={short(estimator)}"
     if chosen:

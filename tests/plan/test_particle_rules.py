@@ -7,7 +7,6 @@ import pytest
 from pyro_bpq.plan.rules import (
     ELEMENTS,
     FEW_PARTICLES,
-    MANY_SITES,
     MOST_PARTICLES,
     MOST_STEPPED,
     PARTICLES,
@@ -23,12 +22,9 @@ SITES = frozenset(("y", "z"))
     [
         (ProgramFacts(frozenset(), frozenset(), True, 10), 1, "no noise"),
         (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=1), MOST_PARTICLES, "average"),
-        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=MANY_SITES), MOST_PARTICLES, "average"),
         (ProgramFacts(frozenset(), frozenset(), False, 10), 1, "no noise"),
-        (ProgramFacts(SITES, frozenset(), False, 10), 1, "taken apart"),
         (ProgramFacts(SITES, SITES, False, 10, noisy=2), 1, "taken apart"),
         (ProgramFacts(SITES, SITES | {"x"}, True, 10), 2, "slopes"),
-        (ProgramFacts(SITES, SITES, True, 10, noisy=3), 2, "slopes"),
         (ProgramFacts(frozenset(), SITES, True, 10, noisy=2), MOST_PARTICLES, "average"),
         (ProgramFacts(SITES, SITES, True, 10, held=SITES), 2, "slopes"),
         (ProgramFacts(SITES, frozenset(), True, 10, held=SITES), FEW_PARTICLES, "hindsight"),
