@@ -21,7 +21,7 @@ from pyro_bpq import AllAction, KSubset, LeaveOneOut, PlackettLuce, ScoreFunctio
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Hindsight
 from pyro_bpq.plan import plan as rule
-from pyro_bpq.testing import exact_gradient, exact_loss, iter_outcomes
+from pyro_bpq.testing import exact_loss, iter_outcomes
 
 LOGITS = torch.tensor([[0.4, -1.1, 0.7, 0.2], [3.0, 0.1, -2.0, -0.6]], dtype=torch.float64)
 COSTS = torch.tensor([0.8, -0.5, 1.3, -0.9], dtype=torch.float64)
@@ -209,16 +209,6 @@ SMALL = {"subset": lambda logits: KSubset(logits, 1), "order": lambda logits: Pl
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_chain_has_the_exact_gradient(kind: str, options: str, rows: int) -> None:
     unbiased(TraceBackpropQ_ELBO(**ESTIMATORS[options]), *programs(SMALL[kind], rows=rows, size=3), steps=6)
-
-
-@pytest.mark.parametrize("rows", [0, 2])
-def test_a_chain_has_the_gradient_of_one_site(law: Law, rows: int) -> None:
-    gradients = []
-    for draw in (sample_chain, pyro.sample):
-        pyro.clear_param_store()
-        found = exact_gradient(*programs(SMALL["subset"] if rows else law, draw, rows, size=3 if rows else 4))
-        gradients.append(found["logits"])
-    close(*gradients)
 
 
 @pytest.mark.parametrize("number", [1, 2])

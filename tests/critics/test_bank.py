@@ -15,7 +15,7 @@ from steps import assert_equal, filtered
 from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import Block, CriticBank, Selection
-from pyro_bpq.critics.learner import AveragedAdam, CriticLearner, CriticOptimizer
+from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.short import restore, snapshot
 
@@ -184,8 +184,3 @@ def test_first_step_of_few_samples_or_after_many_steps_is_short(rows: int, steps
     CriticOptimizer(learner).step(bank, gradients(bank))
     full = learner.make([nn.Parameter(torch.zeros(()))]).param_groups[0]["lr"]
     torch.testing.assert_close(weight.detach(), before - speed * full)
-
-
-def test_make_gives_averaged_adam() -> None:
-    made = CriticLearner(lr=0.3).make([torch.zeros(1, requires_grad=True)])
-    assert isinstance(made, AveragedAdam) and made.param_groups[0]["lr"] == 0.3

@@ -133,22 +133,27 @@ def test_solve_takes_later_sites_by_critics_beside_what_is_known(learned: float)
     torch.testing.assert_close(scales[:, 3:], torch.tensor([[learned, 0.9]]))
 
 
-def test_scales_after_the_first_step_by_hand() -> None:
+@pytest.mark.parametrize("count", [0.0, 1e6])
+def test_scales_after_a_step_by_hand(count: float) -> None:
     made, _ = context(particles=12)
     assert made.learned is not None and made.level is not None
     own = made.learned.gather(-1, made.table[1].unsqueeze(-1)).squeeze(-1).sum(-1)
     made = replace(bare(made), learned=made.learned, level=made.level, cost=0.8 * own + 0.5 * made.level)
-    scales = torch.tensor([[1.0, 0.5, 0.8, 1.0, 1.0]]).expand(2, SIZE)
-    made = replace(made, statistics={**with_statistics(AllAction(), made).statistics, "scales": scales})
-    made = replace(made, count=torch.zeros(2))
+    scales, number = torch.tensor([[1.0, 0.5, 0.8, 1.0, 1.0]]).expand(2, SIZE), own[0].numel()
     gram, squares = _terms(made, *made.score_table).moments(scales)
-    ridge, means = torch.full((2,), 3.0 / own[0].numel()), torch.zeros(2, SIZE)
+    known = {"scales": scales, "gram": 0.5 * gram, "squares": 0.5 * squares}
+    made = replace(made, statistics={**with_statistics(AllAction(), made).statistics, **known})
+    found = AllAction(decay=0.9)(replace(made, count=torch.full((2,), count))).statistics
+    # The weight of this step, and the number of samples behind a running mean.
+    weight, samples = (1.0, number) if count == 0.0 else (number / 1000, 2000 - number)
+    gram, squares = ((0.5 + 0.5 * weight) * part for part in (gram, squares))
+    means = torch.zeros(2, SIZE)
     for i, j in ((1, 2), (2, 1)):
         means[:, i] = gram[:, i, SIZE] - scales[:, j] * gram[:, i, j]
-    noise = (squares - means.square()) / own[0].numel()
-    expected = solve(gram, scales, ridge, 1.2, noise, (1, 2))
+    ridge, noise = 3.0 / number / (count + 1.0), (squares - means.square()).clamp(min=0.0) / samples
+    expected = solve(gram, scales, torch.full((2,), ridge), 1.2, noise, (1, 2))
     assert 0.2 < expected[0, 2] < 1.0
-    torch.testing.assert_close(AllAction()(made).statistics["scales"], expected)
+    torch.testing.assert_close(found["scales"], expected)
 
 
 def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_bpq import ExpectedCost, ScoreFunction, SlowTracking, TraceBackpropQ_ELBO
 from pyro_bpq import cost as charge
 from pyro_bpq.estimators import RELAX, CriticBaseline, CrossedLeaveOneOut, NetworkVariate, QProp, ReinMax
-from pyro_bpq.estimators.all_action import CRITIC, SIZE, _moment_terms, _partial
+from pyro_bpq.estimators.all_action import CRITIC, _moment_terms
 from pyro_bpq.estimators.relax import _features
 from pyro_bpq.estimators.relaxation import signs
 from pyro_bpq.rollout.features import Standardised
@@ -22,16 +22,6 @@ from pyro_bpq.testing.contract import default_problems, with_statistics
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_a_variate_is_left_out_of_its_own_rest() -> None:
-    rows, scales = drawn(SIZE + 1, 50), drawn(1, SIZE, seed=1)
-    *variates, cost = rows
-    rest = [
-        cost - sum(scales[0, j] * other for j, other in enumerate(variates) if j != i) for i in range(len(variates))
-    ]
-    wanted = torch.stack([(own * left).mean() for own, left in zip(variates, rest, strict=True)])
-    torch.testing.assert_close(_partial((rows @ rows.mT / 50).unsqueeze(0), scales)[0], wanted)
 
 
 def test_the_mean_change_of_crossed_costs_is_subtracted() -> None:

@@ -215,19 +215,6 @@ def test_the_gradient_is_exact(name: str, way: dict[str, Any]) -> None:
     assert bias(elbo, *PROGRAMS[name]) < 1e-10
 
 
-def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None:
-    program = layers()
-    elbo = train(program, CrossedLeaveOneOut(), VECTORISED)
-    layout = elbo.runner.plans.last.layout
-    graph, first = layout.graph, layout.graph.index["z1"]
-    # log q(z2) reads z1.
-    wrong = list(layout.crossings.own_law)
-    wrong[first] |= graph.cost_bits_of(["log q(z2)"])
-    layout.crossings = layout.crossings._replace(own_law=tuple(wrong))
-    del layout.crossed
-    assert bias(elbo, *program) > 1e-3
-
-
 def test_what_the_guide_hands_over_does_not_cross() -> None:
     elbo = train(handed(), CrossedLeaveOneOut(), {})
     assert [name for group in elbo.runner.plans.last.layout.crossed_costs for name in group.costs] == ["log q(y)"]

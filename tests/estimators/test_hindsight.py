@@ -26,9 +26,8 @@ from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan import flips as plans
 from pyro_bpq.reruns import hindsight as module
-from pyro_bpq.testing import exact_gradient, expected_moments
+from pyro_bpq.testing import exact_gradient
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}
@@ -228,37 +227,6 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
     assert found == {"large": True, "small": True, "bit": False}
 
 
-def weighted(own: Any, weight: float) -> Any:
-    return lambda log_q, changes, *kind: own(log_q, changes._replace(law=weight * changes.law), *kind)
-
-
-def shared(own: Any, share: float) -> Any:
-    return lambda *given: own(*given[:-1], given[-1]._replace(share=share * given[-1].share))
-
-
-# Program, number of particles, what is replaced, and by what.
-FAULTS: dict[str, tuple[Program, int, Any, str, Callable[[Any], Any]]] = {
-    "weights": (chain(), 1, estimator_module, "_means", lambda own: weighted(own, 1.01)),
-    "correction": (
-        layers("bits"),
-        1,
-        module,
-        "_drawn",
-        lambda own: lambda *given: (own(*given)[0], 0.9 * own(*given)[1]),
-    ),
-    "costs of children": (chain(), 1, plans, "_is_immediate", lambda own: lambda *given: True),
-    "particle": (pair(), 2, estimator_module, "_corrected", lambda own: shared(own, 0.5)),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, particles, owner, function, wrong = FAULTS[name]
-    monkeypatch.setattr(owner, function, wrong(getattr(owner, function)))
-    elbo = trained(program, particles, steps=3, estimator=Hindsight(draws=1))
-    assert error_of_draws(elbo, *program) > 1e-6
-
-
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:
     chance = real(0.45, 0.05, 0.2, 0.3)
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -297,26 +265,6 @@ def test_scales_leave_the_least_square() -> None:
     expected = torch.linalg.lstsq(columns, later.reshape(-1, 1)).solution.flatten()
     torch.testing.assert_close(torch.stack([kept, scale]).flatten(), expected, rtol=1e-6, atol=1e-6)
     assert 0.3 < float(kept) < 0.9 and 0.2 < float(scale) < 0.9
-
-
-def test_immediate_costs_have_no_noise_from_downstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def guide() -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.4)[0])))
-        pyro.sample("y", dist.Bernoulli(logits=2.0 * z - 0.8))
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=real(0.0)[0]))
-        pyro.sample("y", dist.Bernoulli(logits=real(0.0)[0]))
-        pyro.factor("far", -4.0 * z)
-
-    found = []
-    for scales in (estimator_module._scales, lambda moments: (torch.ones_like(moments[:, 0]),) * 2):
-        monkeypatch.setattr(estimator_module, "_scales", scales)
-        pyro.clear_param_store()
-        elbo = trained((model, guide), 2, steps=50, **VECTORISED)
-        assert bias(elbo, model, guide) < 1e-10
-        found.append(expected_moments(elbo, model, guide).total_variance)
-    assert found[0] < 0.4 * found[1]
 
 
 # What slopes and curvatures predict.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from problems import scrambled
-from steps import CHAIN, settled
+from steps import CHAIN
 
 from pyro_bpq import LambdaReturn
-from pyro_bpq.testing import assert_unbiased, expected_gradient
+from pyro_bpq.testing import assert_unbiased
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9])
@@ -20,12 +19,3 @@ def test_bootstrapping_is_biased(lam: float) -> None:
 
 def test_bootstrapping_with_lambda_one_is_not() -> None:
     assert_unbiased(scrambled(CHAIN, 20, estimator=LambdaReturn(1.0)), *CHAIN.programs)
-
-
-def test_bias_of_trained_critics_is_small() -> None:
-    elbo = settled(CHAIN, 300, estimator=LambdaReturn(0.5)).eval()
-    truth, found = (
-        torch.cat([own[name].flatten() for name in ("qa", "qb", "qc")])
-        for own in (CHAIN.exact(), expected_gradient(elbo, *CHAIN.programs))
-    )
-    assert float((found - truth).norm()) < 0.2 * float(truth.norm())

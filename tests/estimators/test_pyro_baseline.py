@@ -9,8 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, TraceGraph_ELBO
-from pyro.optim import Adam
+from pyro.infer import TraceGraph_ELBO
 from steps import no_gradients, seeing
 from torch import Tensor, nn
 
@@ -99,19 +98,6 @@ def test_default_estimator_honours_the_options(kind: str) -> None:
     plain = gradients(TraceBackpropQ_ELBO(critic=None), "", steps=9)
     assert not torch.equal(found["shift"], plain["shift"])
     assert ("net" in kind or kind == "value") == (found["net$$$weight"] is not None)
-
-
-@pytest.mark.parametrize("kind", ["net", "value"])
-def test_users_optimiser_trains_the_baseline(kind: str) -> None:
-    model, guide = make(kind)
-    svi = SVI(model, guide, Adam({"lr": 0.1}), TraceBackpropQ_ELBO())
-    before = pyro.param("shift").item()
-    weight = None
-    for _ in range(60):
-        svi.step()
-        weight = weight if weight is not None else pyro.param("net$$$bias").item()
-    assert pyro.param("net$$$bias").item() < weight - 1.0  # the costs are some nats: the rewards are negative
-    assert pyro.param("shift").item() != before
 
 
 def test_evaluation_does_not_ask_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

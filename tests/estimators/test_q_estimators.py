@@ -122,11 +122,3 @@ def test_the_relaxation_is_biased_with_an_exact_critic(temperature: float, expec
 def test_with_an_exact_critic_local_costs_have_the_gradient_of_q(estimator: Any, noise: float) -> None:
     mean, error = mean_and_error(estimator, *coin(3))
     assert error < 0.01 * TRUTH * (noise + 0.1) and abs(mean - TRUTH) < 4 * error + 1e-6
-
-
-def test_relax_with_a_wrong_q_has_the_gradient_of_the_wrong_q() -> None:
-    # A critic that is wrong gives the gradient of the wrong Q: the bias that is declared.
-    assert not QRELAX.is_unbiased
-    made, leaf = coin(7)
-    mean, error = mean_and_error(QRELAX(), replace(made, learned=2.0 * torch.as_tensor(made.learned)), leaf)
-    assert abs(mean - 2.0 * TRUTH) < 4 * error
