@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import real
-from problems import total_variance, worst_z
+from problems import faulty, total_variance, worst_z, wrong_sign
 from torch import Tensor
 
 from pyro_bpq.estimators import (
@@ -24,7 +24,7 @@ from pyro_bpq.estimators import (
     RunningBaseline,
     ScoreFunction,
 )
-from pyro_bpq.estimators.base import SiteContext, SiteInfo
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.relaxation import of_logits
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing.contract import Problem, gradient_of, with_statistics
@@ -59,8 +59,8 @@ def table_of(problem: Problem) -> Tensor:
 CRITIC = {"table": 1.0, "level": 0.1}
 
 
-def contexts(name: str, estimator: Any, rows: int, seed: int) -> tuple[SiteContext, Tensor]:
-    problem = replace(PROBLEMS[name], particles=1)
+def contexts(name: str, estimator: Any, rows: int, seed: int, particles: int = 1) -> tuple[SiteContext, Tensor]:
+    problem = replace(PROBLEMS[name], particles=particles)
     made, logits = problem.context((rows,), seed)
     known: dict[str, Any] = dict.fromkeys(("exact", "exact_cost", "correction", "exact_correction", "learned", "level"))
     if estimator.uses_critic:
@@ -70,20 +70,20 @@ def contexts(name: str, estimator: Any, rows: int, seed: int) -> tuple[SiteConte
     return replace(made, **known), logits
 
 
-def learned(name: str, estimator: Any, steps: int = 150) -> dict[str, Tensor]:
+def learned(name: str, estimator: Any, particles: int = 1, steps: int = 150) -> dict[str, Tensor]:
     """Statistics after some steps at fixed logits."""
     state: dict[str, Tensor] = {}
     for n in range(steps):
-        made, _ = contexts(name, estimator, 64, 8 + 2 * n)
+        made, _ = contexts(name, estimator, 64, 8 + 2 * n, particles)
         state |= estimator(with_statistics(estimator, made, n, state)).statistics
     return state
 
 
-def gradients(name: str, estimator: Any, state: dict[str, Tensor], calls: int = CALLS) -> Tensor:
-    """Independent gradients of a row, ``(calls * ROWS, ...)``."""
+def gradients(name: str, estimator: Any, state: dict[str, Tensor], particles: int = 1, calls: int = CALLS) -> Tensor:
+    """Independent gradients of a row, mean over particles, ``(calls * ROWS, ...)``."""
     found = []
     for call in range(calls):
-        made, logits = contexts(name, estimator, ROWS, 100_000 + 2 * call)
+        made, logits = contexts(name, estimator, ROWS, 100_000 + 2 * call, particles)
         found.append(gradient_of(estimator, with_statistics(estimator, made, 150, state), logits)[1][0].mean(0))
     return torch.cat(found)
 
@@ -111,12 +111,34 @@ def test_gradient_is_unbiased_with_a_trained_variate(estimator: Any, name: str) 
     assert worst_z(exact(name), gradients(name, estimator, state)) < 4
 
 
+@pytest.mark.parametrize("estimator", [REBAR(), RELAX(), RELAXQ(), CriticBaseline(), QControlVariate()], ids=repr)
+def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
+    state = learned("bernoulli", estimator, particles=3)
+    assert worst_z(exact("bernoulli"), gradients("bernoulli", estimator, state, particles=3, calls=6)) < 4
+
+
+# Planted errors.
+
+
+def own_value_in_level(own: Any, context: SiteContext) -> SiteTerm:
+    """A control variate that the sample itself enters, not only its relaxation."""
+    assert context.index is not None and context.level is not None
+    return own(replace(context, level=context.level + 0.1 * context.index.sum(-1).to(context.cost)))
+
+
+@pytest.mark.parametrize("is_sign", [True, False], ids=["wrong sign", "own value"])
+def test_worst_z_sees_a_planted_bias(is_sign: bool) -> None:
+    honest: Any = REBAR() if is_sign else RELAXQ()
+    fault = wrong_sign(honest) if is_sign else faulty(honest, own_value_in_level)
+    assert worst_z(exact("bernoulli"), gradients("bernoulli", fault, learned("bernoulli", honest))) > 6
+
+
 # Less noise.
 
 
-def variance(name: str, estimator: Any) -> tuple[float, float]:
+def variance(name: str, estimator: Any, particles: int = 1, steps: int = 300) -> tuple[float, float]:
     """Total variance of a row's gradient with respect to free logits, and its standard error."""
-    return total_variance(gradients(name, estimator, learned(name, estimator, steps=200), calls=2))
+    return total_variance(gradients(name, estimator, learned(name, estimator, particles, steps), particles, calls=2))
 
 
 def assert_below(left: tuple[float, float], right: tuple[float, float], factor: float = 1.0) -> None:
@@ -126,17 +148,17 @@ def assert_below(left: tuple[float, float], right: tuple[float, float], factor: 
 
 @pytest.mark.parametrize("name", ["bernoulli", "one_hot"])
 def test_rebar_is_below_the_score_function_with_its_best_baseline(name: str) -> None:
-    assert_below(variance(name, REBAR()), variance(name, ScoreFunction(RunningBaseline())))
+    assert_below(variance(name, REBAR(), 1, 200), variance(name, ScoreFunction(RunningBaseline()), 1, 200))
 
 
 @pytest.mark.parametrize("kind", [RELAXQ, QControlVariate, CriticBaseline])
 def test_optimal_scale_is_below_scale_one_with_a_poor_critic(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CRITIC, "table", -3.0)
     monkeypatch.setitem(CRITIC, "level", 1.0)
-    optimal = variance("bernoulli", kind(scale=OptimalScale()))
-    assert_below(optimal, variance("bernoulli", kind(scale=1.0)), 0.7)
+    optimal = variance("bernoulli", kind(scale=OptimalScale()), 1, 200)
+    assert_below(optimal, variance("bernoulli", kind(scale=1.0), 1, 200), 0.7)
     # And no worse than without a critic.
-    without = variance("bernoulli", ScoreFunction(RunningBaseline()))
+    without = variance("bernoulli", ScoreFunction(RunningBaseline()), 1, 200)
     assert optimal[0] < without[0] + 4 * math.hypot(optimal[1], without[1])
 
 

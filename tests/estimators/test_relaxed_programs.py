@@ -14,6 +14,8 @@ from steps import assert_equal, repeat, run, trained
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import REBAR, RELAX, RELAXQ, NetworkVariate, QControlVariate
+from pyro_bpq.record import tracer
+from pyro_bpq.reruns.at_values import SiteProgramRuns
 from pyro_bpq.testing import sample_gradients, z_scores
 
 
@@ -56,6 +58,16 @@ def branches_model() -> None:
 def test_sites_downstream_of_each_site_of_a_class_take_values_of_its_own_run() -> None:
     case = Case("branches", branches_model, branches_guide, dict.fromkeys(("q1", "q2", "slope1", "slope2"), ()))
     assert worst_z(case, REBAR(scale=1.0)) < 4
+
+
+def test_draws_downstream_that_follow_the_relaxed_value_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SiteProgramRuns, "held", lambda self, value: self)
+    assert worst_z("vector_layers", REBAR(scale=1.0)) > 6
+
+
+def test_rounding_in_the_log_probability_of_a_one_hot_site_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "relaxed_log_prob", lambda fn, value: fn.log_prob(value))
+    assert worst_z("onehot", REBAR(scale=1.0)) > 6
 
 
 def test_network_learns_and_is_saved() -> None:
