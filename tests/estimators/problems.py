@@ -71,3 +71,8 @@ def scrambled(case: Case, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO
     elbo = settled(case, steps, **options)
     scramble(elbo.critics.weights().values())
     return elbo.eval()
+
+
+def with_change(own: Callable[..., Any], at: int, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function with a planted fault: one of its arguments is changed."""
+    return lambda *given: own(*given[:at], change(given[at]), *given[at:][1:])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from problems import faulty
 from quadrature import NodeNormal, expected_gradient, grid
 from steps import repeat, stepped
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
-from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.rollout.runs import Program
 
 PARAMS = {"a": (0.3, -0.4), "b": (-0.2, 0.1)}
@@ -105,6 +107,17 @@ def test_laxq_is_unbiased_with_a_perceptron() -> None:
 
 def blocks(elbo: Any) -> list[Any]:
     return list(elbo.critics.blocks.values())
+
+
+def no_path(own: Any, context: SiteContext) -> SiteTerm:
+    """Subtracts the critic and leaves its own gradient out."""
+    still = {**context.signals, "moved_value": context.signals["moved_value"].detach()}
+    return own(replace(context, signals=still))
+
+
+def test_a_missing_path_is_seen() -> None:
+    policy = program(faulty(LAXQ(), no_path), MomentCritic(()))
+    assert largest_error(trained(policy), policy) > 1e-3
 
 
 @pytest.mark.parametrize("critic", [MomentCritic(()), ValueCritic((8,))], ids=repr)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
-from problems import error_of_draws
+from problems import error_of_draws, with_change
 from pyro import poutine
 from steps import bias, filtered, fresh, repeat, stepped
 from torch import Tensor
@@ -222,6 +222,28 @@ def test_a_law_without_a_derivative_beside_costs_that_have_one_leaves_it_exact()
         elbo = stepped(4, ExpectedCost(1, estimator=DRAWN), None, agent).eval()
         truth = exact_gradient(None, agent, only_costs=True)
         assert error_of_draws(elbo, None, agent, truth=truth) < 1e-10
+
+
+def with_small_slopes(held: Any) -> Any:
+    return held if held.ahead is None else held._replace(ahead=0.9 * held.ahead)
+
+
+# Of which function which argument is changed, how, and after how many steps: before any the score serves later costs.
+FAULTS: dict[str, tuple[str, int, Callable[[Any], Any], int]] = {
+    "weight": ("_differences", 2, lambda near: near._replace(weight=torch.ones_like(near.weight)), 0),
+    "way back": ("_differences", 2, lambda near: near._replace(back=1.01 * near.back), 0),
+    "mean of the linear variate": ("_without_linear", 1, lambda held: held._replace(log_q=0.9 * held.log_q), 3),
+    "slope at the next value": ("_table", 0, with_small_slopes, 3),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, at, change, steps = FAULTS[name]
+    is_drawn = name == "slope at the next value"
+    program, estimator = (layers("binomial"), DRAWN) if is_drawn else (chain("binomial"), Differences())
+    monkeypatch.setattr(estimator_module, function, with_change(getattr(estimator_module, function), at, change))
+    assert error_of_draws(trained(program, steps=steps, estimator=estimator), *program) > 1e-4
 
 
 @pytest.mark.parametrize("is_quadratic", [False, True])

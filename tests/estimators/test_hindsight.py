@@ -26,6 +26,7 @@ from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
+from pyro_bpq.plan import flips as plans
 from pyro_bpq.reruns import hindsight as module
 from pyro_bpq.testing import exact_gradient
 
@@ -225,6 +226,37 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
     plan = trained((guide, guide), 2, steps=1).plan
     found = {name: site.is_drawn for name, site in plan.held.sites.items()}
     assert found == {"large": True, "small": True, "bit": False}
+
+
+def weighted(own: Any, weight: float) -> Any:
+    return lambda log_q, changes, *kind: own(log_q, changes._replace(law=weight * changes.law), *kind)
+
+
+def shared(own: Any, share: float) -> Any:
+    return lambda *given: own(*given[:-1], given[-1]._replace(share=share * given[-1].share))
+
+
+# Program, number of particles, what is replaced, and by what.
+FAULTS: dict[str, tuple[Program, int, Any, str, Callable[[Any], Any]]] = {
+    "weights": (chain(), 1, estimator_module, "_means", lambda own: weighted(own, 1.01)),
+    "correction": (
+        layers("bits"),
+        1,
+        module,
+        "_drawn",
+        lambda own: lambda *given: (own(*given)[0], 0.9 * own(*given)[1]),
+    ),
+    "costs of children": (chain(), 1, plans, "_is_immediate", lambda own: lambda *given: True),
+    "particle": (pair(), 2, estimator_module, "_corrected", lambda own: shared(own, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, particles, owner, function, wrong = FAULTS[name]
+    monkeypatch.setattr(owner, function, wrong(getattr(owner, function)))
+    elbo = trained(program, particles, steps=3, estimator=Hindsight(draws=1))
+    assert error_of_draws(elbo, *program) > 1e-6
 
 
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:

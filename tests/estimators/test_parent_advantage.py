@@ -12,10 +12,11 @@ from steps import CHAIN, settled, stepped
 from test_continuous_q import largest_error, program
 from test_continuous_q import trained as trained_by_nodes
 
-from pyro_bpq import MomentCritic, TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq.critics import targets as module
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import ParentAdvantage
-from pyro_bpq.testing import assert_unbiased, expected_gradient
+from pyro_bpq.estimators import ParentAdvantage, ScoreFunction
+from pyro_bpq.testing import assert_unbiased, expected_gradient, expected_moments
 
 PROGRAMS = ["chain", "fork", "diamond", "plate", "global_local", "discrete_above_reparam", "reparam_above_discrete"]
 
@@ -30,6 +31,15 @@ def test_without_the_whole_return_the_critics_bias_it() -> None:
     assert not ParentAdvantage.is_unbiased
     with pytest.raises(AssertionError, match="biased"):
         assert_unbiased(scrambled(CHAIN, estimator=ParentAdvantage(0.9)), *CHAIN.programs)
+
+
+def test_a_baseline_that_reads_the_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(network: Any, site: str, q: Any, *_: Any) -> Any:
+        return 0.5 * sum((q[node.name] for node in network.q_nodes(site) if node.name in q), torch.zeros(()))
+
+    monkeypatch.setattr(module, "_baseline", own)
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(scrambled(CHAIN, estimator=ParentAdvantage(1.0)), *CHAIN.programs)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
@@ -47,6 +57,15 @@ def test_with_critics_that_are_right_nothing_is_off(lam: float) -> None:
     for name in ("qb", "qc"):
         assert float(found[name].abs().max()) > 1e-3
         torch.testing.assert_close(other[name], found[name], rtol=0.0, atol=1e-10)
+
+
+def test_the_baseline_lowers_the_variance() -> None:
+    variance = {}
+    for estimator in (ParentAdvantage(1.0), ScoreFunction(), AllAction()):
+        moments = expected_moments(settled(CHAIN, 30, estimator=estimator).eval(), *CHAIN.programs)
+        variance[type(estimator)] = sum(float(moments.variance[name].sum()) for name in ("qa", "qb", "qc"))
+    # The first site has no parent; the sum over its values needs none.
+    assert variance[AllAction] < variance[ParentAdvantage] < 0.8 * variance[ScoreFunction]
 
 
 @pytest.mark.parametrize("critic", [MomentCritic(()), MomentCritic((4,))], ids=repr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -11,11 +12,13 @@ import pytest
 import torch
 from lattice import Lattice
 from models import irregular, observe
+from problems import faulty
 from steps import trained
 from torch import Tensor
 
 from pyro_bpq import MomentCritic, QProp, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import TwoPoint, assert_unbiased, expected_moments
 
 
@@ -97,6 +100,19 @@ def test_the_variance_is_below_that_of_a_running_mean() -> None:
         for estimator in (QProp(), ScoreFunction(RunningBaseline()))
     )
     assert ours.total_variance < 0.8 * theirs.total_variance
+
+
+def no_expectation(own: Any, context: SiteContext) -> SiteTerm:
+    """Subtracts the critic without adding its expectation."""
+    assert context.moments is not None
+    still = context.moments._replace(expected=torch.zeros_like(context.moments.expected))
+    return own(replace(context, moments=still))
+
+
+def test_a_missing_expectation_is_seen() -> None:
+    elbo = train(pair_model, pair_guide, estimator=faulty(QProp(), no_expectation))
+    with pytest.raises(AssertionError):
+        assert_unbiased(elbo, pair_model, pair_guide)
 
 
 # A reparameterised site with a critic corrects the sites before it.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from algorithm1 import backpropq_algorithm1
 from models import BY_NAME
-from steps import fresh, repeat, stepped, trained
+from steps import bias, fresh, repeat, settled, stepped, trained
 from tabular import WORKED
 from torch import Tensor, nn
 
@@ -182,6 +182,13 @@ def test_updates_of_an_elbo_are_those_of_algorithm_1() -> None:
     elbo = TraceBackpropQ_ELBO(**paper_settings("chain", rate=0.3))
     network, found = of_program(elbo, model, program.drawn, steps=5)
     torch.testing.assert_close(found, of_algorithm1(program, network, {}, 5, prior), rtol=0.0, atol=1e-12)
+
+
+def test_a_sweep_biases_the_gradient_and_the_default_does_not() -> None:
+    for options, is_biased in ((paper_settings(), True), ({"num_particles": 1}, False)):
+        elbo = settled(BY_NAME["chain"], 20, **options).eval()
+        worst = bias(elbo, *BY_NAME["chain"].programs, params=BY_NAME["chain"].params)
+        assert (worst > 1e-2) if is_biased else (worst < 1e-10)
 
 
 @pytest.mark.parametrize("form", ["ancestor", "history"])
