@@ -21,13 +21,11 @@ from steps import stepped
 from pyro_bpq import (
     CompiledSVI,
     CriticLearner,
-    ExpectedCost,
     ProximalSVI,
     Replay,
     TraceBackpropQ_ELBO,
     TraceBackpropQ_IWAE,
     TrustRegionSVI,
-    cost,
 )
 from pyro_bpq.testing import exact_gradient
 
@@ -157,15 +155,6 @@ def test_a_batch_without_parameters_leaves_them_alone() -> None:
     leaf.grad = None
     assert elbo.loss_and_grads(model, guide, 0) == 0.0 and leaf.grad is None
     assert float(exact_gradient(model, guide, 0, parameters={"q": leaf})["q"]) == 0.0
-
-
-def test_steps_of_an_expected_cost_count() -> None:
-    def guide(step: int) -> None:
-        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-        cost("c", lambda z: (z - 0.3) ** 2, z)
-
-    objective = ExpectedCost(critic=None)
-    assert_trains(SVI(lambda step: None, guide, SGD({"lr": 0.01}), objective), objective, 6)
 
 
 def test_evaluations_do_not_count() -> None:

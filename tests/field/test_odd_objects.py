@@ -16,11 +16,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.optim import SGD
-from steps import fresh, recorded_and_eager, repeat, stepped, trained
+from steps import fresh, recorded_and_eager, stepped, trained
 from torch import nn
 
-from pyro_bpq import CompiledSVI, CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq import CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO
 from pyro_bpq.record.key import reach
 from pyro_bpq.testing import assert_unbiased
 
@@ -235,21 +234,6 @@ def test_a_flag_in_a_slot_is_noticed(name: str) -> None:
     elbo = train(6, model, guide)
     config.linked = True
     assert_unbiased(elbo.eval(), model, guide)
-
-
-def test_a_flag_in_a_slot_is_part_of_a_recording() -> None:
-    """The loss after the switch is that of the new program."""
-    config, losses = Config(), []
-    model, guide = programs(None, config=config)
-    svi = CompiledSVI(model, guide, SGD({"lr": 0.0}), TraceBackpropQ_ELBO(num_particles=2), compile="eager")
-    repeat(8, svi.step)
-    assert "Recorded" in compile_report(svi)
-    config.linked = True
-    for seed in range(4):
-        for step in (svi.step, lambda: TraceBackpropQ_ELBO(num_particles=2).loss(model, guide)):
-            pyro.set_rng_seed(seed)
-            losses.append(step())
-    assert losses[0::2] == pytest.approx(losses[1::2], abs=1e-12)
 
 
 def test_the_mode_of_a_scripted_module_is_noticed() -> None:

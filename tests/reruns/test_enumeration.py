@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -402,15 +401,6 @@ def error(elbo: Any, program: Case) -> float:
 @pytest.mark.parametrize("program", SAMPLED, ids=lambda program: program.name)
 def test_steps_with_sampled_sites_are_unbiased(program: Case, options: dict[str, Any]) -> None:
     assert error(train(program, **options), program) < ATOL
-
-
-@pytest.mark.parametrize("name", ["chain", "mean", "early"])
-def test_exact_gradient_is_that_of_pyro_with_all_sites_enumerated(name: str) -> None:
-    program = BY_NAME[name]
-    loss, theirs = gradients(TraceEnum_ELBO(), replace(program, guide=config_enumerate(program.guide)))
-    assert largest_error(theirs, program.exact()) < ATOL
-    program.params()
-    assert abs(float(exact_loss(program.model, program.guide)) - loss) < ATOL
 
 
 @pytest.mark.parametrize("name", ["mixture_subsampled", "mixture_scaled", "hmm", "masked_rows"])
