@@ -113,13 +113,6 @@ def test_open_numbers_of_particles_meet_such_branches() -> None:
     assert_seen(lambda z: caught(FAILING["cholesky"], z), None)
 
 
-def test_the_branch_may_be_taken_in_a_function_further_out() -> None:
-    def far(z: Tensor) -> Tensor:
-        return FAILING["cholesky"](z)
-
-    assert_seen(lambda z: caught(lambda z: far(z), z))
-
-
 @pytest.mark.parametrize("name", ["cholesky", "index", "covariance", "validation"])
 def test_a_program_that_catches_nothing_is_not_steered(name: str) -> None:
     """The same operators, at values where they do not fail: each cost keeps its own sites."""
