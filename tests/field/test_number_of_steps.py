@@ -157,15 +157,6 @@ def test_a_batch_without_parameters_leaves_them_alone() -> None:
     assert float(exact_gradient(model, guide, 0, parameters={"q": leaf})["q"]) == 0.0
 
 
-def test_evaluations_do_not_count() -> None:
-    programs = learns("discrete")
-    for objective in (TraceBackpropQ_ELBO(), TraceBackpropQ_IWAE(8)):
-        objective.loss(*programs, 0)
-        with torch.no_grad():
-            objective.differentiable_loss(*programs, 0)
-        assert objective.num_steps == 0
-
-
 @pytest.mark.parametrize("law", LAWS)
 def test_a_step_of_a_bound_runs_the_model_once(law: str) -> None:
     """But for the looks after 1, 2, 4, ... steps, which compare particles with runs of one."""
