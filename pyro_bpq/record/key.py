@@ -12,6 +12,7 @@ import functools
 import itertools
 import sys
 from argparse import Namespace
+from collections import ChainMap, UserDict
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import date, datetime, timedelta
@@ -208,7 +209,7 @@ class Call:
         elif isinstance(item, type):
             self._opaque(path, item)
             self._of_class(path, item)
-        elif isinstance(item, (Messenger, Namespace, SimpleNamespace)) or not _is_closed(item):
+        elif isinstance(item, (Messenger, Namespace, SimpleNamespace, UserDict, ChainMap)) or not _is_closed(item):
             self._attributes(path, item)
         else:
             self._opaque(path, item)
@@ -260,6 +261,8 @@ class Call:
             return
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
+        if vars(item):
+            self._parts(path, tuple(vars(item)), "{}.{}", vars(item).items())
         self._globals(item.__globals__, names_of(code))
 
     def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import ChainMap, UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,11 @@ def view() -> Any:
 # What makes how a program reads a number, and how it is changed; the change may be a new argument.
 CHANGES: dict[str, Callable[[], Any]] = {
     "argument": lambda: ((lambda *args: args[0]), lambda new: (new,)),
+    "attribute of a function": lambda: of(
+        lambda: None, lambda own: getattr(own, "n", OLD), lambda own, new: setattr(own, "n", new)
+    ),
+    "UserDict": lambda: of(UserDict(n=OLD), lambda box: box["n"], lambda box, new: box.update(n=new)),
+    "ChainMap": lambda: of(ChainMap({}, {"n": OLD}), lambda box: box["n"], lambda box, new: box.maps[1].update(n=new)),
     "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, lambda box, new: setattr(box, "n", new)),
     "closure": closure,
     "name of a module": lambda: of_a_module(lambda: NUMBER),
