@@ -253,7 +253,7 @@ class Call:
 
     def _function(self, path: Path, item: FunctionType) -> None:
         code, is_foreign, of = item.__code__, is_of_library(item), item.__qualname__
-        self.note(path, code)
+        self._parts(path, (code, *vars(item)), "{}.{}", () if is_foreign else vars(item).items())
         for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
             if cell != CellType():  # else it has no value yet
                 self.visit(("{} of {}", name, of), cell.cell_contents)
@@ -261,8 +261,6 @@ class Call:
             return
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
-        if vars(item):
-            self._parts(path, tuple(vars(item)), "{}.{}", vars(item).items())
         self._globals(item.__globals__, names_of(code))
 
     def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -144,7 +144,7 @@ def test_costs_whose_edges_pass_different_levels_are_not_merged() -> None:
 def test_the_sum_of_all_costs_has_no_discount() -> None:
     with pytest.raises(OptionError, match="reduction='chain'"):
         BackpropQNetwork.build(BYPASS, "single", discounted=True)
-    with pytest.raises(OptionError, match="gamma=0.5"):
+    with pytest.raises(OptionError, match=r"gamma=0\.5"):
         lambda_return(BackpropQNetwork.build(BYPASS, "single"), {}, numbers({"f": 2.0}), 1.0, 0.5)
 
 
