@@ -24,6 +24,7 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -188,7 +189,7 @@ class Call:
             self.note(path, (list, tuple(item)))
         elif isinstance(item, (tuple, list)):
             self._parts(path, (kind, len(item)), "{}[{}]", enumerate(item))
-        elif isinstance(item, dict):
+        elif isinstance(item, (dict, MappingProxyType)):
             keys = tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)
             self._parts(path, (dict, keys), "{}[{!r}]", item.items())
         elif isinstance(item, FunctionType):
@@ -228,7 +229,7 @@ class Call:
 
     def _of_class(self, path: Path, item: type) -> None:
         """Notes the plain values and the functions of a class, once: its objects read them too."""
-        for kind in item.__mro__:
+        for kind in (*item.__mro__, *type(item).__mro__):  # type: ignore[misc]
             if kind in self._classes or is_of_library(kind):
                 continue
             self._classes.add(kind)

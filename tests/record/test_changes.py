@@ -6,7 +6,7 @@ import math
 import os
 from collections import ChainMap, UserDict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -69,12 +69,32 @@ def view() -> Any:
     return (lambda: tensor[1]), lambda new: part.fill_(new) and None
 
 
+def proxy() -> Any:
+    held = {"n": OLD}
+    return of(MappingProxyType(held), lambda box: box["n"], lambda _, new: held.update(n=new))
+
+
+class Meta(type):
+    n = OLD
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+def of_a_metaclass() -> Any:
+    Meta.n = OLD
+    return of(OfMeta, lambda kind: kind.n, lambda _, new: setattr(Meta, "n", new))
+
+
 # What makes how a program reads a number, and how it is changed; the change may be a new argument.
 CHANGES: dict[str, Callable[[], Any]] = {
     "argument": lambda: ((lambda *args: args[0]), lambda new: (new,)),
     "attribute of a function": lambda: of(
         lambda: None, lambda own: getattr(own, "n", OLD), lambda own, new: setattr(own, "n", new)
     ),
+    "MappingProxyType": proxy,
+    "metaclass": of_a_metaclass,
     "UserDict": lambda: of(UserDict(n=OLD), lambda box: box["n"], lambda box, new: box.update(n=new)),
     "ChainMap": lambda: of(ChainMap({}, {"n": OLD}), lambda box: box["n"], lambda box, new: box.maps[1].update(n=new)),
     "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, lambda box, new: setattr(box, "n", new)),
