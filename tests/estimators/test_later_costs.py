@@ -10,9 +10,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from steps import bias, trained
+from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.graph.scg import cost_of_model
+from pyro_bpq.step.signals import Signals
 
 STATES, END = 3, cost_of_model("end")
 COST = torch.tensor([0.0, 6.0, -4.0], dtype=torch.float64)
@@ -57,9 +59,22 @@ def test_a_cost_of_the_last_site_is_told_where_all_sites_gain(options: dict[str,
     assert plan.flips is not None and dict(plan.flips.costs) == {"x_5": (END,)}
 
 
-def test_exact_costs_of_later_sites_count_in_full_beside_unlearned_critics() -> None:
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_exact_costs_of_later_sites_count_in_full_beside_unlearned_critics(
+    sign: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Signals.later
+
+    def signed(self: Signals, c: int, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+        learned, exact = plain(self, c, shape)
+        return learned, None if exact is None else sign * exact
+
+    monkeypatch.setattr(Signals, "later", signed)
     elbo = stepped(TraceBackpropQ_ELBO(estimator=AllAction(exact=True), **MANY), 6, 25)
-    assert all(elbo.info[f"x_{t}"]["scales"][4] > 0.8 for t in range(4))
+    scales = torch.stack([elbo.info[f"x_{t}"]["scales"] for t in range(4)])
+    used = scales[:, 4]
+    # A wrong sign is seen: nothing is left of it.
+    assert bool((used > 0.8).all()) if sign > 0.0 else bool((used < 0.2).all())
 
 
 @pytest.mark.parametrize("steps", [1, 60])
