@@ -23,7 +23,7 @@ from pyro_bpq.record.recordings import Alike, Recordings
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.record.values import RecordingError
 from pyro_bpq.record.watch import PARTICLES, samples, traced_leaves
-from pyro_bpq.reruns.values import Values, is_alike
+from pyro_bpq.reruns.values import Values, are_alike
 from pyro_bpq.rollout.runs import NoiseSource, Particles, Program
 from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
@@ -170,7 +170,7 @@ class Runner(ABC):
         values = Values((recorded,), one[0].recorded, (run,), one[1], int(particles.nesting))
         # Few values may be such that another meaning of the program costs the same. In long programs there are many.
         most = max(2, min(32, MOST_OPERATORS // len(one[0].recorded.recording.nodes)))
-        return all(is_alike(values, row) for row in checked_rows(particles.number, most))
+        return are_alike(values, checked_rows(particles.number, most))
 
     def _recorded_runs(
         self, program: Program, particles: Particles, mode: Mode, is_ordered: bool = False

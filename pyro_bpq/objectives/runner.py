@@ -30,7 +30,7 @@ from pyro_bpq.record.watch import TraceOptions, gradients_of, inputs_of
 from pyro_bpq.reruns.at_values import Reruns, charged, has_slope
 from pyro_bpq.reruns.enumeration import eliminate, enumerated_programs
 from pyro_bpq.reruns.tables import AllValues, exact_sum
-from pyro_bpq.reruns.values import Values, flipped_costs, is_alike
+from pyro_bpq.reruns.values import Values, are_alike, flipped_costs
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.rollout.sums import in_single
 from pyro_bpq.step.program_order import in_order
@@ -290,7 +290,7 @@ class StepRunner(Runner):
             assert traced.recorded is not None
             alone = self.alone(program, particles, traced)
             values = Values((traced.recorded,), alone, (traced,), recordings.call, nesting)
-            if not all(is_alike(values, row) for row in checked_rows(rows)):
+            if not are_alike(values, checked_rows(rows)):
                 self._refuse("a row of values costs something else alone")
             # A program may read a shape. In a recorded run values are as large as their plates. The last run counts:
             # autograd refuses buffers that were put back.

@@ -84,32 +84,34 @@ class Values:
 
 
 @torch.no_grad()
-def is_alike(values: Values, number: int) -> bool:
-    """Whether the particle of that number, which ran among others, has cost what it costs alone.
+def are_alike(values: Values, numbers: Iterable[int]) -> bool:
+    """Whether particles, which ran among others, have cost what each of them costs alone.
 
-    A program may read a shape, as of ``z.mean()``. Numbers that are nearly equal are computed again in double.
+    A program may read a shape, as of ``z.mean()``. What can be computed again is compared in double: in single
+    precision a large cost would hide it.
     """
-    (run,), (recorded,), (among,), index = values.traced, values.recorded, values.bound, torch.tensor([number])
-    alone = values.of_particle(index)
-    own = alone.recorded
+    (run,), (recorded,), (among,), own = values.traced, values.recorded, values.bound, values.alone
+    assert own is not None
     if not (run.is_dear or all(map(own.can_compute, own.costs))):
         return False
     names = [name for name in own.costs if name in recorded.costs and own.can_compute(name) and not own.draws(name)]
-    found = alone.again(names)
-    if all(_is_close(found[name], values.particle_of(run.run.costs[name], index)) for name in names):
-        return True
-    names = [name for name in names if recorded.can_compute(name)]
+    again = [name for name in names if recorded.can_compute(name)]
+    costs = {name: run.run.costs[name] for name in names}
     try:
-        found, many = alone.again(names, in_double=True), among.again(names, in_double=True)
+        costs.update(among.again(again, in_double=True))
     except RuntimeError:  # an operator of single precision
-        return False
-    return all(_is_close(found[name], values.particle_of(many[name], index), 5e-8) for name in names)
+        again = []
+    for index in torch.tensor([*numbers]).split(1):
+        alone = values.of_particle(index)
+        found = {**alone.again(set(names).difference(again)), **alone.again(again, in_double=True)}
+        if not all(_is_close(found[name], values.particle_of(costs[name], index)) for name in names):
+            return False
+    return True
 
 
-def _is_close(first: Tensor, second: Tensor, tolerance: float = 5e-5) -> bool:
-    if first.numel() != second.numel():
-        first, second = torch.broadcast_tensors(first, second)
-    return torch.allclose(first.reshape(-1), second.reshape(-1), rtol=tolerance, atol=tolerance)
+def _is_close(first: Tensor, second: Tensor) -> bool:
+    tolerance = 5e-8 if first.dtype == torch.float64 else 5e-5
+    return bool(torch.isclose(first, second, tolerance, tolerance).all())
 
 
 # Costs where sites take other values while all others keep theirs.
@@ -133,8 +135,7 @@ class Rows(NamedTuple):
         moved = {name: flips.moved(name, value, sites[name].fn, moves) for name, value in values.items()}
         if not moves.is_apart:
             return Rows(flips, moves, traced, bound, moved, bound.at_rows(wanted, moved))
-        rows = [bound.again(wanted)]
-        rows += [bound.again(wanted, {n: value[row] for n, value in moved.items()}) for row in range(1, flips.rows)]
+        rows = [bound.again(wanted, {n: value[row] for n, value in moved.items()}) for row in range(flips.rows)]
         costs = {name: torch.stack([row[name] for row in rows]) for name in wanted}
         return Rows(flips, moves, traced, bound, moved, costs)
 
