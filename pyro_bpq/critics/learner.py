@@ -158,7 +158,7 @@ class AveragedAdam(torch.optim.Optimizer):
         | https://arxiv.org/abs/2405.15682
     """
 
-    decay, mix, floor, eps = 0.99, 0.9, 0.03, 1e-8
+    decay, mix, floor, eps = 0.99, 0.9, 0.03, 1e-6
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "speed": None, "n": None})
