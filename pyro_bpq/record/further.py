@@ -155,10 +155,9 @@ def gradients_agree(traced: TracedRun, bound: Bound) -> bool:
     wanted, loss = bound.recorded.differentiable, traced.run.differentiable
     if wanted is None or not loss.requires_grad:
         return wanted is not None
-    function = bound.recorded.recording.cut([wanted])
     # Reparameterised values lead on to the parameters of their laws.
     values = {site.value: traced.run.sites[name].value for name, site in bound.recorded.drawn.items()}
-    (again,) = function.at({**bound.tensors, **values})
+    (again,) = bound.recorded.recording.cut([wanted]).at({**bound.tensors, **values})
     leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
     native, other = (gradients_of(total, leaves, retain_graph=True) for total in (loss, again))
     pairs = ((own.get(leaf, torch.zeros_like(leaf)) for own in (native, other)) for leaf in leaves)

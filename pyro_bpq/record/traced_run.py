@@ -109,8 +109,10 @@ class TracedRun:
     @property
     def is_dear(self) -> bool:
         """Whether it calls external functions, or functions of costs that leave torch: they may be dear."""
-        functions = (cost for cost, own in self.user_costs.items() if own.is_function)
-        return bool(self.externals) or not all(self.recorded and self.recorded.can_compute(cost) for cost in functions)
+        found = [cost for cost, own in self.user_costs.items() if own.is_function]
+        # What is summed out has another name.
+        asked = self.recorded.costs if found and self.enumerated and self.recorded else found
+        return bool(self.externals) or not all(self.recorded and self.recorded.can_compute(cost) for cost in asked)
 
     @property
     def is_plain(self) -> bool:

@@ -18,7 +18,7 @@ from pyro.optim import Adam
 from steps import bias, fresh, largest_error, repeat, trained, unbiased
 from torch import Tensor
 
-from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing import exact_loss
 
@@ -478,6 +478,19 @@ def test_extra_run_of_the_model_reaches_sums_and_means() -> None:
 
 
 # Options, warnings, errors.
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_costs_of_enumerated_sites_are_dear_if_they_leave_torch(leaves: bool) -> None:
+    def model() -> None:
+        y = pick("y", torch.zeros(2), infer=PARALLEL)
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        cost("c", lambda y, z: torch.as_tensor(y.numpy() * z.numpy()) if leaves else y * z, y.double(), z)
+
+    elbo = exactly()
+    repeat(2, elbo.loss_and_grads, model, lambda: coin("z", pyro.param("w", torch.zeros(()))))
+    assert ("dear" in elbo.particles.said) is leaves
+
 
 
 def test_nothing_to_enumerate_warns() -> None:
