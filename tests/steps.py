@@ -83,17 +83,33 @@ def coins_guide(number: int = 3, *_: Any) -> None:
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(0.3, -0.4, number))).to_event(1))
 
 
-def seeing(mean: Callable[[Tensor], Any], number: int = 0) -> Callable[..., None]:
-    """A model of one coin, or of so many as one site, whose observation reads them in some way."""
+def seeing(mean: Callable[..., Any], number: int = 0) -> Callable[..., None]:
+    """A model of one coin, or of so many as one site, whose observation reads them, and the arguments, in some way."""
 
-    def model(*_: Any) -> None:
+    def model(*args: Any) -> None:
         prior = dist.Bernoulli(torch.full((number,), 0.4)).to_event(1) if number else dist.Bernoulli(torch.tensor(0.4))
         z = pyro.sample("z", prior)
-        law = dist.Normal(mean(z), 1.0)
+        law = dist.Normal(mean(z, *args), 1.0)
         law = law.to_event(len(law.batch_shape) - z.dim() + bool(number))
         pyro.sample("x", law, obs=torch.full(law.event_shape, 0.3))
 
     return model
+
+
+def rows(mean: Callable[..., Any], data: Tensor, logits: Callable[..., Tensor] | None = None) -> tuple[Any, Any]:
+    """Model and guide of a coin in each row of data, which the row's observation reads in some way."""
+
+    def model(*args: Any) -> None:
+        with pyro.plate("rows", len(data)):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+            pyro.sample("x", dist.Normal(mean(z, *args), 1.0), obs=data)
+
+    def guide(*args: Any) -> None:
+        own = logits(*args) if logits else pyro.param("q", torch.linspace(0.5, -0.6, len(data)))
+        with pyro.plate("rows", len(data)):
+            pyro.sample("z", dist.Bernoulli(logits=own))
+
+    return model, guide
 
 
 def through_file(thing: Any, weights_only: bool = False) -> Any:

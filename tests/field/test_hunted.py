@@ -15,7 +15,7 @@ from models import real
 from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
-from steps import coin_guide, filtered, fresh, seeing, stepped, trained, unbiased
+from steps import coin_guide, filtered, fresh, rows, seeing, stepped, trained, unbiased
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -336,20 +336,12 @@ def test_jumps_are_found_without_learning_too() -> None:
 
 def test_arguments_with_gradients_are_not_compiled() -> None:
     weights = torch.zeros(4, requires_grad=True)
-
-    def guide(own: Tensor) -> None:
-        with pyro.plate("d", 2):
-            pyro.sample("z", dist.Bernoulli(logits=own))
-
-    def model(own: Tensor) -> None:
-        with pyro.plate("d", 2):
-            pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0), obs=torch.tensor([1.0, 2.0]))
-
+    programs = rows(lambda z, _: z, torch.tensor([1.0, 2.0]), lambda own: own)
     elbo = TraceBackpropQ_ELBO(1, compile="eager")
     with pytest.warns(BPQWarning, match="an argument carries a gradient"):
         for first in (*[0] * 8, 2, 0):
             weights.grad = None
-            elbo.loss_and_grads(model, guide, weights[first : first + 2])
+            elbo.loss_and_grads(*programs, weights[first : first + 2])
             assert weights.grad is not None and weights.grad.nonzero().flatten().tolist() == [first, first + 1]
 
 

@@ -13,7 +13,7 @@ import torch
 from distributions import LAWS, names
 from pyro import poutine
 from pyro.optim import SGD
-from steps import repeat
+from steps import repeat, rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,7 +62,7 @@ class HandedOver(TorchFunctionMode):
 
 
 def plate_of(name: str) -> Any:
-    return pyro.plate("rows", 2) if LAWS[name](torch.tensor([0.4, 0.7])).batch_shape else contextlib.nullcontext()
+    return pyro.plate("law", 2) if LAWS[name](torch.tensor([0.4, 0.7])).batch_shape else contextlib.nullcontext()
 
 
 def latent(name: str) -> tuple[Any, Any]:
@@ -87,16 +87,12 @@ def observed(name: str) -> tuple[Any, Any]:
     value = VALUES[name]() if name in VALUES else LAWS[name](torch.tensor([0.4, 0.7])).sample()
 
     def model() -> None:
-        with pyro.plate("coins", 2):
+        with pyro.plate("rows", 2):
             z = pyro.sample("z", dist.Bernoulli(0.4))
         with plate_of(name):
             pyro.sample("x", LAWS[name](0.4 + 0.3 * z), obs=value)
 
-    def guide() -> None:
-        with pyro.plate("coins", 2):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.4, 0.7]))))
-
-    return model, guide
+    return model, rows(float, torch.ones(2))[1]
 
 
 def own_reads(model: Any, guide: Any) -> int:

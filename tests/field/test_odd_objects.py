@@ -16,7 +16,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
-from steps import fresh, recorded_and_eager, stepped, trained
+from steps import fresh, recorded_and_eager, rows, stepped, trained
 from torch import nn
 
 from pyro_bpq import CriticLearner, Replay, SlowTracking, TraceBackpropQ_ELBO
@@ -255,20 +255,6 @@ def test_the_mode_of_a_scripted_module_is_noticed() -> None:
     assert_unbiased(elbo.eval(), model, guide)
 
 
-def in_rows(net: Any) -> tuple[Any, Any]:
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            a = pyro.sample("a", dist.Bernoulli(0.4))
-            mean = net(a.reshape(-1, 1)).reshape(*a.shape, 2).sum(-1)
-            pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.ones(3))
-
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
-
-    return model, guide
-
-
 @pytest.mark.filterwarnings("ignore:Rows of the plate")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_net_keeps_its_own_statistics(number: int) -> None:
@@ -278,7 +264,8 @@ def test_a_net_keeps_its_own_statistics(number: int) -> None:
         fresh()
         net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
         run, buffers = torch.jit.script(net) if is_scripted else net, dict(net.named_buffers())
-        trained(kind(num_particles=number), *in_rows(run), steps=6)
+        programs = rows(lambda z: run(z.reshape(-1, 1)).reshape(*z.shape, 2).sum(-1), torch.ones(3))  # noqa: B023
+        trained(kind(num_particles=number), *programs, steps=6)
         assert is_scripted or all(net.get_buffer(name) is buffer for name, buffer in buffers.items())
         seen.append(dict(run.state_dict()))
     assert seen[0]["1.num_batches_tracked"] == 6 * number

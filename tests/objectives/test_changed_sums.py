@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import coin_guide, filtered, fitted, repeat
+from steps import coin_guide, filtered, fitted, repeat, rows, seeing
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -103,10 +103,7 @@ def test_a_number_among_the_arguments_is_looked_at_at_once(compile: Any) -> None
 def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor], steps: int) -> None:
     """A single run has one value, of which these reads make what it means."""
 
-    def model(mixes: bool) -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.3))
-        pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.7)) * (read(z) if mixes else z), 1.0), obs=X[0])
-
+    model = seeing(lambda z, mixes: pyro.param("m", torch.tensor(0.7)) * (read(z) if mixes else z))
     elbo = _summed(model, coin_guide, False)
     _go_on(elbo, model, coin_guide, True, steps=steps)
     assert_unbiased(elbo.eval(), model, coin_guide, True)
@@ -118,15 +115,7 @@ def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor],
 
 
 def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
-    def model() -> None:
-        with pyro.plate("d", 2):
-            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p", torch.tensor(-0.4)).expand(2)))
-            pyro.sample("x", dist.Normal(z.roll(int(SWITCH), -1), 1.0), obs=X)
-
-    def guide() -> None:
-        with pyro.plate("d", 2):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.2, -0.5]))))
-
+    model, guide = rows(lambda z: pyro.param("w", torch.tensor(0.7)) * z.roll(int(SWITCH), -1), X)
     elbo = _summed(model, guide)
     SWITCH.fill_(True)
     with filtered("ignore"):

@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, DATA, OPTIONS, assert_equal, module, repeat, run, state_of, through_file
+from steps import CHAIN, DATA, OPTIONS, assert_equal, module, repeat, rows, run, state_of, through_file
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -53,18 +52,10 @@ def test_copies_continue_alike(options: dict[str, Any], through: Any, steps: int
 # Interrupted training
 
 
-def rows_guide() -> None:
-    with pyro.plate("rows", 3):
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")))
-
-
-def rows_model(is_masked: bool) -> None:
-    with pyro.plate("rows", 3):
-        z = pyro.sample("z", dist.Bernoulli(0.4))
-        shift = torch.zeros(3)
-        if is_masked:
-            shift[z > 0] = 1.7
-        pyro.sample("x", dist.Normal(shift if is_masked else 1.7 * z, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
+def masked(z: Tensor) -> Tensor:
+    shift = torch.zeros(3)
+    shift[z > 0] = 1.7
+    return shift
 
 
 def pairs_guide() -> None:
@@ -82,7 +73,8 @@ def pairs_model() -> None:
 
 STEERED = BY_NAME["python_branch"]
 PAIRS = Case("pairs", pairs_model, pairs_guide, {"q": (), "r": ()})
-ROWS, APART = (Case("rows", partial(rows_model, is_masked), rows_guide, {"q": ()}) for is_masked in (True, False))
+READS = masked, lambda z: 1.7 * z
+ROWS, APART = (Case("rows", *rows(read, DATA[:3], lambda: pyro.param("q")), {"q": ()}) for read in READS)
 
 
 class Session:

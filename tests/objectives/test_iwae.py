@@ -24,7 +24,7 @@ from bounds import (
 )
 from models import Case, real
 from pyro.infer import RenyiELBO
-from steps import repeat, told
+from steps import repeat, rows, told
 
 from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
 from pyro_bpq.errors import BPQWarning, PlateError, UnsupportedSiteError
@@ -120,17 +120,8 @@ def test_errors() -> None:
 @pytest.mark.parametrize("options", [{}, {"vectorize_particles": True}, {"compile": "eager"}])
 @pytest.mark.parametrize("meet", [False, True])
 def test_rows_of_weights_of_their_own_have_to_keep_apart(meet: bool, options: dict[str, Any]) -> None:
-    def model() -> None:
-        with pyro.plate("rows", 3):
-            z = pyro.sample("z", dist.Bernoulli(0.35))
-            loc = torch.fft.fft(z, dim=-1).real if meet else 2.0 * z
-            pyro.sample("x", dist.Normal(loc, 0.8), obs=torch.tensor([0.3, -0.7, 1.2]))
-
-    def guide() -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.4, 0.7]))))
-
+    programs = rows(lambda z: torch.fft.fft(z, dim=-1).real if meet else 2.0 * z, DATA)
     elbo = TraceBackpropQ_IWAE(2, plate="rows", max_plate_nesting=1, **options)
     with told(BPQWarning) as found:
-        repeat(3, elbo.loss_and_grads, model, guide)
+        repeat(3, elbo.loss_and_grads, *programs)
     assert len(found) == meet and all("Rows of the plate 'rows' meet in -log p(x)" in text for text in found)

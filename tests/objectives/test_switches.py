@@ -10,7 +10,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, fitted
+from steps import filtered, fitted, rows
+from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import assert_unbiased
@@ -31,24 +32,17 @@ def _stays_unbiased(model: Any, guide: Any, phases: Sequence[tuple[Any, int]], *
     return fitted(elbo, model, guide, calls())
 
 
-def _guide(flag: Any) -> None:
-    q = pyro.param("q", torch.tensor([0.2, -0.3]))
-    with pyro.plate("d", len(X)):
-        pyro.sample("z", dist.Bernoulli(logits=q[0] + q[1] * X))
+def _line(z: Tensor) -> Tensor:
+    w = pyro.param("w", torch.tensor([0.5, 1.0]))
+    return w[0] + w[1] * z
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"num_particles": 2, "vectorize_particles": True}])
 def test_rows_that_meet_from_one_flag_to_the_next(options: dict[str, Any]) -> None:
     """The run before was tracked as well, since its flag was new."""
 
-    def model(flag: int) -> None:
-        w = pyro.param("w", torch.tensor([0.5, 1.0]))
-        with pyro.plate("d", len(X)):
-            z = pyro.sample("z", dist.Bernoulli(0.3))
-            loc = w[0] + w[1] * z + (0.3 * z.sum() if flag == 2 else 0.0)
-            pyro.sample("x", dist.Normal(loc, 1.0), obs=X)
-
-    _stays_unbiased(model, _guide, [(0, 20), (1, 1), (2, 1), (2, 1), (2, 5), (0, 1)], **options)
+    programs = rows(lambda z, flag: _line(z) + (0.3 * z.sum() if flag == 2 else 0.0), X)
+    _stays_unbiased(*programs, [(0, 20), (1, 1), (2, 1), (2, 1), (2, 5), (0, 1)], **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
@@ -58,12 +52,10 @@ def test_another_law_of_a_latent_site_is_another_structure(law: str, options: di
     laws = [dist.Bernoulli(0.3), getattr(dist, law)(parameter)]
 
     def model(kind: int) -> None:
-        w = pyro.param("w", torch.tensor([0.5, 1.0]))
-        with pyro.plate("d", len(X)):
-            z = pyro.sample("z", laws[kind])
-            pyro.sample("x", dist.Normal(w[0] + w[1] * z, 1.0), obs=X)
+        with pyro.plate("rows", len(X)):
+            pyro.sample("x", dist.Normal(_line(pyro.sample("z", laws[kind])), 1.0), obs=X)
 
-    _stays_unbiased(model, _guide, [(0, 15), (1, 1), (1, 5)], **options)
+    _stays_unbiased(model, rows(_line, X)[1], [(0, 15), (1, 1), (1, 5)], **options)
 
 
 @pytest.mark.parametrize("first", [False, True])
