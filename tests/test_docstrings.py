@@ -14,13 +14,8 @@ import pytest
 
 from pyro_bpq import errors
 
-PACKAGES = (
-    "pyro_bpq",
-    "pyro_bpq.estimators",
-    "pyro_bpq.diagnostics",
-    "pyro_bpq.testing",
-    "pyro_bpq.diagnostics.render",
-)
+FOLDERS = ("estimators", "diagnostics", "testing", "diagnostics.render")
+PACKAGES = ("pyro_bpq", *(f"pyro_bpq.{name}" for name in FOLDERS))
 OWN_ERRORS = frozenset(name for name in errors.__all__ if name.endswith("Error"))
 
 

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
+import torch
 from enumerable import enumerable_noise
-from models import Case
+from models import Case, real
 from steps import bias, scramble, settled
 from torch import Tensor
 
@@ -17,6 +20,27 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import ChoiceNoise, expected_moments
+
+WEIGHT = real(0.7, -0.4, 1.1, 0.3, -0.9, 0.5).reshape(2, 3)
+
+
+def table(name: str, *shape: int, scale: float = 1.1) -> Tensor:
+    """A parameter of irregular numbers."""
+    numbers = torch.sin(1.3 * torch.arange(math.prod(shape)) + 2.3 * len(name)).double()
+    return pyro.param(name, scale * numbers.reshape(shape))
+
+
+def two_rows(law: Callable[[Tensor], Any], mean: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """Model and guide: three values in each of two rows, of a law given numbers; data see what is made of them."""
+
+    def run(is_model: bool) -> None:
+        with pyro.plate("rows", 2):
+            numbers = real(0.6) if is_model else pyro.param("q", real(0.3, 0.5, 0.8))
+            z = pyro.sample("z", law(numbers.expand(2, 3)).to_event(1))
+            if is_model:
+                pyro.sample("x", dist.Normal(mean(z), 0.6).to_event(1), obs=real(0.4, -0.3).expand(2, 2))
+
+    return (lambda: run(True)), (lambda: run(False))
 
 
 def worst_z(exact: Tensor, samples: Tensor) -> float:

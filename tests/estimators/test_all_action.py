@@ -29,9 +29,8 @@ def bare(made: SiteContext) -> SiteContext:
 def test_call_without_critics_is_leave_one_out() -> None:
     made, logits = context()
     made = with_statistics(AllAction(), bare(made))
-    (expected,) = torch.autograd.grad(
-        (2 * (made.cost - made.cost.mean(1, keepdim=True)) * made.score).sum(), logits, retain_graph=True
-    )
+    surrogate = 2 * (made.cost - made.cost.mean(1, keepdim=True)) * made.score
+    (expected,) = torch.autograd.grad(surrogate.sum(), logits, retain_graph=True)
     torch.testing.assert_close(gradient(AllAction(), made, logits), expected)
 
 
@@ -40,7 +39,6 @@ def test_call_with_all_costs_exact_has_no_noise() -> None:
     made, logits = context()
     made = replace(bare(made), exact=made.exact, exact_cost=made.cost)
     made = with_statistics(AllAction(), made)
-    assert made.log_probs is not None and made.exact is not None
     (expected,) = torch.autograd.grad((made.log_probs.exp() * made.exact).sum(), logits, retain_graph=True)
     torch.testing.assert_close(gradient(AllAction(), made, logits), expected)
 
@@ -63,7 +61,6 @@ def test_call_is_linear_in_the_scales(missing: tuple[str, ...]) -> None:
 
 def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
     """``v_i·v_j``, and ``(u - k)·v_i`` where ``k`` is what the scales make of the all-action terms."""
-    assert made.log_probs is not None
     terms = _terms(made, *made.score_table)
     scales = torch.full((len(made.names), SIZE), 0.4)
     known = sum((0.4 * offset for offset in terms.offsets if offset is not None), torch.zeros_like(u))
@@ -136,7 +133,6 @@ def test_solve_takes_later_sites_by_critics_beside_what_is_known(learned: float)
 @pytest.mark.parametrize("count", [0.0, 1e6])
 def test_scales_after_a_step_by_hand(count: float) -> None:
     made, _ = context(particles=12)
-    assert made.learned is not None and made.level is not None
     own = made.learned.gather(-1, made.table[1].unsqueeze(-1)).squeeze(-1).sum(-1)
     made = replace(bare(made), learned=made.learned, level=made.level, cost=0.8 * own + 0.5 * made.level)
     scales, number = torch.tensor([[1.0, 0.5, 0.8, 1.0, 1.0]]).expand(2, SIZE), own[0].numel()
@@ -163,11 +159,9 @@ def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:
         for step in range(200):
             made, _ = context(seed=step)
             made = replace(made, exact=None, exact_cost=None, level=None, correction=None, exact_correction=None)
-            assert made.learned is not None and made.index is not None
             own = made.learned.gather(-1, made.index.unsqueeze(-1)).squeeze(-1).sum(-1)
-            made = replace(
-                made, cost=own if is_good else made.cost, statistics=statistics, count=torch.full((2,), float(step))
-            )
+            now = {"statistics": statistics, "count": torch.full((2,), float(step))}
+            made = replace(made, cost=own if is_good else made.cost, **now)
             statistics = dict(estimator(made).statistics)
         scale = statistics["scales"][:, 2]
         assert bool((scale > 0.85).all()) if is_good else bool((scale < 0.15).all())

@@ -37,9 +37,7 @@ def test_running_baseline_subtracts_what_was_before() -> None:
 
 def test_an_outlier_stays_out_of_the_trimmed_baseline() -> None:
     baseline, generator = TrimmedBaseline(), torch.Generator().manual_seed(0)
-    statistics = {
-        k: torch.as_tensor(v).repeat(1, *(1,) * torch.as_tensor(v).dim()) for k, v in baseline.statistics().items()
-    }
+    statistics = {k: torch.as_tensor(v)[None] for k, v in baseline.statistics().items()}
     statistics["baseline"] = torch.zeros(1)
     values = 5.0 + torch.randn(100, generator=generator)
     # The very first costs may be outliers, too.

@@ -59,22 +59,10 @@ from pyro_bpq.testing.contract import Problem, default_problems
 SCORES = [ScoreFunction(), *map(ScoreFunction, (LeaveOneOut(), RunningBaseline(), TrimmedBaseline()))]
 SUMS = [AllAction(), AllAction(exact=True), AllAction(exact=False), AllAction(adaptive=False), QProp(), LambdaReturn()]
 PATHWISE = [Pathwise(), Concrete(), GumbelStraightThrough(), ReinMax(), StraightThrough()]
-SLOPES = [
-    MuProp(),
-    MuProp(LeaveOneOut()),
-    MuProp(RunningBaseline()),
-    MuProp(mean_field=True),
-    DebiasedStraightThrough(),
-]
-SLOPES += [DebiasedStraightThrough(decay=0.5, mixture=1.0)]
-RERUNS = [
-    Differences(),
-    DisARM(),
-    SecondRun(),
-    SecondRun(decay=0.5),
-    CrossedLeaveOneOut(),
-    CrossedLeaveOneOut(decay=0.5),
-]
+SLOPES = [MuProp(), MuProp(LeaveOneOut()), MuProp(RunningBaseline()), MuProp(mean_field=True)]
+SLOPES += [DebiasedStraightThrough(), DebiasedStraightThrough(decay=0.5, mixture=1.0)]
+RERUNS = [Differences(), DisARM(), SecondRun(), SecondRun(decay=0.5)]
+RERUNS += [CrossedLeaveOneOut(), CrossedLeaveOneOut(decay=0.5)]
 RERUNS += [Hindsight(), Hindsight(draws=1, curvature=False, crossed=True)]
 RELAXED = [REBAR(), REBAR(temperature=Annealed(), scale=1.0), RELAX(), RELAX(NetworkVariate((8, 8))), LAX()]
 CRITICS = [CriticBaseline(), CriticBaseline(scale=0.5), LAXQ(), LAXQ(scale=0.5), RELAXQ(), RELAXQ(Annealed(0.9))]

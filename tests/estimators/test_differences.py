@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import problems
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
-from problems import error_of_draws, with_change
+from problems import WEIGHT, error_of_draws, two_rows, with_change
 from pyro import poutine
 from steps import bias, filtered, fresh, repeat, stepped
 from torch import Tensor
@@ -134,11 +136,7 @@ DRAWN = Differences(draws=1, whole=1, curvature=False)
 
 def layers(kind: str, rows: int = 1) -> Program:
     """Two layers of two counts above data that reads both, in a plate; the lower one has a nonlinear decoder."""
-    law = small(kind)
-
-    def table(name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        return pyro.param(name, 0.8 * torch.sin(1.3 * torch.arange(size) + 2.3 * len(name)).double().reshape(shape))
+    law, table = small(kind), partial(problems.table, scale=0.8)
 
     def guide() -> None:
         with pyro.plate("rows", rows), poutine.scale(scale=2.0):
@@ -248,21 +246,10 @@ def test_a_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_quadratic", [False, True])
 def test_slopes_at_both_values_tell_costs_of_second_order(is_quadratic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, seen = real(0.7, -0.4, 1.1, 0.3, -0.9, 0.5).reshape(2, 3), list[Any]()
-
-    def guide() -> None:
-        with pyro.plate("rows", 2):
-            pyro.sample("z", dist.Poisson(pyro.param("q", real(0.3, 0.5, 0.8)).expand(2, 3)).to_event(1))
-
-    def model() -> None:
-        with pyro.plate("rows", 2):
-            mean = pyro.sample("z", dist.Poisson(real(0.6).expand(2, 3)).to_event(1)) @ weight.t()
-            mean = mean if is_quadratic else mean.sin()
-            pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3).expand(2, 2))
-
-    right = estimator_module._table
+    seen, right = list[Any](), estimator_module._table
+    program = two_rows(dist.Poisson, lambda z: z @ WEIGHT.t() if is_quadratic else (z @ WEIGHT.t()).sin())
     monkeypatch.setattr(estimator_module, "_table", lambda held, *rest: seen.append(held) or right(held, *rest))
-    trained((model, guide), steps=2, estimator=DRAWN)
+    trained(program, steps=2, estimator=DRAWN)
     held = seen[-1]
     slopes = held.changes.immediate.gather(-1, held.drawn) + held.ahead
     error = (held.exact.immediate - 0.5 * slopes).abs().max()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import steps
 import torch
 from models import BY_NAME, CASES, Case, real
-from problems import error_of_draws
+from problems import WEIGHT, error_of_draws, table, two_rows
 from pyro import poutine
 from quadrature import NodeNormal, expected_gradient
 from steps import bias, stepped
@@ -61,11 +60,6 @@ def test_expected_gradient_is_exact(case: Case, particles: int) -> None:
     case.params()
     elbo = trained(case.programs, particles)
     assert bias(elbo, *case.programs, params=case.params, truth=case.exact()) < 1e-10
-
-
-def table(name: str, *shape: int) -> Tensor:
-    size = math.prod(shape)
-    return pyro.param(name, 1.1 * torch.sin(1.3 * torch.arange(size) + 2.3 * len(name)).double().reshape(shape))
 
 
 def chain(scale: float = 1.0, values: int = 3) -> Program:
@@ -120,11 +114,9 @@ def layers(kind: str, is_smooth: bool = True, is_masked: bool = False) -> Progra
     def guide() -> None:
         with pyro.plate("rows", 1), poutine.scale(scale=2.0):
             low = draw("low", table("qlow", 2, values).expand(1, 2, values))
+            logits = torch.nn.functional.linear(2.0 * low - 1.0, table("w", 2, width), table("b", 2))
             with poutine.mask(mask=not is_masked):
-                draw(
-                    "top",
-                    torch.nn.functional.linear(2.0 * low - 1.0, table("w", 2, width), table("b", 2)).unsqueeze(-1),
-                )
+                draw("top", logits.unsqueeze(-1))
 
     def model() -> None:
         with pyro.plate("rows", 1), poutine.scale(scale=2.0):
@@ -140,13 +132,8 @@ def layers(kind: str, is_smooth: bool = True, is_masked: bool = False) -> Progra
     return model, guide
 
 
-LAYERS = {
-    "bits": layers("bits"),
-    "nonlinear": layers("bits", is_smooth=False),
-    "masked": layers("bits", is_masked=True),
-    "hot": layers("hot"),
-    "dice": layers("dice"),
-}
+LAYERS = {kind: layers(kind) for kind in ("bits", "hot", "dice")}
+LAYERS |= {"nonlinear": layers("bits", is_smooth=False), "masked": layers("bits", is_masked=True)}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -198,23 +185,20 @@ def test_components_of_one_particle_are_exact(options: dict[str, Any], is_small:
 
 @pytest.mark.parametrize("options", [TOGETHER, {}], ids=["together", "one by one"])
 def test_a_reparameterised_site_may_come_first(options: dict[str, Any]) -> None:
-    model, guide = pair()
+    plain_model, plain_guide = pair()
 
-    def with_point(program: Callable[[], None], law: Any) -> Callable[[], None]:
-        def run() -> None:
-            pyro.sample("point", law())
-            program()
+    def model() -> None:
+        pyro.sample("point", dist.Normal(real(0.2)[0], 1.0))
+        plain_model()
 
-        return run
+    def guide() -> None:
+        # A point has a gradient of its own, and a single value, which can be enumerated.
+        pyro.sample("point", dist.Delta(pyro.param("at", real(0.3))[0]))
+        plain_guide()
 
-    # A point has a gradient of its own, and a single value, which can be enumerated.
-    program = (
-        with_point(model, lambda: dist.Normal(real(0.2)[0], 1.0)),
-        with_point(guide, lambda: dist.Delta(pyro.param("at", real(0.3))[0])),
-    )
-    elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **options)
+    elbo = trained((model, guide), 2, steps=3, estimator=Hindsight(draws=1), **options)
     assert elbo.plan.layout.specs["point"].estimator.is_pathwise
-    assert error_of_draws(elbo, *program) < 1e-10
+    assert error_of_draws(elbo, model, guide) < 1e-10
 
 
 def test_small_layers_are_drawn_along_with_large_ones() -> None:
@@ -236,16 +220,14 @@ def shared(own: Any, share: float) -> Any:
     return lambda *given: own(*given[:-1], given[-1]._replace(share=share * given[-1].share))
 
 
+def corrected(own: Any, share: float) -> Any:
+    return lambda *given: (own(*given)[0], share * own(*given)[1])
+
+
 # Program, number of particles, what is replaced, and by what.
 FAULTS: dict[str, tuple[Program, int, Any, str, Callable[[Any], Any]]] = {
     "weights": (chain(), 1, estimator_module, "_means", lambda own: weighted(own, 1.01)),
-    "correction": (
-        layers("bits"),
-        1,
-        module,
-        "_drawn",
-        lambda own: lambda *given: (own(*given)[0], 0.9 * own(*given)[1]),
-    ),
+    "correction": (layers("bits"), 1, module, "_drawn", lambda own: corrected(own, 0.9)),
     "costs of children": (chain(), 1, plans, "_is_immediate", lambda own: lambda *given: True),
     "particle": (pair(), 2, estimator_module, "_corrected", lambda own: shared(own, 0.5)),
 }
@@ -302,40 +284,25 @@ def test_scales_leave_the_least_square() -> None:
 # What slopes and curvatures predict.
 
 
-def joined(z: Tensor, weight: Tensor) -> Tensor:
-    return torch.cat((z, z.new_ones(2, 1)), -1) @ torch.cat((weight, real(0.4, 0.2).unsqueeze(-1)), -1).t()
+def joined(z: Tensor) -> Tensor:
+    return torch.cat((z, z.new_ones(2, 1)), -1) @ torch.cat((WEIGHT, real(0.4, 0.2).unsqueeze(-1)), -1).t()
 
 
-READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "plain": lambda z, weight: z @ weight.t(),
-    "shifted": lambda z, weight: torch.nn.functional.linear(2.0 * z - 1.0, weight),
+# Linear maps of bits.
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda z: z @ WEIGHT.t(),
+    "shifted": lambda z: torch.nn.functional.linear(2.0 * z - 1.0, WEIGHT),
     "joined": joined,
 }
-
-
-def quadratic(read: str) -> Program:
-    """Costs of second order in the bits that a linear map reads in some way."""
-    weight = real(0.7, -0.4, 1.1, 0.3, -0.9, 0.5).reshape(2, 3)
-
-    def guide() -> None:
-        with pyro.plate("rows", 2):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.5, 0.8)).expand(2, 3)).to_event(1))
-
-    def model() -> None:
-        with pyro.plate("rows", 2):
-            z = pyro.sample("z", dist.Bernoulli(logits=real(-0.2).expand(2, 3)).to_event(1))
-            mean = READS[read](z, weight)
-            pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3).expand(2, 2))
-
-    return model, guide
 
 
 @pytest.mark.parametrize("read", READS)
 def test_costs_of_second_order_are_predicted_exactly(read: str) -> None:
     SEEN.clear()
+    program = two_rows(lambda numbers: dist.Bernoulli(logits=numbers - 0.7), READS[read])
     for curvature in (True, False):
         # The first step predicts nothing.
-        trained(quadratic(read), 1, steps=2, estimator=Seen(draws=2, curvature=curvature))
+        trained(program, 1, steps=2, estimator=Seen(draws=2, curvature=curvature))
     errors = []
     for _, held in SEEN[1::2]:
         errors.append(float((held.changes.immediate.gather(-1, held.drawn) - held.exact.immediate).abs().max()))

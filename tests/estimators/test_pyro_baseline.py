@@ -86,10 +86,8 @@ def test_gradients_are_those_of_tracegraph(kind: str, particles: int) -> None:
 def test_first_step_of_the_average_is_that_of_tracegraph(kind: str) -> None:
     ours = TraceBackpropQ_ELBO(estimator=ScoreFunction())
     torch.testing.assert_close(gradients(ours, kind), gradients(TraceGraph_ELBO(), kind))
-    again = gradients(ours, kind, seed=4)
-    assert not torch.equal(
-        again["shift"], gradients(TraceBackpropQ_ELBO(estimator=ScoreFunction()), kind, seed=4)["shift"]
-    )
+    again, new = (gradients(elbo, kind, seed=4) for elbo in (ours, TraceBackpropQ_ELBO(estimator=ScoreFunction())))
+    assert not torch.equal(again["shift"], new["shift"])
 
 
 @pytest.mark.parametrize("kind", ["net", "value", "average", "average net"])
@@ -143,7 +141,6 @@ def test_what_the_site_chooses_itself_comes_first() -> None:
         pyro.set_rng_seed(0)
         TraceBackpropQ_ELBO(particles).loss_and_grads(MODEL, guide_with(infer=infer))
         leaf = dict(pyro.get_param_store().named_parameters())["q"]
-        assert leaf.grad is not None
         return leaf.grad
 
     assert not torch.equal(gradient(baseline=value), gradient())  # a sum over its values without it

@@ -104,7 +104,6 @@ def test_the_variance_is_below_that_of_a_running_mean() -> None:
 
 def no_expectation(own: Any, context: SiteContext) -> SiteTerm:
     """Subtracts the critic without adding its expectation."""
-    assert context.moments is not None
     still = context.moments._replace(expected=torch.zeros_like(context.moments.expected))
     return own(replace(context, moments=still))
 

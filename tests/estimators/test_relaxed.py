@@ -92,16 +92,9 @@ def exact(name: str) -> Tensor:
     return PROBLEMS[name].exact_gradient()[0]
 
 
-ESTIMATORS = [
-    REBAR(),
-    REBAR(temperature=Annealed(), scale=0.7),
-    RELAX(),
-    RELAXQ(),
-    RELAXQ(temperature=Annealed(1.0, 0.2, 0.99), scale=0.8),
-    CriticBaseline(),
-    QControlVariate(num_samples=2),
-    QControlVariate(num_samples=1, scale=0.6),
-]
+ESTIMATORS = [REBAR(), REBAR(temperature=Annealed(), scale=0.7), RELAX(), RELAXQ()]
+ESTIMATORS += [RELAXQ(temperature=Annealed(1.0, 0.2, 0.99), scale=0.8), CriticBaseline()]
+ESTIMATORS += [QControlVariate(num_samples=2), QControlVariate(num_samples=1, scale=0.6)]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -122,7 +115,6 @@ def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
 
 def own_value_in_level(own: Any, context: SiteContext) -> SiteTerm:
     """A control variate that the sample itself enters, not only its relaxation."""
-    assert context.index is not None and context.level is not None
     return own(replace(context, level=context.level + 0.1 * context.index.sum(-1).to(context.cost)))
 
 

@@ -30,7 +30,6 @@ OPTIONS = ("score_function", "running_baseline", "no_critic", "pair")
 
 def charged(elbo: TraceBackpropQ_ELBO) -> set[str]:
     """The costs that are charged to components of ``z``."""
-    assert elbo.runner.plans.last is not None
     return set(elbo.runner.plans.last.layout.charged.get("z", ()))
 
 

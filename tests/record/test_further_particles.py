@@ -16,11 +16,11 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
-from steps import repeat, stepped
+from steps import WAYS, repeat, stepped
 from torch import Tensor, nn
 from torch.distributions.transforms import AffineTransform, ExpTransform
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import StraightThrough
 from pyro_bpq.record.further import Draws, Hold, LentBuffers, further_particles
@@ -154,18 +154,10 @@ def guide() -> None:
     pyro.sample("y", dist.Bernoulli(logits=param("r") + z[1]))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "score": {"estimator": ScoreFunction(LeaveOneOut())},
-    "dynamic": {"structure": "dynamic"},
-    "dense": {"structure": "dense"},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["default", "leave_one_out", "dynamic", "dense"])
 def test_programs_that_cannot_run_in_a_plate_get_them(options: str) -> None:
     model = model_of(torch.sum)
-    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, **OPTIONS[options])
+    elbo = TraceBackpropQ_ELBO(**{"num_particles": 2, "vectorize_particles": True, **WAYS[options]})
     with pytest.warns(BPQWarning, match="reads values of other particles"):
         stepped(9, elbo, model, guide)
     # Without recordings they run one after the other.

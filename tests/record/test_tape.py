@@ -105,7 +105,6 @@ def grad_of_write(c: Inputs) -> Tensor:
 def batch_norm(c: Inputs) -> Tensor:
     net = nn.BatchNorm1d(3)
     net(torch.ones(4, 3) * c.x)
-    assert net.running_mean is not None
     return net.running_mean
 
 
@@ -442,16 +441,6 @@ def test_what_is_written_into_is_kept(write: Callable[[Tensor, Tensor], Any]) ->
         write(memory, z)
     assert part not in tape.inputs and [*tape.before] == [whole]
     assert torch.equal(tape.before[whole], torch.zeros(3)) and not torch.equal(memory, torch.zeros(3))
-
-
-def test_reused_memory_has_no_old_sources() -> None:
-    with Tape() as tape:
-        z = tape.source("z", torch.ones(64))
-        for _ in range(2000):
-            dependent = z * 2
-            assert tape.sources_of(dependent) == {"z"}
-            del dependent
-            assert tape.sources_of(torch.ones(64)) == frozenset()
 
 
 def test_memory_is_released_during_and_after_a_run() -> None:

@@ -218,11 +218,7 @@ def masked_out() -> Programs:
 
 SITES: dict[str, Programs] = {
     **{f"early_{kind}_{own}": early(kind, own) for kind in ("scale", "mask") for own in (False, True)},
-    "late": late(),
-    "of_itself": of_itself(),
-    "in_place": in_place(),
-    "masked_out": masked_out(),
-    "of_parameters": of_parameters(),
+    **{make.__name__: make() for make in (late, of_itself, in_place, masked_out, of_parameters)},
 }
 
 

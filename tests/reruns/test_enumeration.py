@@ -15,10 +15,10 @@ from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDiscreteParallel, AutoNormal
 from pyro.optim import Adam
-from steps import bias, fresh, largest_error, repeat, trained, unbiased
+from steps import WAYS, bias, fresh, largest_error, repeat, trained, unbiased
 from torch import Tensor
 
-from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing import exact_loss
 
@@ -35,20 +35,17 @@ def pick(name: str, logits: Tensor, **kwargs: Any) -> Tensor:
     return pyro.sample(name, dist.Categorical(logits=logits), **kwargs)
 
 
-def empty() -> None:
+def empty(*_: Any) -> None:
     pass
 
 
 # Programs without sampled sites.
 
 
-def mixture(subsample: int | None = None, scale: float = 1.0) -> Callable[[], None]:
-    def model() -> None:
-        with pyro.plate("rows", 4, subsample_size=subsample) as i, poutine.scale(scale=scale):
-            z = pick("z", p("w"), infer=PARALLEL)
-            observe("x", p("mu")[z], DATA[i])
-
-    return model
+def mixture(subsample: int | None = None, scale: float = 1.0) -> None:
+    with pyro.plate("rows", 4, subsample_size=subsample) as i, poutine.scale(scale=scale):
+        z = pick("z", p("w"), infer=PARALLEL)
+        observe("x", p("mu")[z], DATA[i])
 
 
 MIXTURE = {"w": (3,), "mu": (3,)}
@@ -122,23 +119,17 @@ def apart_guide() -> None:
 LOCAL = {"w": (3,), "py": (3,), "mu": (3,), "q": (3,), "qy": (3,)}
 
 
-def rows_model(size: int | None = None) -> Callable[[], None]:
-    def model() -> None:
-        with pyro.plate("rows", 4, subsample_size=size) as i:
-            a = coin("a", p("pa")).long()
-            b = pick("b", p("pb")[a])
-            observe("x", p("mu")[b] + a, DATA[i])
-
-    return model
+def rows_model(size: int | None = None) -> None:
+    with pyro.plate("rows", 4, subsample_size=size) as i:
+        a = coin("a", p("pa")).long()
+        b = pick("b", p("pb")[a])
+        observe("x", p("mu")[b] + a, DATA[i])
 
 
-def rows_guide(size: int | None = None, **infer: Any) -> Callable[[], None]:
-    def guide() -> None:
-        with pyro.plate("rows", 4, subsample_size=size) as i:
-            a = coin("a", p("qa")[i], infer=infer).long()
-            pick("b", p("qb")[a], infer=infer)
-
-    return guide
+def rows_guide(size: int | None = None) -> None:
+    with pyro.plate("rows", 4, subsample_size=size) as i:
+        a = coin("a", p("qa")[i], infer=PARALLEL).long()
+        pick("b", p("qb")[a], infer=PARALLEL)
 
 
 ROWS = {"pa": (), "pb": (2, 3), "mu": (3,), "qa": (4,), "qb": (2, 3)}
@@ -186,9 +177,9 @@ def normal_guide() -> None:
 
 NORMAL = {"pm": (), "w": (3,), "pz": (3,), "mu": (2,), "loc": (), "scale": (), "q": (3,)}
 ENUMERATED = [
-    Case("mixture", mixture(), empty, MIXTURE),
-    Case("mixture_subsampled", mixture(2), empty, MIXTURE),
-    Case("mixture_scaled", mixture(2, 0.3), empty, MIXTURE),
+    Case("mixture", mixture, empty, MIXTURE),
+    Case("mixture_subsampled", mixture, empty, MIXTURE, args=(2,)),
+    Case("mixture_scaled", mixture, empty, MIXTURE, args=(2, 0.3)),
     Case("hmm", partial(hmm, **PARALLEL), empty, {"a": (3, 3), "mu": (3,)}),
     Case("hmm_in_plate", hmm_in_plate, empty, {"a": (3, 3), "mu": (3,)}),
     Case("two_orders", two_orders, empty, {"a": (2, 2), "b": (2, 2), "mu": (2,)}),
@@ -196,8 +187,8 @@ ENUMERATED = [
     Case("guide_parallel", local_model, config_enumerate(local_guide), LOCAL),
     Case("guide_sequential", local_model, config_enumerate(apart_guide, "sequential"), LOCAL),
     Case("guide_expanded", local_model, config_enumerate(apart_guide, expand=True), LOCAL),
-    Case("guide_rows", rows_model(), rows_guide(enumerate="parallel"), ROWS),
-    Case("guide_subsampled", rows_model(2), rows_guide(2, enumerate="parallel"), ROWS),
+    Case("guide_rows", rows_model, rows_guide, ROWS),
+    Case("guide_subsampled", rows_model, rows_guide, ROWS, args=(2,)),
     Case("guide_markov", hmm, markov_guide, {"a": (3, 3), "mu": (3,), "q": (3, 3)}),
     Case("guide_masked", masked_rows, masked_guide, {"w": (3,), "mu": (3,), "q": (3,), "pf": ()}),
     Case("both", both_model, both_guide, BOTH),
@@ -375,15 +366,9 @@ SAMPLED = [
     Case("mixed", mixed_model, mixed_guide, {**MEAN, "pb": (2,), "py": (3,)}),
 ]
 BY_NAME = {program.name: program for program in SAMPLED}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "dense": {"structure": "dense"},
-    "score_function": {"estimator": ScoreFunction()},
-    "all_action_exact": {"estimator": AllAction(exact=True), "max_plate_nesting": 3},
-    "all_action_sampled": {"estimator": AllAction(exact=False)},
-    "two_particles": {"num_particles": 2},
-    "vectorised": {"num_particles": 2, "vectorize_particles": True},
-}
+OPTIONS = {name: WAYS[name] for name in ("default", "dense", "score_function", "exact", "all_action", "two")}
+OPTIONS["exact"] = {**WAYS["exact"], "max_plate_nesting": 3}
+OPTIONS["vectorised"] = {"num_particles": 2, "vectorize_particles": True}
 
 
 def train(program: Case, steps: int = 20, **options: Any) -> TraceBackpropQ_ELBO:
@@ -411,12 +396,12 @@ def test_exact_loss_sums_marked_sites(name: str) -> None:
     losses = {}
     for seed in range(100 if "mixture" in name else 1):
         pyro.set_rng_seed(seed)
-        loss = TraceEnum_ELBO(max_plate_nesting=2).loss(program.model, program.guide)
+        loss = TraceEnum_ELBO(max_plate_nesting=2).loss(*program.programs)
         losses[round(loss, 9)] = loss
     # All subsets of two of four rows.
     assert len(losses) in (1, 6)
     mean = sum(losses.values()) / len(losses)
-    assert abs(float(exact_loss(program.model, program.guide)) - mean) < ATOL
+    assert abs(float(exact_loss(*program.programs)) - mean) < ATOL
 
 
 @pytest.mark.parametrize("program", SAMPLED, ids=lambda program: program.name)
@@ -490,7 +475,6 @@ def test_costs_of_enumerated_sites_are_dear_if_they_leave_torch(leaves: bool) ->
     elbo = exactly()
     repeat(2, elbo.loss_and_grads, model, lambda: coin("z", pyro.param("w", torch.zeros(()))))
     assert ("dear" in elbo.particles.said) is leaves
-
 
 
 def test_nothing_to_enumerate_warns() -> None:
@@ -600,21 +584,17 @@ def test_what_cannot_be_summed_is_refused(kind: type[Exception], name: str) -> N
     refused(model, guide, kind, *texts)
 
 
-@pytest.mark.parametrize("look", [lambda z: z.item(), bool, int, float, lambda z: [0.1, 0.2][z.long()]])
-@pytest.mark.parametrize("mark", ["parallel", "sequential"])
-def test_python_asks_for_one_value(look: Any, mark: str) -> None:
+ONE_VALUE = [lambda z: z.item(), bool, int, float, lambda z: [0.1, 0.2][z.long()]]
+MANY_VALUES = [lambda z: z.sum() > 1, lambda z: len(z[z > 0]), lambda z: str(z.tolist()) > "1"]
+LOOKS = [(look, partial(half, "z", enumerate=mark)) for look in ONE_VALUE for mark in ("parallel", "sequential")]
+
+
+@pytest.mark.parametrize(("look", "guide"), [*LOOKS, *((look, empty) for look in MANY_VALUES)])
+def test_python_looks_at_values(look: Any, guide: Program) -> None:
     def model() -> None:
-        observe("x", torch.as_tensor(1.0 * look(half("z"))), DATA[0])
+        observe("x", torch.as_tensor(float(look(marked() if guide is empty else half("z")))), DATA[0])
 
-    refused(model, lambda: half("z", enumerate=mark), UnsupportedProgramError, "'z'", "sampled")
-
-
-@pytest.mark.parametrize("look", [lambda z: z.sum() > 1, lambda z: len(z[z > 0]), lambda z: str(z.tolist()) > "1"])
-def test_values_leave_torch(look: Any) -> None:
-    def model() -> None:
-        observe("x", torch.as_tensor(float(look(marked()))), DATA[0])
-
-    refused(model, empty, UnsupportedProgramError, "'z'", "left torch")
+    refused(model, guide, UnsupportedProgramError, "'z'", "left torch" if guide is empty else "sampled")
 
 
 def test_dimension_without_plate() -> None:
