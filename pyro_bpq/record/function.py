@@ -100,7 +100,8 @@ class Function:
                     needed.add(i)
                     pending += self.nodes[i].reads
                     makers += self.nodes[i].after
-        nodes = tuple(self.nodes[i] for i in sorted(needed))
+        place = {i: new for new, i in enumerate(sorted(needed))}
+        nodes = tuple(self.nodes[i]._replace(after=tuple(place[j] for j in self.nodes[i].after)) for i in place)
         return replace(self, nodes=nodes, given=tuple(sorted(taken - self.fixed.keys())), wanted=wanted)
 
     def reading(self, sources: Set[Value]) -> Iterator[Node]:

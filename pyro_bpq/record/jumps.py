@@ -14,7 +14,7 @@ import torch
 from pyro.distributions import Delta
 from torch import Tensor
 
-from pyro_bpq.record.function import Function, Uncut
+from pyro_bpq.record.function import Function, Uncut, seeded
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, doubled
@@ -40,9 +40,13 @@ _WITHIN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "atan2": lambda y, x: (x < 0) & (y < 0),
     }
 )
-_EXPAND, _EQUAL = torch.ops.aten.expand.default, torch.ops.aten.eq.Tensor
+_COPIES = (torch.ops.aten.expand.default, torch.ops.aten.clone.default)
+_EQUAL = torch.ops.aten.eq.Tensor
 # Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
 _LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
+
+
+Tensors = Mapping[Value, Tensor]
 
 
 class Jump(NamedTuple):
@@ -64,7 +68,7 @@ def switches(function: Function, sources: Set[Value]) -> dict[Value, str]:
         made = {*results_of(node)}
         moving |= made
         own = {copied.get(value, value) for value in node.reads}
-        if node.func is _EXPAND or getattr(node.func, "is_copy", False):
+        if node.func in _COPIES or getattr(node.func, "is_copy", False):
             copied[node.result] = copied.get(node.args[0], node.args[0])
         # Else a number is compared with itself, as where a Delta scores its value.
         elif any(dtypes[value].is_floating_point for value in read) and (len(own) > 1 or node.func is not _EQUAL):
@@ -92,7 +96,9 @@ def _with_switches(function: Function, number: int) -> Function:
 
 
 @torch.no_grad()
-def jump_of(bound: Bound, name: str, values: Mapping[str, Value], whole: Function, seed: int) -> Jump | None:
+def jump_of(
+    bound: Bound, fn: Any, site: Value, values: Mapping[str, Value], whole: Function, tensors: Tensors, seed: int
+) -> Jump | None:
     """The largest jump of a cost on lines from the value of a site to others that are drawn; ``None`` if none jumps.
 
     Each line is halved until the two sides of a switch are close. A cost jumps if it changes between them by more than
@@ -100,23 +106,31 @@ def jump_of(bound: Bound, name: str, values: Mapping[str, Value], whole: Functio
 
     Args:
         bound: A recorded run.
-        name: The site.
+        fn: The distribution of the site.
+        site: Its value.
         values: Costs that can be computed again.
-        whole: The operators between the sites and these costs.
+        whole: The operators between the sites and these costs, none of which writes in place.
+        tensors: What they read, in double precision.
         seed: Seed of the draws; the global generators stay as they are.
     """
-    recording, site = bound.recorded.recording, bound.recorded.drawn[name].value
     moving = {site}.union(*map(results_of, whole.reading({site})))
     found, costs = switches(whole, {site}), [cost for cost in values if values[cost] in moving]
     if not found or not costs:
         return None
-    wanted = [*(values[cost] for cost in costs), *found]
-    sizes = [recording.shapes[value].numel() for value in wanted]
+    sizes = [whole.shapes[value].numel() for value in (*(values[cost] for cost in costs), *found)]
     number = max(2, min(_LINES, MOST_ELEMENTS // sum(size + 1 for size in sizes)))
-    draws = [bound.again((), redrawn=frozenset((name,)), seed=seed + i)[name] for i in range(number)]
-    tensors, right = doubled(bound.tensors), torch.stack(draws).double()
-    left, tensors[site] = tensors[site].expand_as(right), right
-    function = _with_switches(whole.cut(wanted, {*whole.given}), len(costs)).in_double().in_rows({site}, tensors)
+    with seeded(seed):
+        right = fn.sample((number,)).double()
+    tensors, left = {**tensors, site: right}, tensors[site].expand_as(right)
+
+    def rows_of(*costs: Value) -> Function:
+        cut = whole.cut((*costs, *found), {*whole.given})
+        return _with_switches(cut, len(costs)).in_double().in_rows({site}, tensors)
+
+    alone = rows_of()
+    if all(map(torch.equal, *(alone.at({**tensors, site: value}, seed) for value in (left, right)))):
+        return None
+    function = rows_of(*(values[cost] for cost in costs))
 
     # What each column of the costs, and of the switches, belongs to.
     owners = [name for name, size in zip((*costs, *found.values()), sizes, strict=True) for _ in range(size)]
@@ -134,7 +148,7 @@ def jump_of(bound: Bound, name: str, values: Mapping[str, Value], whole: Functio
     turn = torch.arange(number) % changed.sum(1).clamp(min=1)
     followed = ((changed.cumsum(1) - 1 == turn[:, None]) & changed).int().argmax(1, keepdim=True)
     side = torch.zeros_like(before)
-    for step in range(_HALVINGS if changed.any() else 0):
+    for step in range(_HALVINGS):
         middle = torch.lerp(left, right, 0.5)
         between, now = at(middle)
         stays = (old == now).gather(1, followed)
@@ -241,15 +255,19 @@ def jumps_of(
         return
     # Deltas pass on what their laws are made of.
     passing = {own.value for name, own in recorded.drawn.items() if _is_delta(run.run.sites[name].fn)}
-    values = {cost: value for cost, value in recorded.costs.items() if recorded.can_compute(cost)}
+    bound, costs = run.bound(recorded, call), [cost for cost in recorded.costs if recorded.can_compute(cost)]
     try:
-        whole = recorded.recording.cut(values.values(), redrawn=passing)
-    except Uncut:
+        run_of = recorded.recording.cut([recorded.costs[cost] for cost in costs], redrawn=passing)
+        whole = run_of.without_writes(bound.tensors)
+    except (Uncut, RuntimeError):
         return
-    bound, moved = run.bound(recorded, call), {recorded.drawn[name].value for name in sites}
-    for name in sorted(sites) if switches(whole, moved) else ():
+    names = dict(zip((*run_of.given, *run_of.wanted), (*whole.given, *whole.wanted), strict=True))
+    values, whole = {cost: names[recorded.costs[cost]] for cost in costs}, replace(whole, asked=())
+    moved = {name: names[recorded.drawn[name].value] for name in sorted(sites) if recorded.drawn[name].value in names}
+    tensors = doubled({names[value]: bound.tensors[value] for value in run_of.given})
+    for name, site in moved.items() if switches(whole, {*moved.values()}) else ():
         try:
-            jump = jump_of(bound, name, values, whole, 1 + looks)
+            jump = jump_of(bound, run.run.sites[name].fn, site, values, whole, tensors, 1 + looks)
         except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
             continue  # a program may fail in any way at other values
         if jump is not None:
