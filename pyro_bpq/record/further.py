@@ -238,16 +238,8 @@ class Draws:
 
 
 # These messages tell handlers that draw in place of the generator of a mark, and of a return to it.
-
-
-@effectful(type="bpq_mark")
-def _mark() -> Any:
-    return None
-
-
-@effectful(type="bpq_rewind")
-def _rewind(mark: Any) -> Any:
-    return None
+_mark = effectful(lambda: None, type="bpq_mark")
+_rewind = effectful(lambda mark: None, type="bpq_rewind")
 
 
 class StaleError(Exception):

@@ -311,9 +311,7 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-@effectful(type="bpq_external")
-def _ask(function: external, args: Any, kwargs: Any) -> Any:
-    return function.answer(args, kwargs)
+_ask = effectful(external.answer, type="bpq_external")
 
 
 class Answers(list[Any]):

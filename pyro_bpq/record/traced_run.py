@@ -26,6 +26,7 @@ from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
+from pyro_bpq.rollout.sums import total
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:
@@ -177,8 +178,10 @@ def record_run(
         # The law of a latent site of the model may have other values than the guide's.
         kind = (type(site["fn"]), family_of(site["fn"])) if is_guide or not is_observed else None
         split = infos[name].components if name in infos else None
+        # The event of a deterministic statement is the whole value, rows and particles included.
+        event = () if site["infer"].get("_deterministic") else tuple(site["fn"].event_shape)
         told = cost_options(site), _fingerprint(chosen), is_untraced(site)
-        entries.append((name, plates, _event_shape(site), kind, split, told))
+        entries.append((name, plates, event, kind, split, told))
     return TracedRun(
         entries=tuple(entries),
         run=Run(sites, costs, *_sums(guide_sites, model_sites)),
@@ -258,20 +261,6 @@ def entropy_term(term: Any, site: Any) -> Any:
     if isinstance(scale, Tensor) and scale.requires_grad and _is_zero(term):
         return scale_and_mask(site["unscaled_log_prob"].detach(), scale, site["mask"])
     return term
-
-
-def total(terms: list[Tensor]) -> Tensor:
-    """The sum of some tensors."""
-    if not terms:
-        return torch.zeros(())
-    if len(terms) == 2:
-        return terms[0] + terms[1]
-    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
-
-
-def _event_shape(site: Any) -> tuple[int, ...]:
-    # The event of a deterministic statement is the whole value, rows and particles included.
-    return () if site["infer"].get("_deterministic") else tuple(site["fn"].event_shape)
 
 
 def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:

@@ -39,7 +39,6 @@ from pyro_bpq.record.traced_run import (
     named,
     plain_run,
     record_run,
-    total,
 )
 from pyro_bpq.record.values import Value
 from pyro_bpq.record.watch import (
@@ -60,6 +59,7 @@ from pyro_bpq.rollout.features import (
     finite_components,
     independent_components,
 )
+from pyro_bpq.rollout.sums import total
 
 # Modules whose distributions keep a value only in tensors.
 _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")

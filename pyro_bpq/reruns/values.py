@@ -17,7 +17,7 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.traced_run import TracedRun
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.rollout.runs import Rollout, align, sum_to_plates
 from pyro_bpq.rollout.sums import total
 
 Plates = Sequence[Plate]
@@ -191,17 +191,9 @@ def flipped_costs(plan: Plan, values: Values, rollout: Rollout) -> dict[str, Ten
 
 def summed(terms: Iterable[tuple[Tensor, Plates]], plates: Plates, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The sum ``(rows, M, plates)`` of costs ``(rows, batch)`` over all dimensions but the plates of a site."""
-    parts = [_reduced(cost, own, plates, shape) for cost, own in terms]
+    found = ((cost, [plate for plate in own if -plate.dim < cost.dim()]) for cost, own in terms)
+    parts = [align(sum_to_plates(cost, own, plates), shape, 0) for cost, own in found]
     return total(parts) if parts else like.new_zeros(1, *shape)
-
-
-def _reduced(cost: Tensor, source: Plates, target: Plates, shape: tuple[int, ...]) -> Tensor:
-    missing = len(shape) + 1 - cost.dim()
-    if missing < 0:
-        cost, missing = cost.sum(tuple(range(1, 1 - missing))), 0
-    cost = sum_to_plates(cost.reshape(cost.shape[0], *(1,) * missing, *cost.shape[1:]), source, target)
-    extra = [i + 1 for i, size in enumerate(shape) if size == 1 and cost.shape[i + 1] != 1]
-    return cost.sum(extra, keepdim=True) if extra else cost
 
 
 def by_value(rows: Tensor, sample: Tensor, index: Tensor, split: Components) -> Tensor:

@@ -237,8 +237,7 @@ def neighbours(fn: Any, value: Tensor) -> Neighbours:
     """
     base, value = base_distribution(fn), value.detach()
     mean = base.mean.expand(value.shape)
-    up, down = torch.ones_like(value), value / mean
-    step = torch.ones_like(value)
+    up, down, step = torch.ones_like(value), value / mean, torch.ones_like(value)
     if isinstance(base, td.Binomial):
         up = (base.total_count - value) / (base.total_count * (1.0 - base.probs))
         step = torch.where(base.probs > 0.5, -step, step)

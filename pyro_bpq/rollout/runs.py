@@ -131,11 +131,11 @@ class Rollout:
 
 def _stack(tensors: list[Tensor], batch: tuple[int, ...], event_ndim: int) -> Tensor:
     if len({t.shape for t in tensors}) > 1:
-        return torch.cat([_align(t.unsqueeze(0), batch, event_ndim) for t in tensors])
-    return _align(tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors), batch, event_ndim)
+        return torch.cat([align(t.unsqueeze(0), batch, event_ndim) for t in tensors])
+    return align(tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors), batch, event_ndim)
 
 
-def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
+def align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
     """Reshapes ``(G, some batch dims, event)`` to ``(G, *batch, event)``; sums dimensions without a plate."""
     split = stacked.dim() - event_ndim
     have, event = stacked.shape[1:split], stacked.shape[split:]
