@@ -143,7 +143,7 @@ class Recording:
         with untraced(subject):
             before_step = noise.number
             # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
-            with messages, tape:
+            with messages, torch.backends.mkldnn.flags(enabled=False), tape:
                 with torch.no_grad():
                     before = [tensor.clone() for tensor in self.state]
                 result, surrogate = subject.recorded_step(program, RecordedStep.of(number, tape.option))

@@ -85,7 +85,7 @@ class StepTape(Tape):
         self.refused: Unrecordable | None = None
         self.rows: list[_Row] = []
         self.parts: list[Known] = []  # the memory that they were taken from
-        self._first_seed, self._calls = first_seed, _StepCalls(self)
+        self._first_seed, self._calls, self._generator = first_seed, _StepCalls(self), torch.get_rng_state()
         # Where the call has its data, by the identity of tensors.
         self._data = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
 
@@ -116,7 +116,11 @@ class StepTape(Tape):
             return self.own_noise[-1][1]
         if func in _FRESH:
             self.constants.add(self.value_of(args[0]))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if kind.is_random and not torch.equal(self._generator, torch.get_rng_state()):
+            self._refuse("it seeds torch's generator, or puts it back, as checkpoints of dropout do")
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._generator = torch.get_rng_state() if kind.is_random else self._generator
+        return result
 
     def last_write(self, row: Tensor) -> int | None:
         """The last node that wrote into the memory of a copy of a row."""

@@ -354,8 +354,8 @@ class _Step:
         """The number of particles to take for a program, from a run of some number; and why, where it is 1."""
         recordings = self.runner.recordings
         if found.plan is None:
-            mode = recordings.mode
-            return 1, "sampled values steer the program" if mode == "auto" else f'you wrote structure="{mode}"'
+            why = "the program cannot be recorded" if recordings.failed else "sampled values steer the program"
+            return 1, why if recordings.mode == "auto" else f'you wrote structure="{recordings.mode}"'
         run = recordings.shown(found.runs[0], number)
         return num_particles_for(found.plan, run, number, is_hidden), found.plan.alone
 

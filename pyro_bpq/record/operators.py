@@ -74,7 +74,8 @@ def effects_of(func: Any) -> Effects:
         is_view=any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns),
         # A value that decided the shape of the argument has been read already.
         is_blank=tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name)),
-        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        # On the CPU attention with dropout is made of other operators.
+        is_random=torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("attention_for_cpu"),
     )
     is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
     # What is made of other operators, as inference mode shows, may give back what it took.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 _NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
@@ -286,7 +287,7 @@ class Ledger(Notes):
         """A new value, which a tensor is from now on."""
         value = Value(len(self.masks))
         self.masks.append(mask)
-        self.shapes.append(None if tensor.is_nested else tensor.shape)
+        self.shapes.append(None if tensor.is_nested or is_lazy(tensor) else tensor.shape)
         self.dtypes.append(tensor.dtype)
         self._tensors.of(tensor).value = value
         return value
