@@ -389,12 +389,7 @@ def coins(number: int = 1000) -> None:
 @pytest.mark.parametrize(
     ("model", "guide", "error", "text"),
     [
-        (
-            coin_model,
-            lambda: pyro.sample("x", dist.Normal(0.0, 1.0)),
-            UnsupportedSiteError,
-            r"'x' \(Normal\).*TwoPoint",
-        ),
+        (coin_model, lambda: pyro.sample("x", dist.Normal(0, 1)), UnsupportedSiteError, r"'x' \(Normal\).*TwoPoint"),
         (coin_model, lambda: None, SiteNotFoundError, r"'z'.*guide lacks"),
         (coins, coins, OptionError, r"num_outcomes=200000.*'z'.*1000 elements of 2 values"),
         (coin_model, lambda: (coin_guide(), poutine.block(coins)()), UnsupportedProgramError, r"poutine\.block"),
