@@ -21,7 +21,7 @@ from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPath
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.rollout.runs import Program
 
-PARAMS = {"a": (0.3, -0.4), "b": (-0.2, 0.1)}
+PARAMS = {"l_a": 0.3, "s_a": -0.4, "l_b": -0.2, "s_b": 0.1}
 
 
 def price(x: Tensor, y: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def price(x: Tensor, y: Tensor) -> Tensor:
 
 
 def draw(name: str, loc: Tensor, estimator: Any, critic: Any, **more: Any) -> Tensor:
-    own, log_scale = (pyro.param(f"{part}_{name}", torch.tensor(v)) for part, v in zip("ls", PARAMS[name], strict=True))
+    own, log_scale = (pyro.param(key, torch.tensor(PARAMS[key])) for key in (f"l_{name}", f"s_{name}"))
     options = {"bpq": {"estimator": estimator, "critic": critic, **more}}
     return pyro.sample(name, NodeNormal(own + loc, log_scale.exp()), infer=options)
 
@@ -46,9 +46,7 @@ def program(estimator: Any, critic: Any = None) -> Any:
 
 def exact() -> dict[str, Tensor]:
     """The gradient of the expected cost, by quadrature of the cost as a function of the parameters."""
-    leaves = {
-        f"{p}_{n}": torch.tensor(v, requires_grad=True) for n in "ab" for p, v in zip("ls", PARAMS[n], strict=True)
-    }
+    leaves = {name: torch.tensor(value, requires_grad=True) for name, value in PARAMS.items()}
     total = torch.zeros(())
     for (e, f), weight in grid((4, 4)):
         x = leaves["l_a"] + leaves["s_a"].exp() * e
@@ -138,7 +136,7 @@ def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
     score = {name: torch.zeros(()) for name in ("l_a", "s_a")}
     for (e,), weight in grid((4,)):
         q = value_of(elbo, policy, e)
-        score["l_a"] = score["l_a"] + weight * q * e / torch.tensor(PARAMS["a"][1]).exp()
+        score["l_a"] = score["l_a"] + weight * q * e / torch.tensor(PARAMS["s_a"]).exp()
         score["s_a"] = score["s_a"] + weight * q * (e * e - 1.0)
     for name, expected in score.items():
         assert float(expected.abs()) > 1e-2

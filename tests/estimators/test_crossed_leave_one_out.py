@@ -167,9 +167,8 @@ def test_changes_are_those_of_log_probabilities_at_other_values(way: dict[str, A
     crossed(seen.items[0].signals, 0)
     (group,), found = seen.items[0].signals.layout.crossed_costs, seen.items[0].signals.shared["crossed"][0]
     assert set(group.costs) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
-    z0, z1, z2 = (
-        torch.cat([run.guide_trace.nodes[f"z{i}"]["value"].reshape(-1, 2) for run in seen.runs]) for i in range(3)
-    )
+    traces = [run.guide_trace.nodes for run in seen.runs]
+    z0, z1, z2 = (torch.cat([trace[f"z{i}"]["value"].reshape(-1, 2) for trace in traces]) for i in range(3))
     # The second layer is scaled, and masked in the second row.
     half, (q, p) = real(0.5, 0.0), (pyro.param(name).detach() for name in "qp")
     laws = {
