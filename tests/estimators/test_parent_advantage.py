@@ -1,4 +1,4 @@
-"""The parents' critics as baseline: exactly unbiased with the whole return, biased by the site's own critic else."""
+"""Weights of the sum by distance, and the parents' critics as baseline: unbiased with the whole return alone."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from test_continuous_q import trained as trained_by_nodes
 from pyro_bpq import AllAction, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.critics import targets as module
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import ParentAdvantage, ScoreFunction
+from pyro_bpq.estimators import LambdaReturn, ParentAdvantage, ScoreFunction
 from pyro_bpq.testing import assert_unbiased, expected_gradient, expected_moments
 
-PROGRAMS = ["chain", "fork", "diamond", "plate", "global_local", "discrete_above_reparam", "reparam_above_discrete"]
+PROGRAMS = ["chain", "fork", "diamond", "plate", "discrete_above_reparam", "global_local", "reparam_above_discrete"]
+WHOLE = [(ParentAdvantage(1.0), name) for name in PROGRAMS]
+WHOLE.insert(3, (LambdaReturn(1.0), "chain"))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_whole_return_is_unbiased(name: str) -> None:
+@pytest.mark.parametrize(("estimator", "name"), WHOLE, ids=str)
+def test_the_whole_return_is_unbiased(estimator: Any, name: str) -> None:
     case = BY_NAME[name]
-    assert_unbiased(scrambled(case, estimator=ParentAdvantage(1.0)), *case.programs)
+    assert_unbiased(scrambled(case, 20, estimator=estimator), *case.programs)
 
 
-def test_without_the_whole_return_the_critics_bias_it() -> None:
-    assert not ParentAdvantage.is_unbiased
+@pytest.mark.parametrize("estimator", [ParentAdvantage(0.9), *map(LambdaReturn, (0.0, 0.5, 0.9))], ids=repr)
+def test_without_the_whole_return_critics_bias_it(estimator: Any) -> None:
+    assert not estimator.is_unbiased
     with pytest.raises(AssertionError, match="biased"):
-        assert_unbiased(scrambled(CHAIN, estimator=ParentAdvantage(0.9)), *CHAIN.programs)
+        assert_unbiased(scrambled(CHAIN, 20, estimator=estimator), *CHAIN.programs)
 
 
 def test_a_baseline_that_reads_the_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
