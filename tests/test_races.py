@@ -135,7 +135,6 @@ def test_exact_likelihood_is_that_of_enumeration(scripts: Scripts, chorales: Any
     # What comes after the end counts for nothing.
     noise = torch.where((torch.arange(4) >= lengths[:, None])[..., None], 1.0 - rolls, rolls)
     torch.testing.assert_close(nets.log_likelihood(noise, lengths).detach(), exact)
-    pyro.clear_param_store()
 
 
 @pytest.mark.parametrize("program", ["", "onehot", "average"])
@@ -147,7 +146,6 @@ def test_bounds_of_chorales_get_close_to_the_exact_likelihood(scripts: Scripts, 
     exact = scripts["chorales"].exact_figure(nets, data)
     assert bound == pytest.approx(exact, abs=5e-3)
     assert chorales.measure(nets, data, 1)[0] < exact
-    pyro.clear_param_store()
 
 
 @pytest.mark.parametrize("name", ["vae", "sbn", "chorales", "variances"])

@@ -13,6 +13,7 @@ import torch
 from problems import faulty
 from quadrature import NodeNormal, expected_gradient, grid
 from steps import repeat, stepped
+from steps import trained as steps_of
 from torch import Tensor
 
 from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
@@ -195,9 +196,7 @@ def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
 def test_context_takes_the_place_of_the_parameters() -> None:
     features = []
     for more in ({}, {"context": torch.zeros(20, 3)}):
-        pyro.clear_param_store()
-        elbo = ExpectedCost()
-        elbo.loss_and_grads(None, steps_policy(QPathwise(), **more))
+        elbo = steps_of(ExpectedCost(), None, steps_policy(QPathwise(), **more), steps=1)
         features.append([block.context_mean.shape[-1] for block in blocks(elbo) if hasattr(block, "context_mean")])
     assert features == [[2], [3]]
 
@@ -225,7 +224,6 @@ def test_the_advice_for_a_normal_site_serves_a_cost_without_a_gradient() -> None
     with pytest.raises(UnsupportedSiteError, match=r"LAXQ\(\) or ScoreFunction\(\)"):
         ExpectedCost().loss_and_grads(None, steps_policy(QAllAction()))
     for estimator in (LAXQ(), ScoreFunction(LeaveOneOut())):
-        pyro.clear_param_store()
-        stepped(2, ExpectedCost(num_particles=2), None, steps_policy(estimator))
+        steps_of(ExpectedCost(num_particles=2), None, steps_policy(estimator), steps=2)
         gradient = pyro.get_param_store()._params["loc"].grad
         assert gradient is not None and bool(gradient.isfinite()) and bool(gradient != 0)

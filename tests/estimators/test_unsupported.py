@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from problems import public
+from steps import trained
 from test_contract import ESTIMATORS
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -44,8 +45,7 @@ def step(site: str, estimator: Any, particles: int = 1) -> None:
         infer = {"bpq": {"estimator": estimator}}
         pyro.sample("z", SITES[site](pyro.param("p", torch.tensor(0.3))), infer=infer)
 
-    pyro.clear_param_store()
-    TraceBackpropQ_ELBO(particles).loss_and_grads(model, guide)
+    trained(TraceBackpropQ_ELBO(particles), model, guide, steps=1)
     gradient = pyro.get_param_store()._params["p"].grad
     assert bool(gradient.isfinite())
 
