@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
+from pyro_bpq.estimators import LAXQ, LeaveOneOut, ParentAdvantage, QAdvantage, QAllAction, QPathwise, QScoreFunction
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.rollout.runs import Program
 
@@ -73,15 +73,21 @@ def largest_error(elbo: Any, policy: Any, numbers: Sequence[int] = (4, 4)) -> fl
     return max(float((found[name] - truth[name]).abs()) for name in truth)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.6, LAXQ().scale], ids=str)
-def test_laxq_is_unbiased_with_a_quadratic_critic(scale: Any) -> None:
-    policy = program(LAXQ(scale), MomentCritic(()))
-    assert largest_error(trained(policy), policy) < 1e-10
+# Estimator, its critic, number of particles, and nodes of each draw. A perceptron enters by its expansion at the mean,
+# which is linear in its own value and smooth in the one above.
+EXACT: list[tuple[Any, Any, int, tuple[int, ...]]] = [
+    *((LAXQ(scale), MomentCritic(()), 1, (4, 4)) for scale in (1.0, 0.6, LAXQ().scale)),
+    (LAXQ(), MomentCritic(()), 2, (3, 3, 3, 3)),
+    *((estimator, MomentCritic(()), 1, (4, 4)) for estimator in (QProp(), ParentAdvantage(1.0))),
+    (QProp(), ValueCritic((8,)), 1, (40, 4)),
+    (ParentAdvantage(1.0), MomentCritic((4,)), 1, (40, 4)),
+]
 
 
-def test_laxq_is_unbiased_with_two_particles() -> None:
-    policy = program(LAXQ(), MomentCritic(()))
-    assert largest_error(trained(policy, num_particles=2), policy, (3, 3, 3, 3)) < 1e-10
+@pytest.mark.parametrize(("estimator", "critic", "particles", "numbers"), EXACT, ids=str)
+def test_it_is_unbiased(estimator: Any, critic: Any, particles: int, numbers: tuple[int, ...]) -> None:
+    policy = program(estimator, critic)
+    assert largest_error(trained(policy, num_particles=particles), policy, numbers) < 1e-10
 
 
 def smooth_program(estimator: Any, critic: Any) -> Any:
@@ -117,14 +123,6 @@ def no_path(own: Any, context: SiteContext) -> SiteTerm:
 def test_a_missing_path_is_seen() -> None:
     policy = program(faulty(LAXQ(), no_path), MomentCritic(()))
     assert largest_error(trained(policy), policy) > 1e-3
-
-
-@pytest.mark.parametrize("critic", [MomentCritic(()), ValueCritic((8,))], ids=repr)
-def test_q_prop_and_later_sites_take_either_critic(critic: Any) -> None:
-    # A perceptron enters by its expansion at the mean, which is linear in its own value and smooth in the one above.
-    policy = program(QProp(), critic)
-    elbo = trained(policy)
-    assert largest_error(elbo, policy, (40, 4) if isinstance(critic, ValueCritic) else (4, 4)) < 1e-10
 
 
 @pytest.mark.parametrize("estimator", [QPathwise(), QScoreFunction(), QAdvantage()], ids=repr)

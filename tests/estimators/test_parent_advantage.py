@@ -9,10 +9,8 @@ import torch
 from models import BY_NAME
 from problems import scrambled
 from steps import CHAIN, settled, stepped
-from test_continuous_q import largest_error, program
-from test_continuous_q import trained as trained_by_nodes
 
-from pyro_bpq import AllAction, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.critics import targets as module
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import LambdaReturn, ParentAdvantage, ScoreFunction
@@ -69,12 +67,6 @@ def test_the_baseline_lowers_the_variance() -> None:
         variance[type(estimator)] = sum(float(moments.variance[name].sum()) for name in ("qa", "qb", "qc"))
     # The first site has no parent; the sum over its values needs none.
     assert variance[AllAction] < variance[ParentAdvantage] < 0.8 * variance[ScoreFunction]
-
-
-@pytest.mark.parametrize("critic", [MomentCritic(()), MomentCritic((4,))], ids=repr)
-def test_continuous_sites_are_unbiased_with_the_whole_return(critic: Any) -> None:
-    policy = program(ParentAdvantage(1.0), critic)
-    assert largest_error(trained_by_nodes(policy), policy, (4 if critic.hidden == () else 40, 4)) < 1e-10
 
 
 def test_refusals_say_what_to_write() -> None:

@@ -33,11 +33,12 @@ ROWS = 2
 class Walk:
     """A simulator with a state: what was handed over so far decides what a step costs."""
 
-    def __init__(self, rows: int = ROWS) -> None:
+    def __init__(self, rows: int = ROWS, *particles: int) -> None:
         self.rows, self.calls = rows, 0
+        self.first = np.zeros((*particles, rows)) + np.arange(rows) / 2.0
 
     def open(self) -> np.ndarray:
-        self.place = np.arange(self.rows) / 2.0
+        self.place = self.first
         return self.place
 
     def move(self, move: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -216,12 +217,7 @@ def test_likelihood_of_a_simulator_is_unbiased_and_has_one_particle() -> None:
 
 
 def test_particles_in_a_plate_come_first() -> None:
-    class Wide(Walk):
-        def open(self) -> np.ndarray:
-            self.place = np.zeros((4, ROWS))
-            return self.place
-
-    walk = Wide()
+    walk = Walk(ROWS, 4)
     policy = policy_of(walk)
     with filtered("error"):
         elbo = trained(policy, num_particles=4, vectorize_particles=True, max_plate_nesting=1)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -36,11 +35,6 @@ from pyro_bpq.testing import (
     sample_gradients,
     z_scores,
 )
-
-
-def num_outcomes_of(program: Callable[[], Any]) -> int:
-    return sum(1 for _ in iter_outcomes(program))
-
 
 # Numbers by hand
 
@@ -98,7 +92,7 @@ def test_case_has_the_stated_number_of_states(case: Case) -> None:
         guide_trace = poutine.trace(case.guide).get_trace(*case.args)
         poutine.replay(case.model, trace=guide_trace)(*case.args)
 
-    assert num_outcomes_of(program) == case.num_states
+    assert len([*iter_outcomes(program)]) == case.num_states
 
 
 @each_case()
@@ -380,7 +374,7 @@ def test_too_many_outcomes_of_branches_are_refused() -> None:
             if not pyro.sample(f"z_{i}", dist.Bernoulli(0.5)):
                 break
 
-    assert num_outcomes_of(program) == 5
+    assert len([*iter_outcomes(program)]) == 5
     with pytest.raises(OptionError, match="More than num_outcomes=4"):
         list(iter_outcomes(program, num_outcomes=4))
 
