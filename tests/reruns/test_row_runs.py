@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
@@ -57,6 +55,8 @@ PROGRAMS: dict[str, tuple[Any, bool]] = {
     "right": (lambda z: z[..., 0] - z.sum(-1) * z[..., 1], True),
     "left": (lambda z: z[0] - z.sum() * z[1], True),
     "looped": (looped, True),
+    # torch.stack does not broadcast.
+    "stacked": (lambda z: torch.stack([z[..., 0], torch.tensor(0.4), z[..., 1]], -1).sum(-1), True),
     "flattened": (lambda z: z.reshape(-1)[0], True),
     "LSTM over rows": (Recurrent(True), True),
     "LSTM": (Recurrent(False), True),
@@ -89,18 +89,3 @@ def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monk
             alone = poutine.trace(poutine.condition(model, {"z": other})).get_trace()
             alone.compute_log_prob()
             torch.testing.assert_close(table[0, d, k], -alone.nodes["x"]["log_prob"].detach(), rtol=0, atol=1e-12)
-
-
-def test_sites_of_which_one_has_other_values_are_stacked() -> None:
-    """``torch.stack`` does not broadcast."""
-
-    def stacks() -> None:
-        values = [pyro.sample(f"z_{i}", dist.Bernoulli(0.4)) for i in range(3)]
-        pyro.sample("x", dist.Normal(torch.stack(values, -1).sum(-1), 1.0), obs=torch.tensor(0.3))
-
-    def each() -> None:
-        q = pyro.param("q", torch.tensor([0.3, -0.5, 0.2]))
-        for i in range(3):
-            pyro.sample(f"z_{i}", dist.Bernoulli(logits=q[i]))
-
-    unbiased(TraceBackpropQ_ELBO(num_particles=1), stacks, each, steps=3)
