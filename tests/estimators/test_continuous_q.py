@@ -36,10 +36,10 @@ def draw(name: str, loc: Tensor, estimator: Any, critic: Any, **more: Any) -> Te
     return pyro.sample(name, NodeNormal(own + loc, log_scale.exp()), infer=options)
 
 
-def program(estimator: Any, critic: Any = None) -> Any:
+def program(estimator: Any, critic: Any = None, sites: int = 2) -> Any:
     def policy() -> None:
         x = draw("a", torch.zeros(()), estimator, critic)
-        y = draw("b", 0.6 * x.detach(), estimator, critic)
+        y = draw("b", 0.6 * x.detach(), estimator, critic) if sites == 2 else torch.tensor(0.4)
         cost("price", price, x, y)
 
     return policy
@@ -90,21 +90,13 @@ def test_it_is_unbiased(estimator: Any, critic: Any, particles: int, numbers: tu
     assert largest_error(trained(policy, num_particles=particles), policy, numbers) < 1e-10
 
 
-def smooth_program(estimator: Any, critic: Any) -> Any:
-    def policy() -> None:
-        x = draw("a", torch.zeros(()), estimator, critic)
-        cost("price", price, x, torch.tensor(0.4))
-
-    return policy
-
-
 def test_laxq_is_unbiased_with_a_perceptron() -> None:
     # A perceptron is no polynomial: more nodes.
-    policy = smooth_program(LAXQ(), ValueCritic((8,)))
+    policy = program(LAXQ(), ValueCritic((8,)), sites=1)
     elbo = trained(policy, 60)
     assert any("ValueCritic" in block.kind and bool(block.critic.net.weights[1].any()) for block in blocks(elbo))
     found = expected_gradient(elbo, None, policy, (90,))
-    plain = smooth_program(ScoreFunction(), False)
+    plain = program(ScoreFunction(), False, sites=1)
     for name, truth in expected_gradient(trained(plain, 1), None, plain, (4,)).items():
         assert float(truth.abs()) > 0.1
         torch.testing.assert_close(found[name], truth, rtol=0.0, atol=1e-10)
@@ -128,7 +120,7 @@ def test_a_missing_path_is_seen() -> None:
 @pytest.mark.parametrize("estimator", [QPathwise(), QScoreFunction(), QAdvantage()], ids=repr)
 def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
     """The gradient of ``E[Q(x)]``, ``Q`` the trained critic held fixed, and not that of the cost."""
-    policy = smooth_program(estimator, MomentCritic(()))
+    policy = program(estimator, MomentCritic(()), sites=1)
     assert not estimator.is_unbiased
     elbo = trained(policy)
     found = expected_gradient(elbo, None, policy, (4,))
@@ -141,7 +133,7 @@ def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
         assert float(expected.abs()) > 1e-2
         torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-10)
     # Thirty steps do not make it that of the cost.
-    plain = smooth_program(ScoreFunction(), False)
+    plain = program(ScoreFunction(), False, sites=1)
     truth = expected_gradient(trained(plain, 1), None, plain, (4,))
     assert max(float((found[name] - truth[name]).abs()) for name in score) > 1e-3
 
@@ -168,7 +160,7 @@ def steps_policy(estimator: Any, rows: int = 20, **more: Any) -> Any:
 
 
 def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
-    policy = smooth_program(QPathwise(), MomentCritic(()))
+    policy = program(QPathwise(), MomentCritic(()), sites=1)
     elbo = trained(policy)
     pyro.param("l_a").grad = None
 
