@@ -33,9 +33,7 @@ def states(model: Program, guide: Program, args: tuple[Any, ...]) -> tuple[Tenso
         log_w = prune_subsample_sites(p).log_prob_sum() - prune_subsample_sites(q).log_prob_sum()
         return log_w, torch.stack(choices.score).sum()
 
-    found = [
-        (probability * (score - score.detach()).exp(), log_w) for probability, (log_w, score) in walk(choices, run)
-    ]
+    found = [(chance * (score - score.detach()).exp(), log_w) for chance, (log_w, score) in walk(choices, run)]
     return torch.stack([q for q, _ in found]), torch.stack([w for _, w in found])
 
 

@@ -244,9 +244,7 @@ def bias(
     return largest_error(truth, expected_gradient(objective, model, guide, *args, **options))
 
 
-def run(
-    elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, steps: int = 10, seed: int | None = 0
-) -> list[dict[str, Tensor]]:
+def run(elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, steps: int = 10, seed: Any = 0) -> list[dict[str, Tensor]]:
     """Gradients of some steps at fixed parameters."""
     case.params()
     if seed is not None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -26,15 +27,8 @@ from pyro_bpq.testing import exact_loss, iter_outcomes
 LOGITS = torch.tensor([[0.4, -1.1, 0.7, 0.2], [3.0, 0.1, -2.0, -0.6]], dtype=torch.float64)
 COSTS = torch.tensor([0.8, -0.5, 1.3, -0.9], dtype=torch.float64)
 PAIRS = torch.outer(COSTS, COSTS.flip(0)) + torch.diag(COSTS)
-CASES = {
-    "1 of 4": lambda logits: KSubset(logits, 1),
-    "2 of 4": lambda logits: KSubset(logits, 2),
-    "3 of 4": lambda logits: KSubset(logits, 3),
-    "all of 4": lambda logits: KSubset(logits, 4),
-    "an order of 4": PlackettLuce,
-    "1 place": lambda logits: PlackettLuce(logits, 1),
-    "2 places": lambda logits: PlackettLuce(logits, 2),
-}
+CASES: dict[str, Any] = {f"{k} of 4": partial(KSubset, k=k) for k in (1, 2, 3, 4)}
+CASES |= {"an order of 4": PlackettLuce, "1 place": partial(PlackettLuce, k=1), "2 places": partial(PlackettLuce, k=2)}
 Law = Callable[[Tensor], Any]
 
 
@@ -202,7 +196,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 
 
-SMALL = {"subset": lambda logits: KSubset(logits, 1), "order": lambda logits: PlackettLuce(logits, 2)}
+SMALL = {"subset": partial(KSubset, k=1), "order": partial(PlackettLuce, k=2)}
 
 
 @pytest.mark.parametrize(("options", "rows"), [*((options, 0) for options in ESTIMATORS), ("one particle", 2)])

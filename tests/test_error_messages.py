@@ -41,6 +41,11 @@ def guide() -> Tensor:
     return coin(posterior())
 
 
+def marked(**infer: Any) -> Program:
+    """A guide whose site has options."""
+    return lambda: coin(posterior(), infer=infer)
+
+
 def in_rows(program: Program, size: int = 3, dim: int = -1, name: str = "rows") -> Program:
     def inside() -> None:
         with pyro.plate(name, size, dim=dim):
@@ -196,11 +201,7 @@ SITES: Mistakes = {
 }
 NAMES: Mistakes = {
     "missing site": (many("z{}"), many("z_{}"), "Did you mean 'z_0'? | and 4 more"),
-    "cost of a site": (
-        lambda: cost("z", coin()),
-        guide,
-        "The cost 'z' has the name of another | cost(\"z_cost\", ...)",
-    ),
+    "cost of site": (lambda: cost("z", coin()), guide, "The cost 'z' has the name of another | cost(\"z_cost\", ...)"),
     "cost of a latent": (latent, lambda: cost("w", guide()), "The cost 'w' has the name of another statement"),
 }
 PROGRAMS: Mistakes = {
@@ -434,23 +435,11 @@ WARNINGS: Mistakes = {
         in_rows(guide, name="row"),
         "is 'row' in the guide, and 'rows' in the model | Write 'rows' in the guide",
     ),
-    "density": (
-        lambda: see(coin(dist.Normal(0.0, 1.0))),
-        guide,
-        "'z' | Bernoulli | Normal (support Real()) | same support",
-    ),
-    "misspelt": (
-        plain,
-        lambda: coin(posterior(), infer={"bqp": {"critic": None}, "other": 1}),
-        "Site 'z' has infer={'bqp': ...}, which nothing reads",
-    ),
+    "real": (lambda: see(coin(dist.Normal(0, 1))), guide, "'z' | Bernoulli | Normal (support Real()) | same support"),
+    "misspelt": (plain, marked(bqp={"critic": None}, other=1), "Site 'z' has infer={'bqp': ...}, which nothing reads"),
     "turned round": (guide, plain, "The guide observes data at ['x'] | SVI(model, guide, ...)"),
     "two sizes": (lambda: rows_model(40), lambda: rows_guide(20), TWO_SIZES),
-    "marked for enumeration": (
-        plain,
-        lambda: coin(posterior(), infer={"enumerate": "parallel"}),
-        "['z'] | TraceBackpropQ_ELBO(enumeration=\"exact\")",
-    ),
+    "enumerated": (plain, marked(enumerate="parallel"), "['z'] | TraceBackpropQ_ELBO(enumeration=\"exact\")"),
 }
 
 
@@ -463,9 +452,8 @@ def test_warning_says_once_what_to_write(name: str) -> None:
 
 
 def test_programs_without_these_mistakes_are_told_nothing() -> None:
-    marked = WARNINGS["marked for enumeration"][1]
     assert warnings_of(in_rows(coin), in_rows(guide), steps=4, category=Warning) == []
-    assert warnings_of(plain, marked, enumeration="exact", category=Warning) == []
+    assert warnings_of(plain, marked(enumerate="parallel"), enumeration="exact", category=Warning) == []
     assert warnings_of(lambda: rows_model(20), lambda: rows_guide(20), category=Warning) == []
 
 

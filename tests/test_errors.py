@@ -202,17 +202,9 @@ BAD: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
     (TraceBackpropQ_ELBO, {"form": ("other",), "immediate": ("none",), "compile": (3, "fast")}),
 ]
 # Words of what to write.
-ADVICE = {
-    "lam": "[0, 1]",
-    "gamma": "(0, 1]",
-    "window": "a positive integer",
-    "structure": "'dynamic'",
-    "reduction": "'tree'",
-    "enumeration": "'sample', 'exact'",
-    "learner": "CriticLearner(lr=",
-    "critic": "MLPCritic()",
-    "estimator": "AllAction()",
-}
+ADVICE = {"lam": "[0, 1]", "gamma": "(0, 1]", "window": "a positive integer"}
+ADVICE |= {"structure": "'dynamic'", "reduction": "'tree'", "enumeration": "'sample', 'exact'"}
+ADVICE |= {"learner": "CriticLearner(lr=", "critic": "MLPCritic()", "estimator": "AllAction()"}
 
 
 @pytest.mark.filterwarnings("ignore:max_iarange_nesting is deprecated:DeprecationWarning")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam
+from steps import fresh
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -31,8 +32,7 @@ def load(path: Path) -> SimpleNamespace:
 def test_program_trains_and_its_loss_is_that_of_pyro(path: Path) -> None:
     program = load(path)
     args = program.data()
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    fresh()
     elbo = TraceBackpropQ_ELBO()
     svi = SVI(program.model, program.guide, Adam({"lr": program.LR}), elbo)
     for _ in range(3):

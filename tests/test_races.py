@@ -19,13 +19,14 @@ from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from steps import bias
 from torch import nn
 
+Scripts = dict[str, ModuleType]
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 # NumPyro has an environment of its own.
 NAMES = tuple(path.stem for path in Path(FOLDER).glob("*.py") if path.stem != "numpyro_steps")
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, ModuleType]]:
+def scripts() -> Iterator[Scripts]:
     threads = torch.get_num_threads()
     sys.path.insert(0, FOLDER)
     try:
@@ -48,9 +49,8 @@ def single_precision() -> Iterator[None]:
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small files in the places of the data sets."""
     random = np.random.default_rng(0)
-    np.savez(
-        tmp_path / "mnist.npz", **{f"x_{s}": random.integers(0, 256, (60, 28, 28), np.uint8) for s in ("train", "test")}
-    )
+    digits = {f"x_{split}": random.integers(0, 256, (60, 28, 28), np.uint8) for split in ("train", "test")}
+    np.savez(tmp_path / "mnist.npz", **digits)
     keys = random.random((24, 5, 88)) < 0.1
     split = np.array(["train", "valid", "test"] * 8)
     np.savez(tmp_path / "jsb.npz", rolls=np.packbits(keys, axis=-1), lengths=random.integers(2, 6, 24), split=split)
@@ -76,7 +76,7 @@ class Coin(nn.Module):
             pyro.sample("x", dist.Bernoulli(0.2 + 0.5 * z), obs=x)
 
 
-def test_plain_leave_one_out_is_unbiased(scripts: dict[str, ModuleType]) -> None:
+def test_plain_leave_one_out_is_unbiased(scripts: Scripts) -> None:
     coin, rival, x = Coin(), scripts["common"].PlainLeaveOneOut(3), torch.zeros(2)
     assert bias(rival, coin.model, coin.guide, x, params=lambda: None) < 1e-5
 
@@ -90,14 +90,14 @@ class Line:
         return Coin()
 
 
-def runner(scripts: dict[str, ModuleType], values: list[float], name: str = "a", group: str = "unbiased") -> Any:
+def runner(scripts: Scripts, values: list[float], name: str = "a", group: str = "unbiased") -> Any:
     race = scripts["common"]
     found = race.Runner(Line(), race.Method(name, Trace_ELBO, group=group), 0.1, 0)
     found.curve = [{"seconds": float(t), "steps": t, "elbo": v, "bound": v} for t, v in enumerate(values)]
     return found
 
 
-def test_times_to_a_bound_by_hand(scripts: dict[str, ModuleType]) -> None:
+def test_times_to_a_bound_by_hand(scripts: Scripts) -> None:
     slow, fast = runner(scripts, [-9.0, -8.0, -6.0, -4.0, -2.0]), runner(scripts, [-9.0, -4.0, -2.0, -2.0, -2.0])
     assert slow.smooth() == [-9.0, -8.0, -7.0, -6.0, -4.0]
     # The last mean is that of the points at 2, 3 and 4 seconds, and the first that of the one at 1 second.
@@ -118,11 +118,11 @@ def test_times_to_a_bound_by_hand(scripts: dict[str, ModuleType]) -> None:
 
 
 @pytest.fixture
-def chorales(scripts: dict[str, ModuleType], data: Path) -> Any:
+def chorales(scripts: Scripts, data: Path) -> Any:
     return scripts["chorales"].load_chorales(4, 3)
 
 
-def test_exact_likelihood_is_that_of_enumeration(scripts: dict[str, ModuleType], chorales: Any) -> None:
+def test_exact_likelihood_is_that_of_enumeration(scripts: Scripts, chorales: Any) -> None:
     rolls, lengths = chorales.splits["test"]
     assert int(lengths.min()) < rolls.shape[1]
     pyro.set_rng_seed(0)
@@ -130,19 +130,15 @@ def test_exact_likelihood_is_that_of_enumeration(scripts: dict[str, ModuleType],
     loss = TraceEnum_ELBO(max_plate_nesting=1).loss(nets.model, nets.guide, rolls, lengths)
     exact = nets.log_likelihood(rolls, lengths).detach()
     assert float(exact.sum()) == pytest.approx(-loss, rel=1e-5)
-    assert scripts["chorales"].exact_figure(nets, (rolls, lengths)) == pytest.approx(
-        -loss / float(lengths.sum()), rel=1e-5
-    )
+    figure = scripts["chorales"].exact_figure(nets, (rolls, lengths))
+    assert figure == pytest.approx(-loss / float(lengths.sum()), rel=1e-5)
     # What comes after the end counts for nothing.
     noise = torch.where((torch.arange(4) >= lengths[:, None])[..., None], 1.0 - rolls, rolls)
     torch.testing.assert_close(nets.log_likelihood(noise, lengths).detach(), exact)
-    pyro.clear_param_store()
 
 
 @pytest.mark.parametrize("program", ["", "onehot", "average"])
-def test_bounds_of_chorales_get_close_to_the_exact_likelihood(
-    scripts: dict[str, ModuleType], chorales: Any, program: str
-) -> None:
+def test_bounds_of_chorales_get_close_to_the_exact_likelihood(scripts: Scripts, chorales: Any, program: str) -> None:
     data = chorales.splits["test"]
     pyro.set_rng_seed(0)
     nets = chorales.programs(program)
@@ -150,14 +146,11 @@ def test_bounds_of_chorales_get_close_to_the_exact_likelihood(
     exact = scripts["chorales"].exact_figure(nets, data)
     assert bound == pytest.approx(exact, abs=5e-3)
     assert chorales.measure(nets, data, 1)[0] < exact
-    pyro.clear_param_store()
 
 
 @pytest.mark.parametrize("name", ["vae", "sbn", "chorales", "variances"])
 @pytest.mark.slow
-def test_scripts_run(
-    scripts: dict[str, ModuleType], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_scripts_run(scripts: Scripts, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(tmp_path / "results")])
     scripts[name].main()
     rows = scripts["common"].read_csv(tmp_path / "results" / f"{name}.csv")
@@ -170,7 +163,7 @@ def test_scripts_run(
 
 @pytest.mark.parametrize("name", ["vae", "sbn", "chorales", "race"])
 def test_scripts_say_so_where_data_is_missing(
-    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--smoke"])
     monkeypatch.delenv("PYRO_BPQ_DATA", raising=False)

@@ -18,8 +18,6 @@ def test_program_of_the_readme() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2
     torch.set_default_dtype(torch.float32)
-    pyro.set_rng_seed(0)
-    pyro.clear_param_store()
     names: dict[str, Any] = {}
     exec(compile(blocks[0], str(README), "exec", dont_inherit=True), names)
     assert "compare_estimators(model, guide, x))  #" in blocks[1]

@@ -13,15 +13,16 @@ import torch
 from problems import faulty
 from quadrature import NodeNormal, expected_gradient, grid
 from steps import repeat, stepped
+from steps import trained as steps_of
 from torch import Tensor
 
 from pyro_bpq import CriticLearner, ExpectedCost, MomentCritic, QProp, RunningBaseline, ScoreFunction, ValueCritic, cost
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
+from pyro_bpq.estimators import LAXQ, LeaveOneOut, ParentAdvantage, QAdvantage, QAllAction, QPathwise, QScoreFunction
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.rollout.runs import Program
 
-PARAMS = {"a": (0.3, -0.4), "b": (-0.2, 0.1)}
+PARAMS = {"l_a": 0.3, "s_a": -0.4, "l_b": -0.2, "s_b": 0.1}
 
 
 def price(x: Tensor, y: Tensor) -> Tensor:
@@ -30,15 +31,15 @@ def price(x: Tensor, y: Tensor) -> Tensor:
 
 
 def draw(name: str, loc: Tensor, estimator: Any, critic: Any, **more: Any) -> Tensor:
-    own, log_scale = (pyro.param(f"{part}_{name}", torch.tensor(v)) for part, v in zip("ls", PARAMS[name], strict=True))
+    own, log_scale = (pyro.param(key, torch.tensor(PARAMS[key])) for key in (f"l_{name}", f"s_{name}"))
     options = {"bpq": {"estimator": estimator, "critic": critic, **more}}
     return pyro.sample(name, NodeNormal(own + loc, log_scale.exp()), infer=options)
 
 
-def program(estimator: Any, critic: Any = None) -> Any:
+def program(estimator: Any, critic: Any = None, sites: int = 2) -> Any:
     def policy() -> None:
         x = draw("a", torch.zeros(()), estimator, critic)
-        y = draw("b", 0.6 * x.detach(), estimator, critic)
+        y = draw("b", 0.6 * x.detach(), estimator, critic) if sites == 2 else torch.tensor(0.4)
         cost("price", price, x, y)
 
     return policy
@@ -46,9 +47,7 @@ def program(estimator: Any, critic: Any = None) -> Any:
 
 def exact() -> dict[str, Tensor]:
     """The gradient of the expected cost, by quadrature of the cost as a function of the parameters."""
-    leaves = {
-        f"{p}_{n}": torch.tensor(v, requires_grad=True) for n in "ab" for p, v in zip("ls", PARAMS[n], strict=True)
-    }
+    leaves = {name: torch.tensor(value, requires_grad=True) for name, value in PARAMS.items()}
     total = torch.zeros(())
     for (e, f), weight in grid((4, 4)):
         x = leaves["l_a"] + leaves["s_a"].exp() * e
@@ -74,32 +73,30 @@ def largest_error(elbo: Any, policy: Any, numbers: Sequence[int] = (4, 4)) -> fl
     return max(float((found[name] - truth[name]).abs()) for name in truth)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.6, LAXQ().scale], ids=str)
-def test_laxq_is_unbiased_with_a_quadratic_critic(scale: Any) -> None:
-    policy = program(LAXQ(scale), MomentCritic(()))
-    assert largest_error(trained(policy), policy) < 1e-10
+# Estimator, its critic, number of particles, and nodes of each draw. A perceptron enters by its expansion at the mean,
+# which is linear in its own value and smooth in the one above.
+EXACT: list[tuple[Any, Any, int, tuple[int, ...]]] = [
+    *((LAXQ(scale), MomentCritic(()), 1, (4, 4)) for scale in (1.0, 0.6, LAXQ().scale)),
+    (LAXQ(), MomentCritic(()), 2, (3, 3, 3, 3)),
+    *((estimator, MomentCritic(()), 1, (4, 4)) for estimator in (QProp(), ParentAdvantage(1.0))),
+    (QProp(), ValueCritic((8,)), 1, (40, 4)),
+    (ParentAdvantage(1.0), MomentCritic((4,)), 1, (40, 4)),
+]
 
 
-def test_laxq_is_unbiased_with_two_particles() -> None:
-    policy = program(LAXQ(), MomentCritic(()))
-    assert largest_error(trained(policy, num_particles=2), policy, (3, 3, 3, 3)) < 1e-10
-
-
-def smooth_program(estimator: Any, critic: Any) -> Any:
-    def policy() -> None:
-        x = draw("a", torch.zeros(()), estimator, critic)
-        cost("price", price, x, torch.tensor(0.4))
-
-    return policy
+@pytest.mark.parametrize(("estimator", "critic", "particles", "numbers"), EXACT, ids=str)
+def test_it_is_unbiased(estimator: Any, critic: Any, particles: int, numbers: tuple[int, ...]) -> None:
+    policy = program(estimator, critic)
+    assert largest_error(trained(policy, num_particles=particles), policy, numbers) < 1e-10
 
 
 def test_laxq_is_unbiased_with_a_perceptron() -> None:
     # A perceptron is no polynomial: more nodes.
-    policy = smooth_program(LAXQ(), ValueCritic((8,)))
+    policy = program(LAXQ(), ValueCritic((8,)), sites=1)
     elbo = trained(policy, 60)
     assert any("ValueCritic" in block.kind and bool(block.critic.net.weights[1].any()) for block in blocks(elbo))
     found = expected_gradient(elbo, None, policy, (90,))
-    plain = smooth_program(ScoreFunction(), False)
+    plain = program(ScoreFunction(), False, sites=1)
     for name, truth in expected_gradient(trained(plain, 1), None, plain, (4,)).items():
         assert float(truth.abs()) > 0.1
         torch.testing.assert_close(found[name], truth, rtol=0.0, atol=1e-10)
@@ -120,31 +117,23 @@ def test_a_missing_path_is_seen() -> None:
     assert largest_error(trained(policy), policy) > 1e-3
 
 
-@pytest.mark.parametrize("critic", [MomentCritic(()), ValueCritic((8,))], ids=repr)
-def test_q_prop_and_later_sites_take_either_critic(critic: Any) -> None:
-    # A perceptron enters by its expansion at the mean, which is linear in its own value and smooth in the one above.
-    policy = program(QProp(), critic)
-    elbo = trained(policy)
-    assert largest_error(elbo, policy, (40, 4) if isinstance(critic, ValueCritic) else (4, 4)) < 1e-10
-
-
 @pytest.mark.parametrize("estimator", [QPathwise(), QScoreFunction(), QAdvantage()], ids=repr)
 def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
     """The gradient of ``E[Q(x)]``, ``Q`` the trained critic held fixed, and not that of the cost."""
-    policy = smooth_program(estimator, MomentCritic(()))
+    policy = program(estimator, MomentCritic(()), sites=1)
     assert not estimator.is_unbiased
     elbo = trained(policy)
     found = expected_gradient(elbo, None, policy, (4,))
     score = {name: torch.zeros(()) for name in ("l_a", "s_a")}
     for (e,), weight in grid((4,)):
         q = value_of(elbo, policy, e)
-        score["l_a"] = score["l_a"] + weight * q * e / torch.tensor(PARAMS["a"][1]).exp()
+        score["l_a"] = score["l_a"] + weight * q * e / torch.tensor(PARAMS["s_a"]).exp()
         score["s_a"] = score["s_a"] + weight * q * (e * e - 1.0)
     for name, expected in score.items():
         assert float(expected.abs()) > 1e-2
         torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-10)
     # Thirty steps do not make it that of the cost.
-    plain = smooth_program(ScoreFunction(), False)
+    plain = program(ScoreFunction(), False, sites=1)
     truth = expected_gradient(trained(plain, 1), None, plain, (4,))
     assert max(float((found[name] - truth[name]).abs()) for name in score) > 1e-3
 
@@ -171,7 +160,7 @@ def steps_policy(estimator: Any, rows: int = 20, **more: Any) -> Any:
 
 
 def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
-    policy = smooth_program(QPathwise(), MomentCritic(()))
+    policy = program(QPathwise(), MomentCritic(()), sites=1)
     elbo = trained(policy)
     pyro.param("l_a").grad = None
 
@@ -197,9 +186,7 @@ def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
 def test_context_takes_the_place_of_the_parameters() -> None:
     features = []
     for more in ({}, {"context": torch.zeros(20, 3)}):
-        pyro.clear_param_store()
-        elbo = ExpectedCost()
-        elbo.loss_and_grads(None, steps_policy(QPathwise(), **more))
+        elbo = steps_of(ExpectedCost(), None, steps_policy(QPathwise(), **more), steps=1)
         features.append([block.context_mean.shape[-1] for block in blocks(elbo) if hasattr(block, "context_mean")])
     assert features == [[2], [3]]
 
@@ -227,7 +214,6 @@ def test_the_advice_for_a_normal_site_serves_a_cost_without_a_gradient() -> None
     with pytest.raises(UnsupportedSiteError, match=r"LAXQ\(\) or ScoreFunction\(\)"):
         ExpectedCost().loss_and_grads(None, steps_policy(QAllAction()))
     for estimator in (LAXQ(), ScoreFunction(LeaveOneOut())):
-        pyro.clear_param_store()
-        stepped(2, ExpectedCost(num_particles=2), None, steps_policy(estimator))
+        steps_of(ExpectedCost(num_particles=2), None, steps_policy(estimator), steps=2)
         gradient = pyro.get_param_store()._params["loc"].grad
         assert gradient is not None and bool(gradient.isfinite()) and bool(gradient != 0)

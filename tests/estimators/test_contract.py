@@ -80,10 +80,8 @@ def contracts() -> Iterator[Any]:
         served = [p for p in every if estimator.unsupported(p.info) is None and not estimator.is_pathwise]
         for i, problem in enumerate(served or every[: estimator.is_pathwise]):
             is_slow = "program" in estimator.needs and len(served) > 2 and (i + n) % 3
-            name = f"{problem.kind}-{problem.size}-{problem.is_scalar}-{problem.is_smooth}"
-            yield pytest.param(
-                estimator, problem, id=f"{estimator}-{name}", marks=[pytest.mark.slow] if is_slow else []
-            )
+            name = f"{estimator}-{problem.kind}-{problem.size}-{problem.is_scalar}-{problem.is_smooth}"
+            yield pytest.param(estimator, problem, id=name, marks=[pytest.mark.slow] if is_slow else [])
 
 
 def context(particles: int = 2, seed: int = 0) -> tuple[SiteContext, Tensor]:

@@ -33,14 +33,16 @@ def coins(name: str, logits: Tensor) -> Tensor:
     return pyro.sample(name, dist.Bernoulli(logits=logits))
 
 
+def three(logits: Tensor) -> Tensor:
+    return torch.stack((logits, -logits, 0.5 * logits), -1)
+
+
 def dice(name: str, logits: Tensor) -> Tensor:
-    table = torch.stack((logits, -logits, 0.5 * logits), -1)
-    return pyro.sample(name, dist.Categorical(logits=table)).to(logits.dtype)
+    return pyro.sample(name, dist.Categorical(logits=three(logits))).to(logits.dtype)
 
 
 def hot(name: str, logits: Tensor) -> Tensor:
-    table = torch.stack((logits, -logits, 0.5 * logits), -1)
-    return pyro.sample(name, dist.OneHotCategorical(logits=table)) @ real(0.0, 1.0, 2.0)
+    return pyro.sample(name, dist.OneHotCategorical(logits=three(logits))) @ real(0.0, 1.0, 2.0)
 
 
 def pairs(name: str, logits: Tensor) -> Tensor:
@@ -50,9 +52,8 @@ def pairs(name: str, logits: Tensor) -> Tensor:
 
 def limited(name: str, logits: Tensor) -> Tensor:
     """Two of three values, which two depends on the site's past."""
-    table = torch.stack((logits, -logits, 0.5 * logits), -1)
     lost = torch.stack((logits > 1.0, logits <= 1.0, logits > 9.0), -1)
-    return pyro.sample(name, dist.Categorical(logits=table.masked_fill(lost, -1e9))).to(logits.dtype)
+    return pyro.sample(name, dist.Categorical(logits=three(logits).masked_fill(lost, -1e9))).to(logits.dtype)
 
 
 def layers(draw: Any = coins, depth: int = 3, top: Any = coins, model_draw: Any = None, rows: int = 1) -> Programs:
@@ -167,9 +168,8 @@ def test_changes_are_those_of_log_probabilities_at_other_values(way: dict[str, A
     crossed(seen.items[0].signals, 0)
     (group,), found = seen.items[0].signals.layout.crossed_costs, seen.items[0].signals.shared["crossed"][0]
     assert set(group.costs) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
-    z0, z1, z2 = (
-        torch.cat([run.guide_trace.nodes[f"z{i}"]["value"].reshape(-1, 2) for run in seen.runs]) for i in range(3)
-    )
+    traces = [run.guide_trace.nodes for run in seen.runs]
+    z0, z1, z2 = (torch.cat([trace[f"z{i}"]["value"].reshape(-1, 2) for trace in traces]) for i in range(3))
     # The second layer is scaled, and masked in the second row.
     half, (q, p) = real(0.5, 0.0), (pyro.param(name).detach() for name in "qp")
     laws = {
@@ -197,15 +197,9 @@ def test_a_value_that_cannot_occur_is_only_very_unlikely() -> None:
 # That they do no harm, and what they are good for.
 
 
-PROGRAMS = {
-    "coins": layers(),
-    "rows": layers(depth=2, rows=2),
-    "dice": layers(dice, 2, hot),
-    "pairs": layers(pairs, 2, coins),
-    "limited": layers(limited, 2, limited, dice),
-    "fork": fork(),
-    "handed": handed(),
-}
+PROGRAMS = {"coins": layers(), "rows": layers(depth=2, rows=2), "dice": layers(dice, 2, hot)}
+PROGRAMS |= {"pairs": layers(pairs, 2, coins), "limited": layers(limited, 2, limited, dice)}
+PROGRAMS |= {"fork": fork(), "handed": handed()}
 
 
 @WAYS

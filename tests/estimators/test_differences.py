@@ -215,7 +215,6 @@ def test_a_law_without_a_derivative_beside_costs_that_have_one_leaves_it_exact()
         cost("c", (1.3 * z).sin().sum(-1) + z.prod(-1))
         cost("d", 1.5 * y)
 
-    fresh()
     with filtered("ignore"):
         elbo = stepped(4, ExpectedCost(1, estimator=DRAWN), None, agent).eval()
         truth = exact_gradient(None, agent, only_costs=True)

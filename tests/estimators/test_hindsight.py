@@ -321,7 +321,6 @@ def test_one_hot_costs_of_second_order_are_predicted_exactly() -> None:
         mean = torch.nn.functional.linear(z.flatten(-2), weight)
         pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3))
 
-    pyro.clear_param_store()
     SEEN.clear()
     trained((model, guide), 1, steps=2, estimator=Seen(draws=1))
     _, (_, held) = SEEN
@@ -394,7 +393,6 @@ def test_every_precision_is_served(estimator: Any, dtype: torch.dtype) -> None:
             low = pyro.sample("low", dist.Bernoulli(logits=top @ weight).to_event(1))
             pyro.sample("x", dist.Bernoulli(logits=low @ weight.t()).to_event(1), obs=torch.ones(4, 3, dtype=dtype))
 
-    pyro.clear_param_store()
     options = {"vectorize_particles": True, "max_plate_nesting": 1}
     trained((model, guide), 4, estimator=estimator, **options)
     for parameter in pyro.get_param_store()._params.values():

@@ -60,9 +60,8 @@ def test_a_cost_of_the_last_site_is_told_where_all_sites_gain(options: dict[str,
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_exact_costs_of_later_sites_count_in_full_beside_unlearned_critics(
-    sign: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_costs_of_later_sites_count_in_full(sign: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside critics that have learned nothing."""
     plain = Signals.later
 
     def signed(self: Signals, c: int, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:

@@ -49,9 +49,10 @@ EXACT: list[tuple[Any, int, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("estimator", "particles", "name"), [(*rest, name) for *rest, names in EXACT for name in names], ids=str
-)
+CASES = [(*rest, name) for *rest, names in EXACT for name in names]
+
+
+@pytest.mark.parametrize(("estimator", "particles", "name"), CASES, ids=str)
 def test_expected_gradient_is_exact(estimator: Any, particles: int, name: str) -> None:
     case = BY_NAME[name]
     elbo, guide = train(estimator, case, particles)

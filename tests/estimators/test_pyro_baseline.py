@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import TraceGraph_ELBO
-from steps import no_gradients, seeing
+from steps import no_gradients, seeing, trained
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -137,11 +137,8 @@ def test_what_the_site_chooses_itself_comes_first() -> None:
     value = {"baseline_value": torch.full((), 50.0)}
 
     def gradient(particles: int = 1, **infer: Any) -> Tensor:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        TraceBackpropQ_ELBO(particles).loss_and_grads(MODEL, guide_with(infer=infer))
-        leaf = dict(pyro.get_param_store().named_parameters())["q"]
-        return leaf.grad
+        trained(TraceBackpropQ_ELBO(particles), MODEL, guide_with(infer=infer), steps=1)
+        return dict(pyro.get_param_store().named_parameters())["q"].grad
 
     assert not torch.equal(gradient(baseline=value), gradient())  # a sum over its values without it
     own = {"bpq": {"estimator": AllAction()}}

@@ -43,10 +43,8 @@ def chain_guide(first: Any = None, critics: tuple[Any, Any] = (None, None), **la
     return guide
 
 
-def train(
-    model: Any, guide: Any, *args: Any, steps: int = 20, num_particles: int = 1, **options: Any
-) -> TraceBackpropQ_ELBO:
-    return trained(TraceBackpropQ_ELBO(num_particles, **options), model, guide, *args, steps=steps).eval()
+def train(model: Any, guide: Any, *args: Any, steps: int = 20, **options: Any) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(**{"num_particles": 1, **options}), model, guide, *args, steps=steps).eval()
 
 
 def critics_of(elbo: TraceBackpropQ_ELBO, kind: str) -> list[Tensor]:

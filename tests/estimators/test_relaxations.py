@@ -41,12 +41,10 @@ def test_reinmax_is_exact_for_a_quadratic_cost_of_one_coin() -> None:
     assert error_of(ReinMax(temperature=2.0)) > 0.01
 
 
-def mean_gradient(estimator: Any, particles: int = 100_000) -> float:
+def mean_gradient(estimator: Any, number: int = 100_000) -> float:
     PAIR.params()
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(
-        particles, estimator=estimator, vectorize_particles=True, max_plate_nesting=0, critic=None
-    )
+    elbo = TraceBackpropQ_ELBO(number, estimator=estimator, vectorize_particles=True, max_plate_nesting=0, critic=None)
     elbo.loss_and_grads(PAIR.model, PAIR.guide)
     return float(pyro.get_param_store()._params["qz"].grad)
 

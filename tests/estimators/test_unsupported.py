@@ -10,11 +10,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from problems import public
+from steps import trained
 from test_contract import ESTIMATORS
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 
+HUGE = torch.linspace(0.0, 8.0, 50_000, dtype=torch.float64)
 SITES: dict[str, Any] = {
     "normal": lambda p: dist.Normal(p, 1.0),
     "student": lambda p: dist.StudentT(3.0, p, 1.0),
@@ -27,10 +29,8 @@ SITES: dict[str, Any] = {
     "categorical": lambda p: dist.Categorical(logits=p * torch.arange(5.0)),
     "categorical vector": lambda p: dist.Categorical(logits=(p * torch.arange(5.0)).expand(2, 5)).to_event(1),
     "one-hot": lambda p: dist.OneHotCategorical(logits=p * torch.arange(5.0)),
-    "huge categorical": lambda p: dist.Categorical(logits=p * torch.linspace(0.0, 8.0, 50_000)),
-    "huge categorical vector": lambda p: dist.Categorical(
-        logits=(p * torch.linspace(0.0, 8.0, 50_000)).expand(2, 50_000)
-    ).to_event(1),
+    "huge categorical": lambda p: dist.Categorical(logits=p * HUGE),
+    "huge categorical vector": lambda p: dist.Categorical(logits=(p * HUGE).expand(2, len(HUGE))).to_event(1),
 }
 # What a message may say for an estimator that lacks only particles.
 NEEDS_PARTICLES = "num_particles=2"
@@ -45,8 +45,7 @@ def step(site: str, estimator: Any, particles: int = 1) -> None:
         infer = {"bpq": {"estimator": estimator}}
         pyro.sample("z", SITES[site](pyro.param("p", torch.tensor(0.3))), infer=infer)
 
-    pyro.clear_param_store()
-    TraceBackpropQ_ELBO(particles).loss_and_grads(model, guide)
+    trained(TraceBackpropQ_ELBO(particles), model, guide, steps=1)
     gradient = pyro.get_param_store()._params["p"].grad
     assert bool(gradient.isfinite())
 

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import fresh, repeat
+from steps import fresh, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -90,11 +90,9 @@ def charged() -> tuple[Any, Any]:
 
 
 def chosen(program: Any, site: str, max_elements: int, **options: Any) -> Estimator:
-    pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(**options)
     elbo.planner = replace(elbo.planner, max_elements=max_elements)
-    elbo.loss_and_grads(*program)
-    return elbo.info[site]["estimator"]
+    return trained(elbo, *program, steps=1).info[site]["estimator"]
 
 
 @pytest.mark.parametrize(
@@ -200,12 +198,7 @@ def test_an_extra_run_that_is_too_dear_is_refused_and_the_plan_says_so(is_forced
             hidden = bits("z", torch.zeros(12)) @ torch.zeros(12, 700)
             pyro.sample("x", dist.Normal((hidden @ torch.zeros(700, 700)).sum(-1), 1.0), obs=torch.zeros(64))
 
-    def plan(estimator: Estimator | None) -> Any:
-        pyro.clear_param_store()
-        elbo = TraceBackpropQ_ELBO(num_particles=1, estimator=estimator)
-        elbo.loss_and_grads(model, guide)
-        return elbo.plan
-
-    found = plan(AllAction(exact=True) if is_forced else None)
+    estimator = AllAction(exact=True) if is_forced else None
+    found = trained(TraceBackpropQ_ELBO(num_particles=1, estimator=estimator), model, guide, steps=1).plan
     assert bool(found.flips.sites) is is_forced
     assert ("no extra run of the model: its 13 rows take about" in str(found)) is not is_forced

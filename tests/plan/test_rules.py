@@ -74,7 +74,7 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
 def test_each_site_says_by_which_rule_it_was_served(name: str) -> None:
     rule, draw, options = CASES[name]
     elbo = after(draw, **options)
-    assert elbo.plan is not None and elbo.plan.rules["z"] == rule
+    assert elbo.plan.rules["z"] == rule
     text = str(elbo.plan)
     assert f"z: {short(elbo.plan.layout.specs['z'].estimator)}" in text and f", because {rule}" in text
 
@@ -122,10 +122,7 @@ def test_what_an_extra_run_tells_is_not_learned() -> None:
         sites(pyro.param("rate", torch.tensor(0.2)))
 
     def plan(**options: Any) -> str:
-        pyro.clear_param_store()
-        elbo = TraceBackpropQ_ELBO(**options)
-        elbo.loss_and_grads(model, guide)
-        return str(elbo.plan)
+        return str(trained(TraceBackpropQ_ELBO(**options), model, guide, steps=1).plan)
 
     told = plan(num_particles=1)
     assert "critic: none, as nothing is left to learn" in told and "known at all values: -log p(x)" in told

@@ -63,6 +63,10 @@ def of(kept: Any, read: Callable[[Any], Any], put: Callable[[Any, float], Any]) 
     return (lambda: read(kept)), lambda new: put(kept, new) and None
 
 
+def put_attribute(box: Any, new: Any) -> None:
+    box.n = new
+
+
 def view() -> Any:
     tensor = torch.tensor([OLD, OLD])
     part = tensor[1:]
@@ -90,29 +94,25 @@ def of_a_metaclass() -> Any:
 # What makes how a program reads a number, and how it is changed; the change may be a new argument.
 CHANGES: dict[str, Callable[[], Any]] = {
     "argument": lambda: ((lambda *args: args[0]), lambda new: (new,)),
-    "attribute of a function": lambda: of(
-        lambda: None, lambda own: getattr(own, "n", OLD), lambda own, new: setattr(own, "n", new)
-    ),
+    "attribute of a function": lambda: of(lambda: None, lambda own: getattr(own, "n", OLD), put_attribute),
     "MappingProxyType": proxy,
     "metaclass": of_a_metaclass,
     "UserDict": lambda: of(UserDict(n=OLD), lambda box: box["n"], lambda box, new: box.update(n=new)),
     "ChainMap": lambda: of(ChainMap({}, {"n": OLD}), lambda box: box["n"], lambda box, new: box.maps[1].update(n=new)),
-    "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, lambda box, new: setattr(box, "n", new)),
+    "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, put_attribute),
     "closure": closure,
     "name of a module": lambda: of_a_module(lambda: NUMBER),
     "named in a method": lambda: of_a_module(Reader()),
     "named in a property": lambda: of_a_module(of(Reader(), lambda reader: reader.number, lambda *_: None)[0]),
     "flag": lambda: of(
-        SimpleNamespace(is_new=False),
-        lambda box: NEW if box.is_new else OLD,
-        lambda box, new: setattr(box, "is_new", new == NEW),
+        SimpleNamespace(n=False), lambda box: NEW if box.n else OLD, lambda box, new: put_attribute(box, new == NEW)
     ),
     "entry": lambda: of({"n": OLD}, lambda table: table["n"], lambda table, new: table.update(n=new)),
     "array": lambda: of(numpy.array([0.0, OLD]), lambda own: own[1], lambda own, new: own.put(1, new)),
     "tensor written": lambda: of(torch.tensor(OLD), lambda own: own, lambda own, new: own.fill_(new)),
     "view written": view,
     "tensor replaced": lambda: of(
-        SimpleNamespace(n=torch.tensor(OLD)), lambda box: box.n, lambda box, new: setattr(box, "n", torch.tensor(new))
+        SimpleNamespace(n=torch.tensor(OLD)), lambda box: box.n, lambda box, new: put_attribute(box, torch.tensor(new))
     ),
     "data": lambda: of(torch.tensor(OLD), lambda own: own, lambda own, new: setattr(own, "data", torch.tensor(new))),
 }

@@ -7,21 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from models import BY_NAME, real
+from models import BY_NAME, real, sizes
 from steps import WAYS, coins_guide, fresh, repeat, seeing, trained
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
+# Two rows of a plate, whose components differ.
+ROWS = {"shapes": sizes("pz:2,2 pw mean:2 qz:2,2 qw:2"), "args": (real(0.7, -0.5),)}
 CASES = {
-    # Two rows of a plate, whose components differ.
-    "component_rows": replace(
-        BY_NAME["component_plate"],
-        name="component_rows",
-        shapes={"pz": (2, 2), "pw": (), "mean": (2,), "qz": (2, 2), "qw": (2,)},
-        args=(real(0.7, -0.5),),
-    ),
+    "component_rows": replace(BY_NAME["component_plate"], name="component_rows", **ROWS),
     "component_chain": BY_NAME["component_chain"],
 }
 CHARGED = {"component_rows": {"-log p(x)", "-log p(y)", "log q(w)"}, "component_chain": {"-log p(x)"}}

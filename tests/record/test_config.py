@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 
 from pyro_bpq import (
     AllAction,
@@ -37,9 +38,7 @@ def make_guide(**infer: Any) -> Any:
 
 
 def specs(elbo: TraceBackpropQ_ELBO, guide: Any) -> dict[str, Any]:
-    pyro.clear_param_store()
-    elbo.loss_and_grads(model, guide)
-    return dict(elbo.runner.plans.last.layout.specs)
+    return dict(trained(elbo, model, guide, steps=1).runner.plans.last.layout.specs)
 
 
 def test_precedence_is_site_then_config_then_elbo_then_default() -> None:

@@ -33,11 +33,12 @@ ROWS = 2
 class Walk:
     """A simulator with a state: what was handed over so far decides what a step costs."""
 
-    def __init__(self, rows: int = ROWS) -> None:
+    def __init__(self, rows: int = ROWS, *particles: int) -> None:
         self.rows, self.calls = rows, 0
+        self.first = np.zeros((*particles, rows)) + np.arange(rows) / 2.0
 
     def open(self) -> np.ndarray:
-        self.place = np.arange(self.rows) / 2.0
+        self.place = self.first
         return self.place
 
     def move(self, move: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -55,9 +56,9 @@ class Walk:
         return place, place * place.sum()
 
 
-def policy_of(walk: Walk, move: Any, steps: int = 2, tells: bool = True) -> Callable[[], None]:
+def policy_of(walk: Walk, move: Any = None, steps: int = 2, tells: bool = True) -> Callable[[], None]:
     """A policy whose second move reads where the first one has led; ``tells``: whether each step has its cost."""
-    start = external(walk.open)
+    start, move = external(walk.open), move or external(walk.move)
 
     def policy() -> None:
         q = pyro.param("q", lambda: torch.linspace(-0.4, 0.7, 2 * steps).reshape(steps, 2))
@@ -96,16 +97,14 @@ def check(policy: Any, elbo: ExpectedCost) -> None:
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("options", ["default", "two", "score_function", "dynamic"])
 def test_two_steps_of_a_simulator_are_unbiased(options: str, tells: bool) -> None:
-    walk = Walk()
-    policy = policy_of(walk, external(walk.move), tells=tells)
+    policy = policy_of(Walk(), tells=tells)
     check(policy, trained(policy, **WAYS[options]))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_other_rows_are_an_unbiased_baseline(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr("pyro_bpq.estimators.base.MANY_ROWS", 2)
-    walk = Walk(rows)
-    policy = policy_of(walk, external(walk.move))
+    policy = policy_of(Walk(rows))
     check(policy, trained(policy))
     check(policy, trained(policy, critic=None, max_plate_nesting=1))
 
@@ -142,8 +141,7 @@ def test_a_sum_over_rows_reads_what_each_of_them_was_handed(other: bool) -> None
 
 
 def test_rows_are_told_apart_and_nothing_steers() -> None:
-    walk = Walk()
-    policy = policy_of(walk, external(walk.move))
+    policy = policy_of(Walk())
     with filtered("error"):
         elbo = trained(policy)
     recordings = elbo.runner.recordings
@@ -182,7 +180,7 @@ def test_rows_that_meet_behind_it_are_seen(mix: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_particles": 3}, {"structure": "dynamic"}, {"structure": "dense"}])
 def test_it_is_called_once_in_each_step(options: dict[str, Any]) -> None:
     walk = Walk()
-    trained(policy_of(walk, external(walk.move)), steps=20, **options)
+    trained(policy_of(walk), steps=20, **options)
     assert walk.calls == 2 * 20 * options.get("num_particles", 1)
 
 
@@ -219,13 +217,8 @@ def test_likelihood_of_a_simulator_is_unbiased_and_has_one_particle() -> None:
 
 
 def test_particles_in_a_plate_come_first() -> None:
-    class Wide(Walk):
-        def open(self) -> np.ndarray:
-            self.place = np.zeros((4, ROWS))
-            return self.place
-
-    walk = Wide()
-    policy = policy_of(walk, external(walk.move))
+    walk = Walk(ROWS, 4)
+    policy = policy_of(walk)
     with filtered("error"):
         elbo = trained(policy, num_particles=4, vectorize_particles=True, max_plate_nesting=1)
     assert walk.calls == 2 * 15 and elbo.vectorize_particles
@@ -272,11 +265,7 @@ REFUSED: dict[str, tuple[Callable[[], None], type[Exception], tuple[str, ...]]] 
     "no numbers": (one_call(external(lambda z: "far")), OptionError, ("'far'", "return tensors")),
     "a slope": (one_call(number, normal), UnsupportedSiteError, ("'z'", "ScoreFunction()")),
     "a slope of a part": (one_call(lambda z: number(z.detach()) + z, normal), UnsupportedSiteError, ("'z'",)),
-    "a parameter": (
-        one_call(lambda z: number(z * pyro.param("w", torch.tensor(1.0)))),
-        UnsupportedSiteError,
-        (".detach()",),
-    ),
+    "weight": (one_call(lambda z: number(z * pyro.param("w", torch.ones(())))), UnsupportedSiteError, (".detach()",)),
     "a value that is not handed over": (
         one_call(lambda z: external(lambda: z.numpy() * 2.0)()),
         UnsupportedProgramError,
@@ -297,8 +286,7 @@ def test_what_is_no_function_is_refused() -> None:
 
 
 def test_further_runs_are_refused() -> None:
-    walk = Walk()
-    policy = policy_of(walk, external(walk.move))
+    policy = policy_of(Walk())
     wide = {"num_particles": 4, "vectorize_particles": True}
     refused(policy, UnsupportedProgramError, "'Walk.open'", "max_plate_nesting", **wide)
     learner = CriticLearner(replay=Replay(capacity=10))
@@ -310,7 +298,7 @@ def test_further_runs_are_refused() -> None:
 
 def test_steps_are_not_compiled() -> None:
     walk = Walk()
-    elbo, policy = ExpectedCost(compile="eager"), policy_of(walk, external(walk.move))
+    elbo, policy = ExpectedCost(compile="eager"), policy_of(walk)
     with pytest.warns(BPQWarning, match=r"the external function 'Walk\.move'"):
         repeat(8, elbo.loss_and_grads, None, policy)
     assert walk.calls == 16

@@ -152,17 +152,12 @@ def test_programs_of_such_laws_are_not_summed(kind: str) -> None:
 @kinds
 def test_a_law_at_other_values_reads_what_its_value_carries(kind: str) -> None:
     """The gradient of the logits of ``a`` is exact given ``z``: that of a sum over both values of ``a``, by hand."""
-    program, kept = Relaxed(kind), list[Tensor]()
-
-    def guide() -> None:
-        kept.append(pyro.sample("z", relaxed(pyro.param("m", tensor(0.5)), kind)))
-        pyro.sample("a", dist.Bernoulli(logits=pyro.param("l", tensor(0.2))))
-
-    TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True)).loss_and_grads(program.model, guide)
-    z, logit, loss = kept[0].detach(), tensor(0.2, requires_grad=True), torch.zeros(())
+    program, elbo = Relaxed(kind), TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True))
+    elbo.loss_and_grads(program.model, program.guide)
+    kept, logit, loss = elbo.traces[1].nodes["z"]["value"], tensor(0.2, requires_grad=True), torch.zeros(())
     for a in (tensor(0.0), tensor(1.0)):
-        log_p = relaxed(2.0 * a - 1.0 + 0.3, kind).log_prob(kept[0]).detach() + dist.Bernoulli(0.4).log_prob(a)
-        log_p = log_p + dist.Normal(program.number(z) + 0.5 * a, 1.0).log_prob(tensor(1.3))
+        log_p = relaxed(2.0 * a - 1.0 + 0.3, kind).log_prob(kept).detach() + dist.Bernoulli(0.4).log_prob(a)
+        log_p = log_p + dist.Normal(program.number(kept.detach()) + 0.5 * a, 1.0).log_prob(tensor(1.3))
         log_q = dist.Bernoulli(logits=logit).log_prob(a)
         loss = loss + log_q.exp() * (log_q - log_p)
     loss.backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from steps import filtered
 from torch import Tensor
 from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -72,8 +72,7 @@ def written_stack(c: Inputs) -> Tensor:
     return stack
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with filtered("ignore"):
 
     @torch.jit.script
     def scripted_branch(x: Tensor, y: Tensor) -> Tensor:

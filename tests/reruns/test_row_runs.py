@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from steps import unbiased
+from steps import coins_guide, seeing, unbiased
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.objectives import runner
 
 
-def guide() -> None:
-    logits = pyro.param("q", torch.tensor([0.3, -0.5, 0.9]))
-    pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
-
-
-def coins() -> Tensor:
-    z: Tensor = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6, 0.3])).to_event(1))
-    return z
-
-
-def observed(mean: Tensor) -> None:
-    pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(0.7))
-
-
-def reads(mean: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    return lambda: observed(mean(coins()))
-
-
-def looped() -> None:
-    z, total = coins(), torch.tensor(0.0)
+def looped(z: Tensor) -> Tensor:
+    total = torch.tensor(0.0)
     for i in range(3):
         total = total * 0.5 + z[i]
-    observed(total)
+    return total
 
 
 class Recurrent:
@@ -50,47 +29,49 @@ class Recurrent:
         torch.manual_seed(0)
         self.layer = nn.LSTM(1, 2, batch_first=batch_first).double()
 
-    def __call__(self) -> None:
-        z = coins()
+    def __call__(self, z: Tensor) -> Tensor:
         _, (state, _) = self.layer(z.reshape(-1, 3, 1) if self.layer.batch_first else z.reshape(3, 1))
-        observed(state.sum(-1).reshape(z.shape[:-1]))
+        return state.sum(-1).reshape(z.shape[:-1])
 
 
-def written() -> None:
-    z, memory = coins(), torch.zeros(3)
+def written(z: Tensor) -> Tensor:
+    memory = torch.zeros(3)
     memory[0] = z[..., 0]
     memory[1] = z[..., 2]
-    observed(memory.sum())
+    return memory.sum()
 
 
 class Keeping:
     """Keeps what it has drawn, to be looked at after the step."""
 
-    def __call__(self) -> None:
-        self.kept = coins()
-        observed(self.kept[0] - self.kept[1])
+    def __call__(self, z: Tensor) -> Tensor:
+        self.kept = z
+        return z[0] - z[1]
 
 
 NORMALISE = nn.BatchNorm1d(1).double().train()
-# Programs, and whether values stay in torch: else there is nothing to evaluate at other values.
+# What an observation reads, and whether values stay in torch: else there is nothing to evaluate at other values.
 PROGRAMS: dict[str, tuple[Any, bool]] = {
-    "right": (reads(lambda z: z[..., 0] - z.sum(-1) * z[..., 1]), True),
-    "left": (reads(lambda z: z[0] - z.sum() * z[1]), True),
+    "right": (lambda z: z[..., 0] - z.sum(-1) * z[..., 1], True),
+    "left": (lambda z: z[0] - z.sum() * z[1], True),
     "looped": (looped, True),
-    "flattened": (reads(lambda z: z.reshape(-1)[0]), True),
+    # torch.stack does not broadcast.
+    "stacked": (lambda z: torch.stack([z[..., 0], torch.tensor(0.4), z[..., 1]], -1).sum(-1), True),
+    "flattened": (lambda z: z.reshape(-1)[0], True),
     "LSTM over rows": (Recurrent(True), True),
     "LSTM": (Recurrent(False), True),
     "written": (written, True),
-    "batch norm": (reads(lambda z: NORMALISE(z.reshape(3, 1)).reshape(3)[0]), True),
+    "batch norm": (lambda z: NORMALISE(z.reshape(3, 1)).reshape(3)[0], True),
     "keeps values": (Keeping(), True),
-    "boolean mask": (reads(lambda z: z[z > 0].sum() * 0.5), False),
+    "boolean mask": (lambda z: z[z > 0].sum() * 0.5, False),
 }
 
 
 @pytest.mark.parametrize("estimator", [None, AllAction(exact=True)], ids=["default", "exact"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model, is_cut), found, flips = PROGRAMS[name], list[Any](), runner.flipped_costs
+    (mean, is_cut), found, flips = PROGRAMS[name], list[Any](), runner.flipped_costs
+    model = seeing(mean, 3)
 
     def spied(plan: Any, values: Any, rollout: Any) -> Any:
         tables = flips(plan, values, rollout)
@@ -98,7 +79,7 @@ def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monk
         return tables
 
     monkeypatch.setattr(runner, "flipped_costs", spied)
-    unbiased(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=5)
+    unbiased(TraceBackpropQ_ELBO(1, estimator=estimator), model, coins_guide, steps=5)
     assert bool(found) == is_cut
     for table, costs, value in found:
         assert [*costs] == ["-log p(x)"]
@@ -108,18 +89,3 @@ def test_costs_at_other_values_are_those_of_runs(name: str, estimator: Any, monk
             alone = poutine.trace(poutine.condition(model, {"z": other})).get_trace()
             alone.compute_log_prob()
             torch.testing.assert_close(table[0, d, k], -alone.nodes["x"]["log_prob"].detach(), rtol=0, atol=1e-12)
-
-
-def test_sites_of_which_one_has_other_values_are_stacked() -> None:
-    """``torch.stack`` does not broadcast."""
-
-    def stacks() -> None:
-        values = [pyro.sample(f"z_{i}", dist.Bernoulli(0.4)) for i in range(3)]
-        pyro.sample("x", dist.Normal(torch.stack(values, -1).sum(-1), 1.0), obs=torch.tensor(0.3))
-
-    def each() -> None:
-        q = pyro.param("q", torch.tensor([0.3, -0.5, 0.2]))
-        for i in range(3):
-            pyro.sample(f"z_{i}", dist.Bernoulli(logits=q[i]))
-
-    unbiased(TraceBackpropQ_ELBO(num_particles=1), stacks, each, steps=3)

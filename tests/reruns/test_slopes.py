@@ -116,30 +116,30 @@ def test_slopes_take_no_run() -> None:
 # Programs that torch refuses when values carry gradients.
 
 
-def rows_guide() -> None:
-    with pyro.plate("rows", 12):
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(12, 4)).to_event(1))
+def same(value: Tensor) -> Tensor:
+    return value
 
 
 def default_elbo() -> TraceBackpropQ_ELBO:
-    """One whose plan for :func:`rows_guide` and a smooth decoder too large to sum over asks for slopes."""
+    """One whose plan for :func:`bits_guide` and a smooth decoder too large to sum over asks for slopes."""
     elbo = TraceBackpropQ_ELBO(1)
     elbo.planner = replace(elbo.planner, max_elements=1)
     return elbo
 
 
-def decoded(read: Callable[[Tensor], Tensor] = lambda z: z) -> Program:
+def decoded(read: Callable[[Tensor], Tensor] = same, watch: Callable[[Tensor], Tensor] = same) -> Program:
+    """A model that looks at the values, and at what it has decoded."""
+
     def model() -> None:
-        with pyro.plate("rows", 12):
-            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(12, 4, dtype=F64)).to_event(1))
-            obs = torch.zeros(12, 2, dtype=F64)
-            pyro.sample("x", dist.Normal(read(z) @ pyro.param("w"), 0.8).to_event(1), obs=obs)
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(ROWS, 4, dtype=F64)).to_event(1))
+            pyro.sample("x", dist.Normal(watch(read(z) @ pyro.param("w")), 0.8).to_event(1), obs=DATA)
 
     return model
 
 
 def estimator_after(model: Program, steps: int) -> str:
-    elbo = stepped(steps, default_elbo(), model, rows_guide)
+    elbo = stepped(steps, default_elbo(), model, bits_guide)
     return type(elbo.info["z"]["estimator"]).__name__
 
 
@@ -173,7 +173,7 @@ def test_buffers_keep_no_graph() -> None:
     net, elbo = Usage(), default_elbo()
     model = decoded(net)
     for _ in range(8):
-        elbo.loss_and_grads(model, rows_guide)
+        elbo.loss_and_grads(model, bits_guide)
         assert not net.usage.requires_grad and net.usage.grad_fn is None
     assert isinstance(elbo.info["z"]["estimator"], DebiasedStraightThrough)
     assert net.usage.abs().max() > 0.0
@@ -181,7 +181,7 @@ def test_buffers_keep_no_graph() -> None:
 
 def test_slopes_that_cannot_be_had_are_zero_with_a_warning() -> None:
     with pytest.warns(BPQWarning, match="taken for zero"):
-        straight_through(2, **TOGETHER).loss_and_grads(decoded(overwritten), rows_guide)
+        straight_through(2, **TOGETHER).loss_and_grads(decoded(overwritten), bits_guide)
 
 
 def test_slopes_are_had_of_a_program_that_refuses_gradients() -> None:
@@ -193,7 +193,7 @@ def test_slopes_are_had_of_a_program_that_refuses_gradients() -> None:
     found = []
     for program in (decoded(read), decoded()):
         set_params()
-        stepped(1, straight_through(None), program, rows_guide)
+        stepped(1, straight_through(None), program, bits_guide)
         found.append(pyro.param("q").grad.clone())
     torch.testing.assert_close(*found)
 
@@ -201,14 +201,12 @@ def test_slopes_are_had_of_a_program_that_refuses_gradients() -> None:
 def test_hooks_within_the_program_see_the_gradient_of_the_loss_once() -> None:
     seen: list[Tensor] = []
 
-    def model() -> None:
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
-            mean = z @ pyro.param("w")
-            if mean.requires_grad:
-                mean.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(-0.1, 0.1))
-            pyro.sample("x", dist.Normal(mean, 0.8).to_event(1), obs=DATA)
+    def hooked(mean: Tensor) -> Tensor:
+        if mean.requires_grad:
+            mean.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(-0.1, 0.1))
+        return mean
 
+    model = decoded(watch=hooked)
     elbo = stepped(3, straight_through(2, **TOGETHER), model, bits_guide)
     seen.clear()
     elbo.loss_and_grads(model, bits_guide)

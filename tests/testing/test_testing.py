@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -36,22 +35,6 @@ from pyro_bpq.testing import (
     sample_gradients,
     z_scores,
 )
-
-ATOL = 1e-10
-BIAS = 1e-2
-
-
-def is_small(case: Case) -> bool:
-    return case.num_states <= 16
-
-
-def errors_of(elbo: Any, case: Case, **options: Any) -> float:
-    return bias(elbo, *case.programs, params=case.params, truth=case.exact(), **options)
-
-
-def num_outcomes_of(program: Callable[[], Any]) -> int:
-    return sum(1 for _ in iter_outcomes(program))
-
 
 # Numbers by hand
 
@@ -109,7 +92,7 @@ def test_case_has_the_stated_number_of_states(case: Case) -> None:
         guide_trace = poutine.trace(case.guide).get_trace(*case.args)
         poutine.replay(case.model, trace=guide_trace)(*case.args)
 
-    assert num_outcomes_of(program) == case.num_states
+    assert len([*iter_outcomes(program)]) == case.num_states
 
 
 @each_case()
@@ -152,18 +135,7 @@ def test_elbos_of_pyro_are_biased_where_they_are_known_to_be_and_nowhere_else(ca
         case.params()
         assert_unbiased(kind(), *case.programs)
     else:
-        assert errors_of(kind(), case) > BIAS
-
-
-@each_case(lambda case: case.trace_is_unbiased and is_small(case))
-def test_expected_gradient_runs_through_differentiable_loss(case: Case) -> None:
-    assert errors_of(Trace_ELBO(), case, use_differentiable_loss=True) < ATOL
-
-
-@pytest.mark.parametrize("is_vectorised", [False, True])
-@each_case(lambda case: case.trace_is_unbiased and is_small(case) and case.is_vectorisable)
-def test_expected_gradient_of_two_particles(case: Case, is_vectorised: bool) -> None:
-    assert errors_of(Trace_ELBO(num_particles=2, vectorize_particles=is_vectorised), case) < ATOL
+        assert bias(kind(), *case.programs, params=case.params, truth=case.exact()) > 1e-2
 
 
 @pytest.mark.parametrize("is_vectorised", [False, True])
@@ -234,12 +206,6 @@ def test_gradients_and_generators_are_as_before() -> None:
     assert_unbiased(Trace_ELBO(), case.model, case.guide, *case.args)
     assert torch.equal(state, torch.get_rng_state())
     assert all(bool((leaf.grad == 3.0).all()) for leaf in leaves.values())
-
-
-def test_values_are_ordinary_samples_to_other_handlers() -> None:
-    case = BY_NAME["chain"].params()
-    for _, trace in iter_outcomes(lambda: poutine.trace(case.guide).get_trace()):
-        assert not any(site["is_observed"] for site in trace.nodes.values() if site["type"] == "sample")
 
 
 def test_impossible_values_are_not_visited() -> None:
@@ -389,12 +355,7 @@ def coins(number: int = 1000) -> None:
 @pytest.mark.parametrize(
     ("model", "guide", "error", "text"),
     [
-        (
-            coin_model,
-            lambda: pyro.sample("x", dist.Normal(0.0, 1.0)),
-            UnsupportedSiteError,
-            r"'x' \(Normal\).*TwoPoint",
-        ),
+        (coin_model, lambda: pyro.sample("x", dist.Normal(0, 1)), UnsupportedSiteError, r"'x' \(Normal\).*TwoPoint"),
         (coin_model, lambda: None, SiteNotFoundError, r"'z'.*guide lacks"),
         (coins, coins, OptionError, r"num_outcomes=200000.*'z'.*1000 elements of 2 values"),
         (coin_model, lambda: (coin_guide(), poutine.block(coins)()), UnsupportedProgramError, r"poutine\.block"),
@@ -413,7 +374,7 @@ def test_too_many_outcomes_of_branches_are_refused() -> None:
             if not pyro.sample(f"z_{i}", dist.Bernoulli(0.5)):
                 break
 
-    assert num_outcomes_of(program) == 5
+    assert len([*iter_outcomes(program)]) == 5
     with pytest.raises(OptionError, match="More than num_outcomes=4"):
         list(iter_outcomes(program, num_outcomes=4))
 
@@ -431,39 +392,11 @@ def test_a_program_with_memory_is_refused() -> None:
 
 
 def test_a_step_that_changes_the_elbo_is_refused() -> None:
-    class Learning(Trace_ELBO, torch.nn.Module):
-        def __init__(self) -> None:
-            torch.nn.Module.__init__(self)
-            Trace_ELBO.__init__(self)
-            self.register_buffer("average", torch.zeros(()))
-
-        def loss_and_grads(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().loss_and_grads(*args, **kwargs)
-            if self.training:
-                self.average += loss
-            return loss
-
     coin_params()
-    elbo = Learning()
-    with pytest.raises(StructureChangedError, match=r"'average'.*elbo.eval\(\)"):
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    with pytest.raises(StructureChangedError, match=r"'critics\..*elbo.eval\(\)"):
         expected_gradient(elbo, coin_model, coin_guide)
     assert_unbiased(elbo.eval(), coin_model, coin_guide)
-
-
-def test_a_first_step_may_draw_more() -> None:
-    class Guessing(Trace_ELBO):
-        has_guessed = False
-
-        def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.has_guessed:
-                poutine.trace(guide).get_trace()
-                with poutine.block():
-                    guide()
-            self.has_guessed = True
-            return super().loss_and_grads(model, guide, *args, **kwargs)
-
-    coin_params()
-    assert_unbiased(Guessing(), coin_model, coin_guide)
 
 
 # Statistics
