@@ -175,10 +175,10 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15444,
+    "pyro_bpq": 15443,
     "modules": 110,
     "top": 249,
-    "compiled/": 1280,
+    "compiled/": 1279,
     "critics/": 794,
     "diagnostics/": 563,
     "estimators/": 1429,

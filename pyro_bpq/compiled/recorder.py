@@ -212,10 +212,8 @@ class Recording:
         does = [f"it updates {updated} parameters"] if updated else []
         if handed or not updated:
             does.append(f"it gives {handed} gradients to the optimiser")
-        parts = [
-            f"Recorded: {self.num_operators} operators, {len(self.reads)} input tensors, in {record:.1f} s",
-            " and ".join(does),
-        ]
+        recorded = f"Recorded: {self.num_operators} operators, {len(self.reads)} input tensors, in {record:.1f} s"
+        parts = [recorded, " and ".join(does)]
         if self.note:
             parts.append(self.note)
         elif not self.is_ready:
@@ -340,9 +338,7 @@ def record(subject: Subject, program: Any, call: Call, number: int, updates: Upd
     return found
 
 
-@effectful(type="param")
-def _announce(value: Tensor) -> Tensor:
-    return value
+_announce = effectful(lambda value: value, type="param")
 
 
 def _cut(value: Value, made: Mapping[Value, Node]) -> Cut:

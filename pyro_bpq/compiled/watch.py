@@ -137,15 +137,13 @@ class StepTape(Tape):
         for tensor in tensors_in(items):
             value, where = self.value_of(tensor), _reader()
             function = self._cut([value])
-            if function.draws or not all(map(self._is_known, function.given)):
+            is_known = (v in self.constants or id(self.inputs.get(v)) in self._data for v in function.given)
+            if function.draws or not all(is_known):
                 self.refuse_read(*where)
             self.guards.append(Guard(value, where))
 
     def _cut(self, wanted: list[Value]) -> Function:
         return Function(tuple(self.nodes), (), (), self.shapes, self.dtypes).cut(wanted, frozenset())
-
-    def _is_known(self, value: Value) -> bool:
-        return value in self.constants or id(self.inputs.get(value)) in self._data
 
     def option(self, schedule: Callable[[int], float], number: int) -> Tensor:
         """What a schedule gives at this step, as an input."""

@@ -210,6 +210,14 @@ def latent(law: Callable[[Tensor], Any]) -> tuple[Any, Any]:
     return lambda: pyro.sample("z", law(2.0 * start)), lambda: pyro.sample("z", law(pyro.param("q", 3.0 * start)))
 
 
+def projected(z: Tensor) -> Tensor:
+    """The value times the same random number in each step."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return z * torch.randn(())
+
+
+LSTM = torch.nn.LSTM(1, 1, dtype=torch.float32)
 RATE = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
 MASKED = latent(lambda q: dist.NanMaskedNormal(q, 1.0).to_event(1))
 NOISY = seen(lambda z: torch.nn.functional.dropout(z + 1.0))
@@ -219,6 +227,7 @@ EAGER: dict[str, tuple[Any, dict[str, Any], str]] = {
     "parameter": (seen(lambda z: z * torch.tensor(RATE.item())), {}, r"number of a tensor, in .*RATE\.item\(\)"),
     "distribution": (MASKED, {"num_particles": 1}, r"number of a tensor, in log_prob of pyro.*nanmasked"),
     "noise, and costs are computed again": (NOISY, {"estimator": AllAction(exact=True)}, "values that are no sites"),
+    "a seed": (seen(projected), {}, "it seeds torch's generator"),
     "second run": (seen(lambda z: z), {"estimator": SecondRun()}, "second run that draws all sites anew"),
     "replay": (seen(lambda z: z), REPLAY, "critics learn from stored rollouts"),
     "Python": (seen(lambda z: z + random.random()), {}, r"it draws from random or numpy\.random"),
@@ -242,8 +251,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why(name: str) -> None:
         latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
         seen(lambda z: z * pyro.param("w", torch.randn(()))),
         seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
+        seen(lambda z: LSTM(z.float().reshape(1, 1, 1))[0].sum().double()),
     ],
-    ids=["log_prob writes where a mask holds", "values of its own", "an initial value is drawn", "by a function"],
+    ids=["a masked write in log_prob", "values of its own", "an initial value", "by a function", "LSTM"],
 )
 def test_what_is_recorded(programs: tuple[Any, Any]) -> None:
     assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *programs))

@@ -17,6 +17,7 @@ from pyro.infer import SVI
 from pyro.optim import SGD, Adam
 from steps import coin_guide, filtered, fresh, rows, seeing, stepped, trained, unbiased
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pyro_bpq import (
@@ -544,3 +545,19 @@ def test_what_python_reads_later_is_no_part_of_a_coin() -> None:
             pyro.sample("last", dist.Bernoulli(torch.tensor(0.2 + 0.5 * y.item())))
 
     assert_unbiased(TraceBackpropQ_ELBO(1, estimator=ScoreFunction()).eval(), model, guide)
+
+
+def test_a_layer_that_gets_its_shape_in_the_first_step_is_recorded() -> None:
+    layer = torch.nn.LazyLinear(1)
+
+    model, guide = rows(lambda z: z, torch.zeros(4), lambda: layer(torch.ones(4, 3)).squeeze(-1))
+    assert stepped(3, TraceBackpropQ_ELBO(), model, guide).runner.recordings.num_recorded
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    def read(z: Tensor) -> Tensor:
+        queries = torch.stack([z, 1.0 - z], -1)[..., None, None, :]
+        return scaled_dot_product_attention(queries, queries, queries).sum((-1, -2, -3))
+
+    # Tests draw in the first fifty steps.
+    assert stepped(55, TraceBackpropQ_ELBO(), *rows(read, torch.zeros(2))).particles.now.sums
