@@ -85,7 +85,7 @@ class StepTape(Tape):
         self.refused: Unrecordable | None = None
         self.rows: list[_Row] = []
         self.parts: list[Known] = []  # the memory that they were taken from
-        self._first_seed, self._calls, self._generator = first_seed, _StepCalls(self), torch.get_rng_state()
+        self._first_seed, self._calls, self._generators = first_seed, _StepCalls(self), _generators()
         # Where the call has its data, by the identity of tensors.
         self._data = {id(tensor): i for i, tensor in enumerate(call.tensors) if not tensor.requires_grad}
 
@@ -116,10 +116,10 @@ class StepTape(Tape):
             return self.own_noise[-1][1]
         if func in _FRESH:
             self.constants.add(self.value_of(args[0]))
-        if kind.is_random and not torch.equal(self._generator, torch.get_rng_state()):
+        if kind.is_random and not all(map(torch.equal, self._generators, _generators())):
             self._refuse("it seeds torch's generator, or puts it back, as checkpoints of dropout do")
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._generator = torch.get_rng_state() if kind.is_random else self._generator
+        self._generators = _generators() if kind.is_random else self._generators
         return result
 
     def last_write(self, row: Tensor) -> int | None:
@@ -265,6 +265,11 @@ class _StepCalls(Calls):
             known.rows = (*known.rows, (rows[-1].view, args[1], False))
         self.tape.parts += memory
         return found
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's global generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
 def _reader() -> tuple[str, bool]:
