@@ -83,6 +83,17 @@ def coins_guide(number: int = 3, *_: Any) -> None:
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(0.3, -0.4, number))).to_event(1))
 
 
+def coins(*names: str, **options: Any) -> Callable[..., None]:
+    """A guide of coins at sites of their own, with options."""
+
+    def guide(*_: Any) -> None:
+        for name in names:
+            law = dist.Bernoulli(logits=pyro.param(f"logits of {name}", torch.tensor(0.1)))
+            pyro.sample(name, law, infer={"bpq": dict(options)} if options else {})
+
+    return guide
+
+
 def seeing(mean: Callable[..., Any], number: int = 0) -> Callable[..., None]:
     """A model of one coin, or of so many as one site, whose observation reads them, and the arguments, in some way."""
 

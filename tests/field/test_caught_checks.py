@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import coin_guide, fresh, recorded_and_eager, repeat
+from steps import coin_guide, coins, fresh, recorded_and_eager, repeat
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
@@ -127,11 +127,7 @@ def test_a_program_that_catches_nothing_is_not_steered(name: str) -> None:
         pyro.factor("f", weight * z)
         pyro.factor("g", 2.0 * w)
 
-    def guide() -> None:
-        for name in "zw":
-            pyro.sample(name, dist.Bernoulli(logits=pyro.param(f"q of {name}", torch.tensor(0.3))))
-
-    elbo = train(TraceBackpropQ_ELBO(num_particles=1), model, guide, 0)
+    elbo = train(TraceBackpropQ_ELBO(num_particles=1), model, coins("z", "w"), 0)
     parents = {cost.name: cost.parents for cost in elbo.graph.costs if cost.name[-2] in "fg"}
     assert parents == {"-log p(f)": ("z",), "-log p(g)": ("w",)}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.nn import PyroModule, PyroParam
-from steps import filtered, repeat, stepped, told
+from steps import filtered, repeat, seeing, stepped, told
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -60,12 +60,7 @@ def test_blocked_parameters_others_and_evaluations_are_left_alone() -> None:
     model, guide = programs("bits")
     assert not warned(model, poutine.block(guide, hide_types=["param"]))
     assert not warned(programs("bits", learns=True)[0], lambda: pyro.sample("z", dist.Bernoulli(0.4)))
-
-    def reads_it() -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(z + pyro.param("q"), 1.0), obs=torch.tensor(0.7))
-
-    assert not warned(reads_it, guide)
+    assert not warned(seeing(lambda z: z + pyro.param("q")), guide)
     with filtered("error"):
         TraceBackpropQ_ELBO().loss(model, guide)
 

@@ -150,10 +150,3 @@ def test_a_row_affects_others_through_sites_outside_of_its_plate() -> None:
     assert crossed(graph, True) == [others, others, 0, 0]
     everything = [graph.downstream_bits[graph.index[name]] for name in ("a", "b", "alone")]
     assert crossed(graph, False) == [*everything[:2], 0, everything[2]]
-
-
-def test_a_row_of_two_plates_affects_others_through_sites_in_one_of_them() -> None:
-    inner, outer = Plate("inner", -1), Plate("outer", -2)
-    nodes = StochasticNode("z", (), (outer, inner)), StochasticNode("u", ("z",), (outer,))
-    graph = StochasticComputationGraph(nodes, (CostNode("f", ("u",), (outer, inner)),))
-    assert crossed(graph, True) == [1, 0]
