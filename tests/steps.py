@@ -8,6 +8,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pyro
@@ -56,6 +57,13 @@ def stepped(number: int, objective: Objective, *args: Any) -> Objective:
     return objective
 
 
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What a call in another thread returns or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+    return future.exception() or future.result()
+
+
 @contextlib.contextmanager
 def filtered(action: Any, category: type[Warning] = Warning) -> Iterator[None]:
     """Ignores warnings of a kind, or makes errors of them."""
@@ -76,6 +84,18 @@ def told(category: type[Warning] = Warning) -> Iterator[list[str]]:
 
 def coin_guide(*_: Any) -> None:
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+
+def pair_model() -> None:
+    """A coin, a reparameterised site that reads it, and data that read both."""
+    z = pyro.sample("z", dist.Bernoulli(0.4))
+    y = pyro.sample("y", dist.Normal(z, 1.0))
+    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
+
+
+def pair_guide(cut: Callable[[Tensor], Any] = lambda q: q) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=cut(pyro.param("q", torch.tensor(0.3)))))
+    pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
 
 
 def coins_guide(number: int = 3, *_: Any) -> None:
@@ -287,6 +307,21 @@ def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tens
         for g, (value, target) in pairs.items()
         for i, node in enumerate(signals.critics[g].group.nodes)
     }
+
+
+# Operators that hand numbers to Python, or make tensors whose size depends on them.
+READS = frozenset("_local_scalar_dense allclose equal is_nonzero masked_select nonzero _unique2 unique_dim".split())
+
+
+def reads_numbers(name: str, args: Any) -> bool:
+    """Whether an operator of a name is one of these, or reads a mask."""
+    masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+    return name in READS or any(isinstance(m, Tensor) and m.dtype in (torch.bool, torch.uint8) for m in masks)
+
+
+def stored() -> dict[str, Tensor]:
+    """What the parameters are now."""
+    return {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
 
 
 def state_of(elbo: nn.Module) -> dict[str, Any]:

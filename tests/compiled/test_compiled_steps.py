@@ -331,20 +331,15 @@ def test_examples_have_the_strides_of_the_inputs() -> None:
 
 @pytest.mark.parametrize("estimator", [DebiasedStraightThrough(), DisARM()], ids=repr)
 def test_estimators_that_run_the_model_at_other_values_are_recorded(estimator: Any) -> None:
-    def make(**own: Any) -> TraceBackpropQ_ELBO:
-        return TraceBackpropQ_ELBO(2, estimator=estimator, **own)
-
+    make = functools.partial(TraceBackpropQ_ELBO, 2, estimator=estimator)
     # Eager steps look for slopes again after 8 steps; what the estimators draw does not depend on it.
     assert entries(both(make, pyro.clear_param_store, slope_model, slope_guide, ROWS, steps=14))[0].steps > 4
 
 
 def test_layers_whose_values_are_averaged_are_recorded() -> None:
     """The drawn particle and its components are inputs of the recording."""
-    case, estimator = BY_NAME["vector_layers"], Hindsight(draws=1, crossed=True)
-
-    def make(**own: Any) -> TraceBackpropQ_ELBO:
-        return TraceBackpropQ_ELBO(3, estimator=estimator, vectorize_particles=True, max_plate_nesting=1, **own)
-
+    case, options = BY_NAME["vector_layers"], {"vectorize_particles": True, "max_plate_nesting": 1}
+    make = functools.partial(TraceBackpropQ_ELBO, 3, estimator=Hindsight(draws=1, crossed=True), **options)
     assert entries(both(make, case.params, *case.programs, steps=14))[0].steps > 4
 
 

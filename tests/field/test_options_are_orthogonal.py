@@ -28,19 +28,24 @@ from pyro_bpq.diagnostics import gradient_moments
 from pyro_bpq.short import short
 
 Programs = tuple[Callable[[], None], Callable[[], None]]
-LENGTH = 10
 
 
-def chain(**options: Any) -> Programs:
-    """A chain whose costs read several sites."""
+def chain(length: int = 10, sums: bool = True, **options: Any) -> Programs:
+    """A chain whose costs read several sites, or the last one."""
 
     def model() -> None:
-        total = torch.tensor(0.0)
-        for t in range(LENGTH):
-            total = total + pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * total - 0.5))
-            pyro.sample(f"x_{t}", dist.Normal(total, 1.0), obs=torch.tensor(0.4 * t))
+        z = torch.tensor(0.0)
+        for t in range(length):
+            own = pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * z - 0.5))
+            z = z + own if sums else own
+            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.4 * t))
 
-    return model, coins(*(f"z_{t}" for t in range(LENGTH)), **options)
+    return model, coins(*(f"z_{t}" for t in range(length)), **options)
+
+
+def markov(**options: Any) -> Programs:
+    """A chain that is summed over all values."""
+    return chain(5, False, **options)
 
 
 def few(**options: Any) -> Programs:
@@ -52,18 +57,6 @@ def few(**options: Any) -> Programs:
         pyro.sample("y", dist.Normal(a * b - c, 1.0), obs=torch.tensor(-0.2))
 
     return model, coins(*"abc", **options)
-
-
-def markov(**options: Any) -> Programs:
-    """A chain that is summed over all values."""
-
-    def model() -> None:
-        z = torch.tensor(0.0)
-        for t in range(5):
-            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=2.0 * z - 1.0))
-            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.4 * t))
-
-    return model, coins(*(f"z_{t}" for t in range(5)), **options)
 
 
 ABOUT_CRITICS: dict[str, dict[str, Any]] = {

@@ -18,25 +18,16 @@ from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import SGD, ClippedAdam
 from steps import filtered, repeat, stepped, told
+from steps import pair_guide as guide
+from steps import pair_model as model
 
 from pyro_bpq import CompiledSVI, ExpectedCost, ProximalSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQError, BPQWarning
 
 
-def model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    y = pyro.sample("y", dist.Normal(z, 1.0))
-    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
-
-
 def one() -> TraceBackpropQ_ELBO:
     """After a step."""
     return stepped(1, TraceBackpropQ_ELBO(num_particles=1), model, guide)
-
-
-def guide() -> None:
-    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-    pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
 
 
 def steered_model() -> None:

@@ -18,7 +18,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, DATA, OPTIONS, assert_equal, module, repeat, rows, run, state_of, through_file
+from steps import CHAIN, DATA, OPTIONS, assert_equal, module, repeat, rows, run, state_of, stored, through_file
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -102,10 +102,6 @@ class Session:
         resumed.optimiser.set_state(optimiser)
         torch.set_rng_state(rng)
         return resumed
-
-
-def stored() -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
 
 
 # What was found of a program goes on.

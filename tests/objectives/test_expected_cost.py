@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from models import irregular, real
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
-from steps import expected_loss, repeat, trained
+from steps import coin_guide, expected_loss, in_thread, repeat, trained
 from tabular import prob
 from torch import Tensor
 
@@ -183,19 +182,14 @@ def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
     assert_unbiased(ExpectedCost().eval(), None, program)
 
 
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What no tape sees."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function).result()
-
-
+# No tape sees what happens in a thread.
 CHARGES: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "value": (lambda z: cost("c", z.sum(-1).cos()), 2),
     "function in torch": (lambda z: cost("c", lambda own: own.sum(-1).cos(), z), 2),
     "function that leaves torch": (lambda z: cost("c", lambda own: own.sum(-1).cos().item(), z), 1),
     "method of a tensor": (lambda z: cost("c", (z.sum(-1) > 1.5).item), 1),
     "function of torch": (lambda z: cost("c", functools.partial(torch.equal, torch.ones(3)), z), 1),
-    "function in a thread": (lambda z: cost("c", lambda own: in_a_thread(own.sum), z), 1),
+    "function in a thread": (lambda z: cost("c", lambda own: in_thread(own.sum), z), 1),
 }
 
 
@@ -331,7 +325,7 @@ def test_a_function_is_called_once_per_particle(particles: int) -> None:
     model = charged(lambda a: cost("box", functools.partial(box.__call__), a))
     elbo = TraceBackpropQ_ELBO(num_particles=particles, estimator=AllAction(exact=True))
     with CostCounter() as counter:
-        repeat(7, elbo.loss_and_grads, model, one_coin)
+        repeat(7, elbo.loss_and_grads, model, coin_guide)
     assert box.calls == 7 * particles == counter.total == counter.calls["box"]
     # The extra run took place all the same.
     (plan,) = elbo.runner.plans.plans.values()
@@ -342,24 +336,20 @@ def charged(charge: Callable[[Tensor], Any]) -> Callable[[], None]:
     """A model of a coin that is charged for it."""
 
     def model() -> None:
-        a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
-        pyro.sample("x", dist.Normal(a, 1.0), obs=torch.tensor(0.3))
-        charge(a)
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.5)))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
+        charge(z)
 
     return model
-
-
-def one_coin() -> None:
-    pyro.sample("a", dist.Bernoulli(logits=param("qa")))
 
 
 def test_given_values_are_known_at_other_values_without_a_call() -> None:
     box = Box()
     model = charged(lambda a: cost("box", (a - 0.3) ** 2 + 0.0 * box(torch.zeros(()))))
-    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, one_coin, steps=5).eval()
+    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, coin_guide, steps=5).eval()
     assert box.calls == 5
-    assert_unbiased(elbo, model, one_coin)
-    assert expected_moments(elbo, model, one_coin).total_variance < ATOL
+    assert_unbiased(elbo, model, coin_guide)
+    assert expected_moments(elbo, model, coin_guide).total_variance < ATOL
 
 
 def test_exact_costs_are_evaluated_at_every_value() -> None:
@@ -464,6 +454,6 @@ def test_a_function_that_gives_one_number_for_all_particles_is_refused(reduce: C
     """``z.sum(-1, keepdim=True)`` keeps the dimension of the particles."""
     kept = charged(lambda a: cost("c", lambda z: z.sum(-1, keepdim=True), a))
     elbo = TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1)
-    elbo.loss_and_grads(kept, one_coin)
+    elbo.loss_and_grads(kept, coin_guide)
     with pytest.raises(OptionError, match=r"Cost 'c': .* 3 particles at once .* shape \(\).* Keep dimension -2"):
-        elbo.loss_and_grads(charged(lambda a: cost("c", reduce, a)), one_coin)
+        elbo.loss_and_grads(charged(lambda a: cost("c", reduce, a)), coin_guide)

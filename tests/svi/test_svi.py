@@ -13,7 +13,7 @@ import torch
 from models import BY_NAME, CASES, Case, real
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
-from steps import filtered, fresh, trained
+from steps import filtered, fresh, stored, trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
@@ -22,10 +22,6 @@ from pyro_bpq.svi.controlled import ControlledStep
 from pyro_bpq.testing import exact_loss
 
 PROGRAMS = ["chain", "diamond", "plate_subsample", "global_local", "vector_layers", "mask_scale", "reordered_guide"]
-
-
-def values() -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in pyro.get_param_store().named_parameters()}
 
 
 def slopes(loss: Tensor) -> dict[str, Tensor]:
@@ -151,7 +147,7 @@ def test_first_epoch_is_a_plain_step(name: str, number: int) -> None:
         pyro.set_rng_seed(0)
         svi = make(case.model, case.guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(**particles(case, number)))
         losses = [svi.step(*case.args) for _ in range(5)]
-        ends.append((losses, values()))
+        ends.append((losses, stored()))
     # Without epochs to come, the score function takes log q as it is and not from a table: equal but for rounding.
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-12)
     torch.testing.assert_close(ends[1][1], ends[0][1], rtol=1e-12, atol=1e-13)
@@ -172,7 +168,7 @@ def test_later_epochs_move_the_guide_and_not_the_model() -> None:
     for epochs in (1, 4):
         step = proximal(epochs=epochs)
         assert step.epochs == epochs and not step.stopped_early
-        ends.append((values(), step.total_kl))
+        ends.append((stored(), step.total_kl))
     assert ends[1][1] > 2 * ends[0][1] > 0
     for name, value in ends[0][0].items():
         assert torch.equal(value, ends[1][0][name]) == (not name.startswith("q"))
@@ -230,7 +226,7 @@ def test_accepted_steps_improve_and_keep_the_limits(name: str, max_site_kl: floa
     svi = trust_region(case, 4, max_kl=0.01, max_site_kl=max_site_kl)
     accepted = 0
     for _ in range(5):
-        before = values()
+        before = stored()
         svi.step(*case.args)
         step = svi.last
         if step.epochs:
@@ -239,7 +235,7 @@ def test_accepted_steps_improve_and_keep_the_limits(name: str, max_site_kl: floa
             assert max_site_kl is None or max(step.kl.values()) <= max_site_kl
         else:
             assert step.total_kl == 0.0
-            torch.testing.assert_close(values(), before, rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(stored(), before, rtol=1e-5, atol=1e-9)
     assert accepted > 0
 
 
