@@ -65,8 +65,10 @@ class Case:
     trace_is_unbiased: bool = True
     tracegraph_is_unbiased: bool = True
 
-    def params(self) -> Case:
-        """Puts the parameters into a cleared param store."""
+    def params(self, seed: int | None = None) -> Case:
+        """Puts the parameters into a cleared param store, and sets a seed."""
+        if seed is not None:
+            pyro.set_rng_seed(seed)
         pyro.clear_param_store()
         given = dict(self.constraints)
         for position, (name, shape) in enumerate(self.shapes.items()):

@@ -173,11 +173,18 @@ def warnings_of(model: Any, guide: Any, steps: int = 1, category: Any = BPQWarni
 
 
 def trained(
-    objective: Objective, model: Any, guide: Any, *args: Any, params: Start = CLEARED, steps: int = 20, lr: float = 0.0
+    objective: Objective,
+    model: Any,
+    guide: Any,
+    *args: Any,
+    params: Start = CLEARED,
+    steps: int = 20,
+    lr: float = 0.0,
+    seed: int = 0,
 ) -> Objective:
     """The objective after some steps. Parameters start as ``params`` puts them, and end so."""
     params()
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(seed)
     if not lr:
         return stepped(steps, objective, model, guide, *args)
     svi = SVI(model, guide, Adam({"lr": lr}), objective)
@@ -373,6 +380,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "learner": {"learner": CriticLearner(lr=0.1)},
 }
 
+# Laws of a site by one real number.
+LAWS: dict[str, Callable[[Any], Any]] = {
+    "bits": lambda q: dist.Bernoulli(logits=q),
+    "counts": lambda q: dist.Poisson(torch.as_tensor(q).exp()),
+    "smooth": lambda q: dist.Normal(q, 1.0),
+}
+
 # Ways to serve a program whose gradient is to be exact whatever it reads.
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -429,3 +443,10 @@ def module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
     pyro.clear_param_store()
     torch.manual_seed(0)
     return elbo(Model(), Guide())
+
+
+def called_module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
+    """The module after a call, in which the critics appear, ahead of an optimiser."""
+    fit = module(elbo)
+    fit(DATA)
+    return fit

@@ -20,7 +20,7 @@ from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import coin_guide, filtered, fresh, repeat, seeing, trained
+from steps import coin_guide, filtered, fresh, repeat, seeing, stepped, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -281,8 +281,7 @@ def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> Non
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    repeat(10, elbo.loss_and_grads, slope_model, slope_guide, ROWS, torch.tensor(1.0))
+    elbo = stepped(10, TraceBackpropQ_ELBO(compile="eager"), slope_model, slope_guide, ROWS, torch.tensor(1.0))
     taken, steps = entries(elbo)[0].steps, elbo.num_steps
     before = {name: value.clone() for name, value in elbo.state_dict().items() if isinstance(value, Tensor)}
     with filtered("ignore"):

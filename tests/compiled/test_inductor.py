@@ -24,8 +24,7 @@ pytestmark = [
 
 def train(kind: Any, case: Any, steps: int) -> tuple[list[Tensor], TraceBackpropQ_ELBO]:
     """Losses, parameters, critics and statistics after some steps."""
-    case.params()
-    pyro.set_rng_seed(3)
+    case.params(seed=3)
     elbo = TraceBackpropQ_ELBO()
     svi = kind(case.model, case.guide, ClippedAdam({"lr": 0.01, "lrd": 0.99}), elbo)
     losses = [svi.step(*case.args) for _ in range(steps)]

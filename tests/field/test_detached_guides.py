@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.nn import PyroModule, PyroParam
-from steps import filtered, repeat, seeing, stepped, told
+from steps import LAWS, filtered, repeat, seeing, stepped, told
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -20,11 +20,6 @@ from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 Cut = Callable[[Tensor], Tensor]
 
 
-LAWS: dict[str, Callable[[Tensor], Any]] = {
-    "bits": lambda q: dist.Bernoulli(logits=q),
-    "counts": lambda q: dist.Poisson(q.exp()),
-    "smooth": lambda q: dist.Normal(q, 1.0),
-}
 each_kind = pytest.mark.parametrize("kind", LAWS)
 
 

@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import coin_guide as guide
-from steps import coins_guide, seeing, stepped, text_of, told, trained, unbiased, warnings_of
+from steps import coins_guide, fresh, seeing, stepped, text_of, told, trained, unbiased, warnings_of
 
 from pyro_bpq import AllAction, ExpectedCost, KSubset, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import compare_estimators
@@ -115,8 +115,7 @@ def test_critics_that_a_step_has_no_use_of_stay() -> None:
     def chain_guide() -> None:
         chain(pyro.param("q", torch.tensor([0.3, 0.2, 0.1, 0.0])))
 
-    pyro.clear_param_store()
-    pyro.set_rng_seed(3)
+    fresh(3)
     elbo = TraceBackpropQ_ELBO(1, learner=None, structure="dynamic")
     svi = SVI(lambda: chain(torch.zeros(4)), chain_guide, Adam({"lr": 0.05}), elbo)
     for wanted in (4, 1):

@@ -158,8 +158,7 @@ def test_two_backward_passes_need_retain_graph() -> None:
 
     elbo = stepped(2, TraceBackpropQ_ELBO(retain_graph=True), model, guide)
     torch.testing.assert_close(weight.grad, 2 * (scaled * scaled.cos()).detach())
-    elbo = TraceBackpropQ_ELBO()
-    elbo.loss_and_grads(model, guide)
+    elbo = stepped(1, TraceBackpropQ_ELBO(), model, guide)
     with pytest.raises(RuntimeError, match="second time"):
         elbo.loss_and_grads(model, guide)
 

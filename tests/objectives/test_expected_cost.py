@@ -16,7 +16,7 @@ from models import irregular, real
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
-from steps import coin_guide, expected_loss, in_thread, repeat, trained
+from steps import coin_guide, expected_loss, in_thread, repeat, stepped, trained
 from tabular import prob
 from torch import Tensor
 
@@ -201,8 +201,7 @@ def test_what_may_be_dear_runs_one_particle(kind: str) -> None:
         z = [pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("w", 3)[t])) for t in range(3)]
         charge(torch.stack(z, -1))
 
-    objective = ExpectedCost()
-    repeat(2, objective.loss_and_grads, None, coins)
+    objective = stepped(2, ExpectedCost(), None, coins)
     assert objective.num_particles == number
     # Critics stay beside other particles.
     assert all(isinstance(known["estimator"], AllAction) for known in objective.info.values())
@@ -304,11 +303,6 @@ def test_looks_outside_of_a_function_count(program: Any) -> None:
     assert objective.runner.recordings.escapes and objective.network is not None and objective.network.form == "history"
 
 
-def test_calls_of_one_object_depend_on_earlier_ones() -> None:
-    objective = train(ExpectedCost(), None, stateful)
-    assert objective.graph.cost("cost(c_2)").parents == ("z_0", "z_1", "z_2")
-
-
 class Box:
     """A black box that counts its calls."""
 
@@ -368,8 +362,7 @@ def test_vectorised_particles_call_functions_once() -> None:
     def program() -> None:
         cost("c", box, pyro.sample("a", dist.Bernoulli(logits=param("qa"))))
 
-    objective = ExpectedCost(num_particles=5, vectorize_particles=True)
-    objective.loss_and_grads(None, program)
+    stepped(1, ExpectedCost(num_particles=5, vectorize_particles=True), None, program)
     assert calls == [(5,)]
     pyro.clear_param_store()
     two = ExpectedCost(num_particles=2, vectorize_particles=True, max_plate_nesting=1).eval()
@@ -453,7 +446,6 @@ def test_likelihood_by_sampling_the_prior(options: dict[str, Any]) -> None:
 def test_a_function_that_gives_one_number_for_all_particles_is_refused(reduce: Callable[[Tensor], Any]) -> None:
     """``z.sum(-1, keepdim=True)`` keeps the dimension of the particles."""
     kept = charged(lambda a: cost("c", lambda z: z.sum(-1, keepdim=True), a))
-    elbo = TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1)
-    elbo.loss_and_grads(kept, coin_guide)
+    elbo = stepped(1, TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1), kept, coin_guide)
     with pytest.raises(OptionError, match=r"Cost 'c': .* 3 particles at once .* shape \(\).* Keep dimension -2"):
         elbo.loss_and_grads(charged(lambda a: cost("c", reduce, a)), coin_guide)

@@ -62,8 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def run(name: str, taken: int, at: int, error: type[BaseException] = Interrupt) -> tuple[dict[str, Any], bool]:
     """Three steps after some that were taken, the first of which is interrupted at a call, and then taken again."""
-    CASE.params()
-    pyro.set_rng_seed(0)
+    CASE.params(seed=0)
     bell = Bell()
     objective = (TraceBackpropQ_IWAE if name == "bound" else TraceBackpropQ_ELBO)(**CASES[name])
     svi = SVI(bell(CASE.model), bell(CASE.guide), Adam({"lr": 0.02}), objective)

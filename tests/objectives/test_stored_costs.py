@@ -12,7 +12,7 @@ import torch
 from models import coin, real
 from pyro import poutine
 from pyro.optim import Adam
-from steps import critic_targets, fresh, repeat
+from steps import critic_targets, fresh, repeat, stepped
 from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
@@ -64,9 +64,7 @@ def rolled_out(program: Any = chain, policy: Any = OLD, particles: int = 64, **o
     set_policy(policy)
     replay = Replay(capacity=4, batch_size=1, updates_per_step=0, costs="stored")
     options |= {"critic": TabularCritic(), "learner": CriticLearner(lr=0.5, optimizer=torch.optim.SGD, replay=replay)}
-    objective = ExpectedCost(particles, 0, vectorize_particles=particles > 1, **options)
-    repeat(8, objective.loss_and_grads, None, program)
-    return objective
+    return stepped(8, ExpectedCost(particles, 0, vectorize_particles=particles > 1, **options), None, program)
 
 
 def values(objective: ExpectedCost, name: str) -> list[tuple[dict[str, int], float]]:

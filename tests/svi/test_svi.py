@@ -143,8 +143,7 @@ def test_first_epoch_is_a_plain_step(name: str, number: int) -> None:
     case = BY_NAME[name]
     ends = []
     for make in (SVI, lambda *args: ProximalSVI(*args, epochs=1)):
-        case.params()
-        pyro.set_rng_seed(0)
+        case.params(seed=0)
         svi = make(case.model, case.guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(**particles(case, number)))
         losses = [svi.step(*case.args) for _ in range(5)]
         ends.append((losses, stored()))
@@ -155,8 +154,7 @@ def test_first_epoch_is_a_plain_step(name: str, number: int) -> None:
 
 def proximal(lr: float = 0.05, **options: Any) -> ControlledStep:
     """A step of a chain."""
-    case = BY_NAME["chain"].params()
-    pyro.set_rng_seed(0)
+    case = BY_NAME["chain"].params(seed=0)
     elbo = TraceBackpropQ_ELBO(num_particles=8)
     svi = ProximalSVI(case.model, case.guide, SGD({"lr": lr}), elbo, **options)
     svi.step()
@@ -198,8 +196,7 @@ MONOTONE = ["chain", "fork", "plate", "global_local", "auxiliary", "mask_scale",
 
 
 def trust_region(case: Case, number: int = 200, **options: Any) -> TrustRegionSVI:
-    case.params()
-    pyro.set_rng_seed(0)
+    case.params(seed=0)
     elbo = TraceBackpropQ_ELBO(**particles(case, number))
     return TrustRegionSVI(case.model, case.guide, SGD({"lr": 1e-12}), elbo, **options)
 
@@ -295,8 +292,7 @@ def test_divergence_without_a_formula_comes_from_the_sample() -> None:
 
 @pytest.mark.parametrize("make", [ProximalSVI, TrustRegionSVI])
 def test_controlled_steps_are_drop_ins(make: Any) -> None:
-    case = BY_NAME["global_local"].params()
-    pyro.set_rng_seed(0)
+    case = BY_NAME["global_local"].params(seed=0)
     svi = make(case.model, case.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO())
     with filtered("error"):
         losses = [svi.step(*case.args) for _ in range(5)]
