@@ -119,6 +119,11 @@ def coin(name: str, logits: Tensor, **kwargs: Any) -> Tensor:
     return pyro.sample(name, dist.Bernoulli(logits=logits), **kwargs)
 
 
+def bit(name: str, logits: Tensor) -> Tensor:
+    """A coin as an index."""
+    return coin(name, logits).long()
+
+
 def observe(name: str, mean: Tensor, value: Any) -> None:
     pyro.sample(name, dist.Normal(mean, 0.8), obs=torch.as_tensor(value, dtype=torch.float64))
 

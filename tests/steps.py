@@ -98,6 +98,17 @@ def pair_guide(cut: Callable[[Tensor], Any] = lambda q: q) -> None:
     pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
 
 
+class CoinModule(PyroModule):
+    """A guide of one coin as a module; ``cut`` is between its parameter and the coin."""
+
+    def __init__(self, cut: Callable[[Tensor], Tensor] = lambda q: q) -> None:
+        super().__init__()
+        self.q, self.cut = PyroParam(torch.tensor(0.3)), cut
+
+    def forward(self) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=self.cut(self.q)))
+
+
 def coins_guide(number: int = 3, *_: Any) -> None:
     """Independent coins, as one site."""
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(0.3, -0.4, number))).to_event(1))
@@ -164,9 +175,11 @@ def text_of(model: Any, guide: Any, kind: type[Exception], **options: Any) -> st
     return str(caught.value)
 
 
-def warnings_of(model: Any, guide: Any, steps: int = 1, category: Any = BPQWarning, **options: Any) -> list[str]:
+def warnings_of(
+    model: Any, guide: Any, steps: int = 1, category: Any = BPQWarning, kind: Any = TraceBackpropQ_ELBO, **options: Any
+) -> list[str]:
     """What some steps warn of."""
-    elbo = TraceBackpropQ_ELBO(**options)
+    elbo = kind(**options)
     with told(category) as texts:
         repeat(steps, elbo.loss_and_grads, model, guide)
     return texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -10,8 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.nn import PyroModule, PyroParam
-from steps import LAWS, filtered, repeat, seeing, stepped, told
+from steps import LAWS, CoinModule, filtered, seeing, stepped, warnings_of
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -32,10 +32,7 @@ def programs(kind: str, cut: Cut = Tensor.detach, learns: bool = False) -> tuple
     return model, lambda: pyro.sample("z", LAWS[kind](cut(pyro.param("q", torch.tensor(0.3)))))
 
 
-def warned(model: Any, guide: Any, kind: type = TraceBackpropQ_ELBO) -> list[str]:
-    with told() as texts:
-        repeat(3, kind().loss_and_grads, model, guide)
-    return texts
+warned = partial(warnings_of, steps=3, category=Warning)
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -63,23 +60,14 @@ def test_blocked_parameters_others_and_evaluations_are_left_alone() -> None:
 @pytest.mark.parametrize(("cut", "number"), [(Tensor.detach, 1), (Tensor.clone, 0)])
 def test_a_policy_without_a_gradient_is_told_too(cut: Cut, number: int) -> None:
     guide = programs("bits", cut)[1]
-    assert len(warned(None, lambda: cost("fee", 2.0 * guide()), ExpectedCost)) == number
-
-
-class Guide(PyroModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = PyroParam(torch.tensor(0.3))
-
-    def forward(self) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=self.q.detach()))
+    assert len(warned(None, lambda: cost("fee", 2.0 * guide()), kind=ExpectedCost)) == number
 
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_module_is_told_too(is_local: bool) -> None:
     model, _ = programs("bits")
     with pyro.settings.context(module_local_params=is_local), pytest.warns(UserWarning, match="No gradient reaches"):
-        TraceBackpropQ_ELBO()(model, Guide())()
+        TraceBackpropQ_ELBO()(model, CoinModule(Tensor.detach))()
 
 
 @pytest.mark.filterwarnings("ignore:No gradient reaches")

@@ -95,13 +95,12 @@ def test_particles_that_mix_do_so_in_later_steps_too() -> None:
         z = pyro.sample("z", dist.Binomial(2, logits=odds[:2]).to_event(1))
         pyro.sample("y", dist.Bernoulli(logits=odds[2] + z.reshape(-1)[0]))
 
+    programs = lambda: program(real(0.1, 0.6, 0.2)), lambda: program(pyro.param("q", real(0.3, -0.2, 0.5)))
     elbo = TraceBackpropQ_ELBO(2, max_plate_nesting=1, vectorize_particles=True)
     pyro.clear_param_store()
     for step in range(3):
         with told(BPQWarning) as texts:
-            elbo.loss_and_grads(
-                lambda: program(real(0.1, 0.6, 0.2)), lambda: program(pyro.param("q", real(0.3, -0.2, 0.5)))
-            )
+            elbo.loss_and_grads(*programs)
         assert elbo.particles.now.is_hidden
         assert len(texts) == (step == 0)
 

@@ -16,7 +16,7 @@ from models import irregular, real
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
-from steps import coin_guide, expected_loss, in_thread, repeat, stepped, trained
+from steps import coin_guide, expected_loss, in_thread, repeat, seeing, stepped, trained
 from tabular import prob
 from torch import Tensor
 
@@ -378,15 +378,6 @@ def test_outside_of_inference_a_cost_is_its_value() -> None:
     assert cost("a", np.ones(2, dtype=np.int64)).dtype == torch.get_default_dtype()
 
 
-def observing() -> None:
-    pyro.sample("x", dist.Normal(pyro.sample("a", dist.Bernoulli(logits=param("qa"))), 1.0), obs=torch.tensor(1.0))
-
-
-def doubled() -> None:
-    cost("bill", 1.0)
-    agent()
-
-
 def normal() -> None:
     x = pyro.sample("x", dist.Normal(param("loc"), torch.tensor(1.0, dtype=torch.float64)))
     cost("box", lambda y: y.detach().item() ** 2, x)
@@ -395,8 +386,8 @@ def normal() -> None:
 @pytest.mark.parametrize(
     ("run", "kind", "text"),
     [
-        (lambda: ExpectedCost().loss(None, observing), UnsupportedProgramError, "'x' is observed"),
-        (lambda: TraceBackpropQ_ELBO().loss(doubled, doubled), OptionError, "both have a cost 'bill'"),
+        (lambda: ExpectedCost().loss(None, seeing(lambda z: z)), UnsupportedProgramError, "'x' is observed"),
+        (lambda: TraceBackpropQ_ELBO().loss(agent, agent), OptionError, "both have a cost 'effort'"),
         (lambda: cost("c", "text"), OptionError, "'c': 'text' is no number"),
         (lambda: cost("c", 1.0, 2.0), OptionError, "without a function"),
         (lambda: cost("c", lambda: None), OptionError, "is no number"),

@@ -24,10 +24,10 @@ from bounds import (
 )
 from models import Case, real
 from pyro.infer import RenyiELBO
-from steps import repeat, rows, told
+from steps import rows, warnings_of
 
 from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
-from pyro_bpq.errors import BPQWarning, PlateError, UnsupportedSiteError
+from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.objectives.iwae import _without_each, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.testing import expected_gradient, expected_moments
 
@@ -121,7 +121,6 @@ def test_errors() -> None:
 @pytest.mark.parametrize("meet", [False, True])
 def test_rows_of_weights_of_their_own_have_to_keep_apart(meet: bool, options: dict[str, Any]) -> None:
     programs = rows(lambda z: torch.fft.fft(z, dim=-1).real if meet else 2.0 * z, DATA)
-    elbo = TraceBackpropQ_IWAE(2, plate="rows", max_plate_nesting=1, **options)
-    with told(BPQWarning) as found:
-        repeat(3, elbo.loss_and_grads, *programs)
+    options |= {"num_particles": 2, "plate": "rows", "max_plate_nesting": 1}
+    found = warnings_of(*programs, steps=3, kind=TraceBackpropQ_IWAE, **options)
     assert len(found) == meet and all("Rows of the plate 'rows' meet in -log p(x)" in text for text in found)

@@ -9,7 +9,7 @@ from typing import Any
 import pyro
 import pytest
 import torch
-from models import coin, real
+from models import bit, real
 from pyro import poutine
 from pyro.optim import Adam
 from steps import critic_targets, fresh, repeat, stepped
@@ -40,10 +40,6 @@ TABLE = real(1.0, -2.0, 0.5, 3.0, -1.0, 2.5, 0.0, -1.5).reshape(2, 2, 2)
 def box(*values: Tensor) -> Any:
     """The table by numpy: nothing can be seen through it."""
     return TABLE.numpy()[tuple(v.long().numpy() for v in values)]
-
-
-def bit(name: str, logits: Tensor) -> Tensor:
-    return coin(name, logits).long()
 
 
 def chain() -> None:
