@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tabular import WORKED, graph_of
 
 from pyro_bpq.errors import GraphError, SiteNotFoundError
 from pyro_bpq.graph.relations import crossed
@@ -46,11 +47,6 @@ def naive_frontier(graph: StochasticComputationGraph, inside: set[str], costs: s
         return any(reaches(node.name) for node in graph.nodes if name in node.parents and node.name not in inside)
 
     return {name for name in inside if reaches(name)}
-
-
-DIAMOND = StochasticComputationGraph.from_parents(
-    {"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"], "g": ["y1", "x"]}
-)
 
 
 @given(graphs())
@@ -124,10 +120,11 @@ def test_malformed_graphs_are_refused(nodes: list[Any], costs: list[Any], text: 
 
 
 def test_unknown_names_are_named() -> None:
+    graph = graph_of(*WORKED["siblings"])
     with pytest.raises(SiteNotFoundError, match="no stochastic node 'w'"):
-        DIAMOND.node("w")
+        graph.node("w")
     with pytest.raises(SiteNotFoundError, match="no cost 'h'"):
-        DIAMOND.frontier(["x"], ["h"])
+        graph.frontier(["x"], ["h"])
     with pytest.raises(GraphError, match=r"\['w'\]"):
         StochasticComputationGraph.from_parents({"x": []}, {}, {"w": [Plate("data", -1)]})
 
