@@ -86,9 +86,9 @@ def coin_guide(*_: Any) -> None:
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
 
-def pair_model() -> None:
-    """A coin, a reparameterised site that reads it, and data that read both."""
-    z = pyro.sample("z", dist.Bernoulli(0.4))
+def pair_model(read: Callable[[Tensor], Any] = lambda z: z) -> None:
+    """A coin, a reparameterised site that reads it in some way, and data that read both."""
+    z = read(pyro.sample("z", dist.Bernoulli(0.4)))
     y = pyro.sample("y", dist.Normal(z, 1.0))
     pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
 

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from functools import partial
 from typing import Any
 
 import pyro
@@ -29,10 +30,7 @@ def one() -> TraceBackpropQ_ELBO:
     return stepped(1, TraceBackpropQ_ELBO(num_particles=1), model, guide)
 
 
-def steered_model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    y = pyro.sample("y", dist.Normal(0.0, 1.0))
-    pyro.sample("x", dist.Normal(y + (1.0 if z.item() else -1.0), 1.0), obs=torch.tensor(0.7))
+steered_model = partial(model, lambda z: 1.0 if z.item() else -1.0)
 
 
 # Hooks that nothing calls.

@@ -71,8 +71,7 @@ def test_leave_one_out_lowers_the_variance() -> None:
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_rows_have_bounds_of_their_own(size: int | None, vectorised: bool) -> None:
-    case = Case("rows", rows_model, rows_guide, {"pa": (), "qa": (3,)}, 8)
-    case.params()
+    Case("rows", rows_model, rows_guide, {"pa": (), "qa": (3,)}, 8).params()
     truth = gradients(sum(exact_bound(*one_row(i), (), 2) for i in range(3)))
     options = {"vectorize_particles": vectorised, "max_plate_nesting": 2}
     if size is not None and not vectorised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pyro
@@ -86,8 +87,7 @@ def steered(name: str = "q", **infer: Any) -> None:
         pyro.sample("b", dist.Bernoulli(logits=q[1]))
 
 
-def steered_model() -> None:
-    steered("p")
+steered_model = partial(steered, "p")
 
 
 def test_a_site_that_needs_more_costs_further_runs_once() -> None:
@@ -97,9 +97,7 @@ def test_a_site_that_needs_more_costs_further_runs_once() -> None:
         calls["runs"] += 1
         steered(name, bpq={"estimator": AllAction()})
 
-    def seen() -> None:
-        counted("p")
-
+    seen = partial(counted, "p")
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense")
     runs = []
