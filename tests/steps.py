@@ -7,7 +7,7 @@ import copy
 import functools
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -154,6 +154,11 @@ def rows(mean: Callable[..., Any], data: Tensor, logits: Callable[..., Tensor] |
     return model, guide
 
 
+def some_quick(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Names of cases, of which all but the quick ones are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def through_file(thing: Any, weights_only: bool = False) -> Any:
     """What is loaded of something that was saved."""
     file = io.BytesIO()
@@ -186,20 +191,17 @@ def warnings_of(
 
 
 def trained(
-    objective: Objective,
-    model: Any,
-    guide: Any,
-    *args: Any,
-    params: Start = CLEARED,
-    steps: int = 20,
-    lr: float = 0.0,
-    seed: int = 0,
+    objective: Objective, *programs: Any, params: Start = CLEARED, steps: int = 20, lr: float = 0.0, seed: int = 0
 ) -> Objective:
-    """The objective after some steps. Parameters start as ``params`` puts them, and end so."""
+    """The objective after some steps of model and guide with their arguments.
+
+    Parameters start as ``params`` puts them, and end so.
+    """
     params()
     pyro.set_rng_seed(seed)
     if not lr:
-        return stepped(steps, objective, model, guide, *args)
+        return stepped(steps, objective, *programs)
+    model, guide, *args = programs
     svi = SVI(model, guide, Adam({"lr": lr}), objective)
     repeat(steps, svi.step, *args)
     params()

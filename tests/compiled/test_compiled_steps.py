@@ -235,16 +235,15 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why(name: str) -> None:
     assert not entries(elbo) and re.search(words, compile_report(elbo))
 
 
-@pytest.mark.parametrize(
-    "programs",
-    [
-        latent(lambda q: dist.Multinomial(3, logits=q)),
-        latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
-        seen(lambda z: z * pyro.param("w", torch.randn(()))),
-        seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
-    ],
-    ids=["log_prob writes where a mask holds", "values of its own", "an initial value is drawn", "by a function"],
-)
+RECORDED: dict[str, tuple[Any, Any]] = {
+    "log_prob writes where a mask holds": latent(lambda q: dist.Multinomial(3, logits=q)),
+    "values of its own": latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
+    "an initial value is drawn": seen(lambda z: z * pyro.param("w", torch.randn(()))),
+    "by a function": seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
+}
+
+
+@pytest.mark.parametrize("programs", RECORDED.values(), ids=RECORDED)
 def test_what_is_recorded(programs: tuple[Any, Any]) -> None:
     assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *programs))
 

@@ -9,9 +9,10 @@ import pyro
 import pytest
 import torch
 import torch._inductor.config
-from models import BY_NAME, CASES
+from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import ClippedAdam
+from steps import some_quick
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -33,10 +34,7 @@ def train(kind: Any, case: Any, steps: int) -> tuple[list[Tensor], TraceBackprop
     return [torch.tensor(losses), *params, *state], elbo
 
 
-@pytest.mark.parametrize(
-    "name",
-    [case.name if case.name == "guide_factor" else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize("name", some_quick(BY_NAME, ["guide_factor"]))
 def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
     case = BY_NAME[name]
     expected, _ = train(SVI, case, 100)

@@ -44,11 +44,10 @@ def without_gradient(value: Tensor) -> Tensor:
 # Parameters without a gradient.
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [lambda q: q.detach(), lambda q: q.data, without_gradient, lambda q: torch.tensor(q.item()), lambda q: 0.1],
-    ids=["detach", "data", "no_grad", "item", "unread"],
-)
+CUTS = [lambda q: q.detach(), lambda q: q.data, without_gradient, lambda q: torch.tensor(q.item()), lambda q: 0.1]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["detach", "data", "no_grad", "item", "unread"])
 def test_parameter_without_a_gradient_is_named(cut: Any) -> None:
     found = of_kind(look(pair_model, guide_of(lambda q: torch.as_tensor(cut(q)))), "no gradient")
     assert found is not None and found.severity == "warning" and found.sites == ("z",)

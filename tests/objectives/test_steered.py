@@ -146,12 +146,11 @@ def seen_model() -> None:
         pyro.sample("x", dist.Normal(0.5, 1.0), obs=obs)
 
 
+SERVED = [{}, {"structure": "dynamic"}, {"structure": "dynamic", "estimator": ScoreFunction(LeaveOneOut())}]
+
+
 @pytest.mark.parametrize("programs", [(drawn_model, drawn_guide), (seen_model, coins("a"))], ids=["drawn", "observed"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"structure": "dynamic"}, {"structure": "dynamic", "estimator": ScoreFunction(LeaveOneOut())}],
-    ids=["default", "dynamic", "leave-one-out"],
-)
+@pytest.mark.parametrize("options", SERVED, ids=["default", "dynamic", "leave-one-out"])
 def test_a_plate_in_one_branch_divides_no_particles(programs: tuple[Any, Any], options: dict[str, Any]) -> None:
     """The baseline must not come from those particles only whose later plates are alike."""
     elbo = trained(TraceBackpropQ_ELBO(num_particles=2, **options), *programs, steps=3).eval()

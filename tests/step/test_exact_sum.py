@@ -84,16 +84,11 @@ def impossible() -> Programs:
     """Values of no probability: there a cost is infinite, and does not count."""
     never = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
 
-    def guide() -> None:
-        z = pyro.sample("z_0", dist.Categorical(logits=table("q0", 3) + never))
-        pyro.sample("z_1", dist.Categorical(logits=table("q1", 3, 3)[z] + never))
+    def last(part: str) -> Tensor:
+        z = pyro.sample("z_0", dist.Categorical(logits=table(f"{part}0", 3) + never))
+        return pyro.sample("z_1", dist.Categorical(logits=table(f"{part}1", 3, 3)[z] + never))
 
-    def model() -> None:
-        z = pyro.sample("z_0", dist.Categorical(logits=table("p0", 3) + never))
-        z = pyro.sample("z_1", dist.Categorical(logits=table("p1", 3, 3)[z] + never))
-        seen("x", table("mean", 3)[z])
-
-    return model, guide
+    return lambda: seen("x", table("mean", 3)[last("p")]), lambda: last("q")
 
 
 @pytest.fixture(autouse=True)

@@ -69,12 +69,11 @@ def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
     return model, guide
 
 
+OPTIONS = [{}, {"num_particles": 2}, {"critic": LinearCritic()}, {"learner": None}, {"reduction": "per_cost"}]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_particles": 2}, {"critic": LinearCritic()}, {"learner": None}, {"reduction": "per_cost"}],
-    ids=["default", "two particles", "linear", "no learner", "per cost"],
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "two particles", "linear", "no learner", "per cost"])
 @pytest.mark.parametrize("make", [lambda: CHAIN.params().programs, mixed], ids=["chain", "mixed"])
 def test_a_cached_step_reads_two_numbers(make: Any, options: dict[str, Any]) -> None:
     model, guide = make()

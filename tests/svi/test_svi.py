@@ -65,10 +65,10 @@ def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollou
 KEPT = torch.tensor([True, False])
 
 
-@pytest.mark.parametrize(
-    "hide",
-    [lambda law: law.to_event(1).mask(False), *(lambda law, m=m: law.mask(m).to_event(1) for m in (False, KEPT))],
-)
+HIDES = [lambda law: law.to_event(1).mask(False), *(lambda law, m=m: law.mask(m).to_event(1) for m in (False, KEPT))]
+
+
+@pytest.mark.parametrize("hide", HIDES)
 def test_local_objective_scores_what_masks_hide_and_no_density(hide: Any) -> None:
     def guide() -> None:
         pyro.sample("z", hide(dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.4)))))
@@ -329,18 +329,17 @@ def test_an_error_in_the_line_search_leaves_the_guide_where_it_was() -> None:
 def test_counts_are_served(loop: Any) -> None:
     """The default would take ``Differences``, whose signals do not come through the probabilities of values."""
 
-    def program(rates: Tensor, *, own: bool) -> None:
+    def counts(rates: Tensor) -> Tensor:
         with pyro.plate("d", 3):
-            z = pyro.sample("z", dist.Poisson(rates))
-            if not own:
-                pyro.sample("x", dist.Normal(z, 1.0), obs=real(0.4, 1.0, 2.0))
+            return pyro.sample("z", dist.Poisson(rates))
+
+    def model() -> None:
+        z = counts(real(1.0, 1.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=real(0.4, 1.0, 2.0))
 
     fresh()
-    svi = loop(
-        lambda: program(real(1.0, 1.0, 1.0), own=False),
-        lambda: program(pyro.param("q", real(0.3, -0.7, 0.8)).exp(), own=True),
-        Adam({"lr": 0.02}),
-        TraceBackpropQ_ELBO(),
-    )
+    guide, elbo = lambda: counts(pyro.param("q", real(0.3, -0.7, 0.8)).exp()), TraceBackpropQ_ELBO()
+    svi = loop(model, guide, Adam({"lr": 0.02}), elbo)
     assert all(svi.step() > 0.0 for _ in range(2))
     assert isinstance(svi.elbo.info["z"]["estimator"], ScoreFunction)
