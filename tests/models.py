@@ -65,8 +65,10 @@ class Case:
     trace_is_unbiased: bool = True
     tracegraph_is_unbiased: bool = True
 
-    def params(self) -> Case:
-        """Puts the parameters into a cleared param store."""
+    def params(self, seed: int | None = None) -> Case:
+        """Puts the parameters into a cleared param store, and sets a seed."""
+        if seed is not None:
+            pyro.set_rng_seed(seed)
         pyro.clear_param_store()
         given = dict(self.constraints)
         for position, (name, shape) in enumerate(self.shapes.items()):
@@ -115,6 +117,11 @@ def real(*numbers: Any) -> Tensor:
 
 def coin(name: str, logits: Tensor, **kwargs: Any) -> Tensor:
     return pyro.sample(name, dist.Bernoulli(logits=logits), **kwargs)
+
+
+def bit(name: str, logits: Tensor) -> Tensor:
+    """A coin as an index."""
+    return coin(name, logits).long()
 
 
 def observe(name: str, mean: Tensor, value: Any) -> None:

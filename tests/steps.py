@@ -7,7 +7,8 @@ import copy
 import functools
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pyro
@@ -56,6 +57,13 @@ def stepped(number: int, objective: Objective, *args: Any) -> Objective:
     return objective
 
 
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What a call in another thread returns or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+    return future.exception() or future.result()
+
+
 @contextlib.contextmanager
 def filtered(action: Any, category: type[Warning] = Warning) -> Iterator[None]:
     """Ignores warnings of a kind, or makes errors of them."""
@@ -78,9 +86,43 @@ def coin_guide(*_: Any) -> None:
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
 
+def pair_model(read: Callable[[Tensor], Any] = lambda z: z) -> None:
+    """A coin, a reparameterised site that reads it in some way, and data that read both."""
+    z = read(pyro.sample("z", dist.Bernoulli(0.4)))
+    y = pyro.sample("y", dist.Normal(z, 1.0))
+    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
+
+
+def pair_guide(cut: Callable[[Tensor], Any] = lambda q: q) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=cut(pyro.param("q", torch.tensor(0.3)))))
+    pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
+
+
+class CoinModule(PyroModule):
+    """A guide of one coin as a module; ``cut`` is between its parameter and the coin."""
+
+    def __init__(self, cut: Callable[[Tensor], Tensor] = lambda q: q) -> None:
+        super().__init__()
+        self.q, self.cut = PyroParam(torch.tensor(0.3)), cut
+
+    def forward(self) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=self.cut(self.q)))
+
+
 def coins_guide(number: int = 3, *_: Any) -> None:
     """Independent coins, as one site."""
     pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.linspace(0.3, -0.4, number))).to_event(1))
+
+
+def coins(*names: str, **options: Any) -> Callable[..., None]:
+    """A guide of coins at sites of their own, with options."""
+
+    def guide(*_: Any) -> None:
+        for name in names:
+            law = dist.Bernoulli(logits=pyro.param(f"logits of {name}", torch.tensor(0.1)))
+            pyro.sample(name, law, infer={"bpq": dict(options)} if options else {})
+
+    return guide
 
 
 def seeing(mean: Callable[..., Any], number: int = 0) -> Callable[..., None]:
@@ -112,6 +154,11 @@ def rows(mean: Callable[..., Any], data: Tensor, logits: Callable[..., Tensor] |
     return model, guide
 
 
+def some_quick(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Names of cases, of which all but the quick ones are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def through_file(thing: Any, weights_only: bool = False) -> Any:
     """What is loaded of something that was saved."""
     file = io.BytesIO()
@@ -133,22 +180,28 @@ def text_of(model: Any, guide: Any, kind: type[Exception], **options: Any) -> st
     return str(caught.value)
 
 
-def warnings_of(model: Any, guide: Any, steps: int = 1, category: Any = BPQWarning, **options: Any) -> list[str]:
+def warnings_of(
+    model: Any, guide: Any, steps: int = 1, category: Any = BPQWarning, kind: Any = TraceBackpropQ_ELBO, **options: Any
+) -> list[str]:
     """What some steps warn of."""
-    elbo = TraceBackpropQ_ELBO(**options)
+    elbo = kind(**options)
     with told(category) as texts:
         repeat(steps, elbo.loss_and_grads, model, guide)
     return texts
 
 
 def trained(
-    objective: Objective, model: Any, guide: Any, *args: Any, params: Start = CLEARED, steps: int = 20, lr: float = 0.0
+    objective: Objective, *programs: Any, params: Start = CLEARED, steps: int = 20, lr: float = 0.0, seed: int = 0
 ) -> Objective:
-    """The objective after some steps. Parameters start as ``params`` puts them, and end so."""
+    """The objective after some steps of model and guide with their arguments.
+
+    Parameters start as ``params`` puts them, and end so.
+    """
     params()
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(seed)
     if not lr:
-        return stepped(steps, objective, model, guide, *args)
+        return stepped(steps, objective, *programs)
+    model, guide, *args = programs
     svi = SVI(model, guide, Adam({"lr": lr}), objective)
     repeat(steps, svi.step, *args)
     params()
@@ -276,6 +329,21 @@ def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tens
     }
 
 
+# Operators that hand numbers to Python, or make tensors whose size depends on them.
+READS = frozenset("_local_scalar_dense allclose equal is_nonzero masked_select nonzero _unique2 unique_dim".split())
+
+
+def reads_numbers(name: str, args: Any) -> bool:
+    """Whether an operator of a name is one of these, or reads a mask."""
+    masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+    return name in READS or any(isinstance(m, Tensor) and m.dtype in (torch.bool, torch.uint8) for m in masks)
+
+
+def stored() -> dict[str, Tensor]:
+    """What the parameters are now."""
+    return {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
+
+
 def state_of(elbo: nn.Module) -> dict[str, Any]:
     return copy.deepcopy(dict(elbo.state_dict()))
 
@@ -323,6 +391,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vectorised": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 0},
     "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
     "learner": {"learner": CriticLearner(lr=0.1)},
+}
+
+# Laws of a site by one real number.
+LAWS: dict[str, Callable[[Any], Any]] = {
+    "bits": lambda q: dist.Bernoulli(logits=q),
+    "counts": lambda q: dist.Poisson(torch.as_tensor(q).exp()),
+    "smooth": lambda q: dist.Normal(q, 1.0),
 }
 
 # Ways to serve a program whose gradient is to be exact whatever it reads.
@@ -381,3 +456,10 @@ def module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
     pyro.clear_param_store()
     torch.manual_seed(0)
     return elbo(Model(), Guide())
+
+
+def called_module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
+    """The module after a call, in which the critics appear, ahead of an optimiser."""
+    fit = module(elbo)
+    fit(DATA)
+    return fit

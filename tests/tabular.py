@@ -51,6 +51,11 @@ def random_program(seed: int, max_nodes: int = 7, max_costs: int = 4) -> Tabular
     return TabularProgram.random(random_graph(generator, max_nodes, max_costs), generator)
 
 
+def numbers(given: Mapping[str, float] | None = None, **more: float) -> dict[str, Tensor]:
+    """Numbers by name."""
+    return {name: torch.tensor(float(value)) for name, value in {**(given or {}), **more}.items()}
+
+
 def largest(value: Tensor) -> float:
     return float(value.abs().max())
 

@@ -20,7 +20,7 @@ from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import coin_guide, filtered, fresh, repeat, seeing, trained
+from steps import coin_guide, filtered, fresh, repeat, seeing, stepped, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -244,17 +244,16 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_why(name: str) -> None:
     assert not entries(elbo) and re.search(words, compile_report(elbo))
 
 
-@pytest.mark.parametrize(
-    "programs",
-    [
-        latent(lambda q: dist.Multinomial(3, logits=q)),
-        latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
-        seen(lambda z: z * pyro.param("w", torch.randn(()))),
-        seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
-        seen(lambda z: LSTM(z.float().reshape(1, 1, 1))[0].sum().double()),
-    ],
-    ids=["a masked write in log_prob", "values of its own", "an initial value", "by a function", "LSTM"],
-)
+RECORDED: dict[str, tuple[Any, Any]] = {
+    "log_prob writes where a mask holds": latent(lambda q: dist.Multinomial(3, logits=q)),
+    "values of its own": latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
+    "an initial value is drawn": seen(lambda z: z * pyro.param("w", torch.randn(()))),
+    "by a function": seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
+    "LSTM": seen(lambda z: LSTM(z.float().reshape(1, 1, 1))[0].sum().double()),
+}
+
+
+@pytest.mark.parametrize("programs", RECORDED.values(), ids=RECORDED)
 def test_what_is_recorded(programs: tuple[Any, Any]) -> None:
     assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *programs))
 
@@ -291,8 +290,7 @@ def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> Non
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    repeat(10, elbo.loss_and_grads, slope_model, slope_guide, ROWS, torch.tensor(1.0))
+    elbo = stepped(10, TraceBackpropQ_ELBO(compile="eager"), slope_model, slope_guide, ROWS, torch.tensor(1.0))
     taken, steps = entries(elbo)[0].steps, elbo.num_steps
     before = {name: value.clone() for name, value in elbo.state_dict().items() if isinstance(value, Tensor)}
     with filtered("ignore"):
@@ -341,20 +339,15 @@ def test_examples_have_the_strides_of_the_inputs() -> None:
 
 @pytest.mark.parametrize("estimator", [DebiasedStraightThrough(), DisARM()], ids=repr)
 def test_estimators_that_run_the_model_at_other_values_are_recorded(estimator: Any) -> None:
-    def make(**own: Any) -> TraceBackpropQ_ELBO:
-        return TraceBackpropQ_ELBO(2, estimator=estimator, **own)
-
+    make = functools.partial(TraceBackpropQ_ELBO, 2, estimator=estimator)
     # Eager steps look for slopes again after 8 steps; what the estimators draw does not depend on it.
     assert entries(both(make, pyro.clear_param_store, slope_model, slope_guide, ROWS, steps=14))[0].steps > 4
 
 
 def test_layers_whose_values_are_averaged_are_recorded() -> None:
     """The drawn particle and its components are inputs of the recording."""
-    case, estimator = BY_NAME["vector_layers"], Hindsight(draws=1, crossed=True)
-
-    def make(**own: Any) -> TraceBackpropQ_ELBO:
-        return TraceBackpropQ_ELBO(3, estimator=estimator, vectorize_particles=True, max_plate_nesting=1, **own)
-
+    case, options = BY_NAME["vector_layers"], {"vectorize_particles": True, "max_plate_nesting": 1}
+    make = functools.partial(TraceBackpropQ_ELBO, 3, estimator=Hindsight(draws=1, crossed=True), **options)
     assert entries(both(make, case.params, *case.programs, steps=14))[0].steps > 4
 
 

@@ -9,9 +9,10 @@ import pyro
 import pytest
 import torch
 import torch._inductor.config
-from models import BY_NAME, CASES
+from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import ClippedAdam
+from steps import some_quick
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
@@ -24,8 +25,7 @@ pytestmark = [
 
 def train(kind: Any, case: Any, steps: int) -> tuple[list[Tensor], TraceBackpropQ_ELBO]:
     """Losses, parameters, critics and statistics after some steps."""
-    case.params()
-    pyro.set_rng_seed(3)
+    case.params(seed=3)
     elbo = TraceBackpropQ_ELBO()
     svi = kind(case.model, case.guide, ClippedAdam({"lr": 0.01, "lrd": 0.99}), elbo)
     losses = [svi.step(*case.args) for _ in range(steps)]
@@ -34,10 +34,7 @@ def train(kind: Any, case: Any, steps: int) -> tuple[list[Tensor], TraceBackprop
     return [torch.tensor(losses), *params, *state], elbo
 
 
-@pytest.mark.parametrize(
-    "name",
-    [case.name if case.name == "guide_factor" else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize("name", some_quick(BY_NAME, ["guide_factor"]))
 def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
     case = BY_NAME[name]
     expected, _ = train(SVI, case, 100)

@@ -9,9 +9,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, CASES
+from models import BY_NAME
 from pyro.optim import ClippedAdam
-from steps import repeat
+from steps import repeat, some_quick
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -66,9 +66,7 @@ def recorded(model: Any, guide: Any, *args: Any, **options: Any) -> tuple[fx.Gra
     return kept[0], kept[1]
 
 
-@pytest.mark.parametrize(
-    "name", [case.name if case.name in SHORT else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("name", some_quick(BY_NAME, SHORT))
 def test_steps_are_the_same(name: str) -> None:
     case = BY_NAME[name].params()
     try:

@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import coin_guide, repeat, told, trained
+from steps import coin_guide, repeat, seeing, told, trained
 
 from pyro_bpq import Compile, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -61,13 +61,7 @@ class Hidden:
 
 def test_a_program_that_begins_to_branch_runs_eagerly_at_once() -> None:
     hidden = Hidden()
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
-        if hidden.branches and z > 0:
-            z = 2.0 * z
-        pyro.sample("x", dist.Normal(z, 1.0), obs=OBSERVED)
-
+    model = seeing(lambda z: 2.0 * z if hidden.branches and z > 0 else z)
     elbo = trained(TraceBackpropQ_ELBO(compile="eager"), model, coin_guide, steps=20)
     (entry,) = elbo.compiled.entries
     recorded = entry.steps

@@ -86,21 +86,6 @@ def test_restore_keeps_rows_that_were_loaded() -> None:
     assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
 
 
-def test_state_dict_round_trip_before_and_after_building() -> None:
-    bank = CriticBank()
-    write(bank, select(bank, "ab"), [1.0, 2.0])
-    write(bank, select(bank, "c"), [3.0])
-    write(bank, select(bank, "ab", kind="other", width=2), [7.0, 8.0])
-    for is_built in (False, True):
-        fresh = CriticBank()
-        if is_built:
-            select(fresh, "cba")
-        fresh.load_state_dict(copy.deepcopy(bank.state_dict()))
-        # Rows find their place by kind and key, in whatever blocks and order they are asked for.
-        assert select(fresh, "cba").read("mean").tolist() == [3.0, 2.0, 1.0]
-        assert select(fresh, "b", kind="other", width=2).read("mean").tolist() == [8.0]
-
-
 def test_rows_of_another_shape_are_not_loaded() -> None:
     bank, fresh = CriticBank(), CriticBank()
     select(bank, "ab", width=3)

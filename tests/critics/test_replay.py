@@ -12,8 +12,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, irregular, real, sizes
-from steps import assert_equal, critic_targets, fresh, is_equal, repeat, run, state_of, stepped
+from models import BY_NAME, bit, irregular, real, sizes
+from steps import assert_equal, critic_targets, fresh, is_equal, run, state_of, stepped
 from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
@@ -33,13 +33,10 @@ OLD, NEW = (
 
 
 def program(p: Any) -> dict[str, Tensor]:
-    def coin(name: str, logits: Tensor) -> Tensor:
-        return pyro.sample(name, dist.Bernoulli(logits=logits)).long()
-
-    a = coin("a", p("qa").squeeze())
-    x = coin("x", p("qx")[a])
-    b1, b2 = coin("b1", p("qb1").squeeze()), coin("b2", p("qb2").squeeze())
-    return {"y1": coin("y1", p("qy1")[x, b1]), "y2": coin("y2", p("qy2")[x, a, b2])}
+    a = bit("a", p("qa").squeeze())
+    x = bit("x", p("qx")[a])
+    b1, b2 = bit("b1", p("qb1").squeeze()), bit("b2", p("qb2").squeeze())
+    return {"y1": bit("y1", p("qy1")[x, b1]), "y2": bit("y2", p("qy2")[x, a, b2])}
 
 
 def guide() -> None:
@@ -267,9 +264,8 @@ def test_outdated_rollouts_are_dropped(change: dict[str, Any], monkeypatch: pyte
 
 @pytest.mark.parametrize(("name", "site"), [("mask_scale", "z"), ("reordered_guide", "b")])
 def test_recorded_replay_has_the_network_of_its_rollout(name: str, site: str) -> None:
-    BY_NAME[name].params()
-    elbo = TraceBackpropQ_ELBO(num_particles=1, learner=CriticLearner(replay=Replay(updates_per_step=0)))
-    repeat(4, elbo.loss_and_grads, *BY_NAME[name].programs)
+    learner = CriticLearner(replay=Replay(updates_per_step=0))
+    elbo = stepped(4, TraceBackpropQ_ELBO(num_particles=1, learner=learner), *BY_NAME[name].params().programs)
     elbo.runner.recordings.look_again()
     stored = elbo.replay_buffer._rollouts[0]
     assert stage(elbo, stored, site, 0).signals.layout.network == stored.network

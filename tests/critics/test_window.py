@@ -88,11 +88,10 @@ def test_the_network_says_what_a_critic_reads(critic: Critic, window: int, text:
     assert printed(elbo, "z0").endswith("z0's value")
 
 
-@pytest.mark.parametrize(
-    ("estimator", "critic", "text"),
-    [(LAXQ(), ValueCritic(), "b's value as it is; a"), (QProp(), None, "b's value by its first two powers; a")],
-    ids=repr,
-)
+REAL = [(LAXQ(), ValueCritic(), "b's value as it is; a"), (QProp(), None, "b's value by its first two powers; a")]
+
+
+@pytest.mark.parametrize(("estimator", "critic", "text"), REAL, ids=repr)
 def test_the_network_says_how_a_continuous_value_is_read(estimator: Estimator, critic: Any, text: str) -> None:
     def policy() -> None:
         m = pyro.param("m", torch.tensor(0.1))

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
-from steps import CHAIN, assert_equal, coin_guide, settled, state_of, trained
+from steps import CHAIN, assert_equal, coin_guide, seeing, settled, state_of, trained
 
 from pyro_bpq import AllAction, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import (
@@ -156,9 +155,7 @@ def test_rivals_are_pyros_own(name: str, is_few: bool, monkeypatch: pytest.Monke
 
 
 def test_averages_of_pyros_baselines_stand_still_while_they_are_measured() -> None:
-    def model() -> None:
-        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0), obs=torch.tensor(3.0))
-
+    model = seeing(lambda z: z)
     elbo = trained(AveragedGraphELBO(), model, coin_guide, steps=3)
     average = "__baseline_avg_downstream_cost_z"
     before = pyro.param(average).clone()
@@ -189,11 +186,7 @@ def test_recommendation_weighs_variance_and_time() -> None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_pyros_graph_elbo_is_not_recommended_where_python_decides(reads: bool) -> None:
     # Too few samples to show its bias.
-    def model() -> None:
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
-        loc = torch.tensor(1.0 if z.item() > 0 else 0.0) if reads else z
-        pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.tensor(0.6))
-
+    model = seeing(lambda z: torch.tensor(1.0 if z.item() > 0 else 0.0) if reads else z)
     rivals = {"pyro": TraceGraph_ELBO(), "ours": ScoreFunction(), "plain": Trace_ELBO()}
     options = {**QUICK, "num_warmup": 1, "num_samples": 2, "num_outcomes": 1}
     found = compare_estimators(model, coin_guide, estimators=rivals, **options)

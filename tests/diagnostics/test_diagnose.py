@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro.infer import Trace_ELBO
-from steps import CHAIN, filtered, fresh, trained
+from steps import CHAIN, filtered, fresh, pair_guide, pair_model, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -31,18 +32,8 @@ def of_kind(found: Diagnosis, kind: str) -> Finding | None:
     return chosen[0] if chosen else None
 
 
-def coin_model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    y = pyro.sample("y", dist.Normal(z, 1.0))
-    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(1.0))
-
-
-def coin_guide(cut: Callable[[Tensor], Tensor]) -> Any:
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=cut(pyro.param("q", torch.tensor(0.3)))))
-        pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
-
-    return guide
+def guide_of(cut: Callable[[Tensor], Any]) -> Callable[[], None]:
+    return functools.partial(pair_guide, cut)
 
 
 def without_gradient(value: Tensor) -> Tensor:
@@ -53,33 +44,32 @@ def without_gradient(value: Tensor) -> Tensor:
 # Parameters without a gradient.
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [lambda q: q.detach(), lambda q: q.data, without_gradient, lambda q: torch.tensor(q.item()), lambda q: 0.1],
-    ids=["detach", "data", "no_grad", "item", "unread"],
-)
+CUTS = [lambda q: q.detach(), lambda q: q.data, without_gradient, lambda q: torch.tensor(q.item()), lambda q: 0.1]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["detach", "data", "no_grad", "item", "unread"])
 def test_parameter_without_a_gradient_is_named(cut: Any) -> None:
-    found = of_kind(look(coin_model, coin_guide(lambda q: torch.as_tensor(cut(q)))), "no gradient")
+    found = of_kind(look(pair_model, guide_of(lambda q: torch.as_tensor(cut(q)))), "no gradient")
     assert found is not None and found.severity == "warning" and found.sites == ("z",)
     assert "'q'" in found.message and "'m'" not in found.message
     assert all(text in found.advice for text in (".detach()", ".data", "torch.no_grad()", "no site reads"))
 
 
 def test_zero_gradient_of_a_parameter_that_is_read_is_told_apart() -> None:
-    found = look(coin_model, coin_guide(lambda q: 0.3 + torch.relu(q - 5.0)))
+    found = look(pair_model, guide_of(lambda q: 0.3 + torch.relu(q - 5.0)))
     hint = of_kind(found, "zero gradient")
     assert hint is not None and "'q'" in hint.message and "'m'" not in hint.message and hint.severity == "hint"
     assert "relu" in hint.advice and "no gradient" not in found.kinds()
-    few = look(coin_model, coin_guide(lambda q: 0.3 + torch.relu(q - 5.0)), samples=4)
+    few = look(pair_model, guide_of(lambda q: 0.3 + torch.relu(q - 5.0)), samples=4)
     assert "zero gradient" not in few.kinds()
 
 
 def test_parameters_with_a_gradient_and_those_of_the_model_are_left_alone() -> None:
     def model() -> None:
         pyro.param("idle", torch.tensor(1.0))
-        coin_model()
+        pair_model()
 
-    assert not look(model, coin_guide(lambda q: q)).kinds() & {"no gradient", "zero gradient"}
+    assert not look(model, guide_of(lambda q: q)).kinds() & {"no gradient", "zero gradient"}
 
 
 # One particle.
@@ -105,12 +95,12 @@ def test_a_loss_that_is_no_number_is_an_error_and_comes_first() -> None:
         pyro.factor("f", torch.tensor(float("nan")))
 
     with pyro.validation_enabled(False):
-        found = next(iter(look(model, coin_guide(lambda q: q), steps=0)))
+        found = next(iter(look(model, guide_of(lambda q: q), steps=0)))
     assert found.kind == "not finite" and found.severity == "error" and "'q'" in found.message
 
 
 def test_an_elbo_that_has_learned_nothing_is_told() -> None:
-    assert "untrained" in look(coin_model, coin_guide(lambda q: q), steps=0).kinds()
+    assert "untrained" in look(pair_model, guide_of(lambda q: q), steps=0).kinds()
 
 
 def test_value_that_leaves_torch_is_named() -> None:
@@ -126,4 +116,4 @@ def test_sound_training_has_no_findings() -> None:
 
 def test_a_diagnosis_refuses_other_elbos() -> None:
     with pytest.raises(OptionError, match="Trace_ELBO"):
-        diagnose(Trace_ELBO(), coin_model, coin_guide(lambda q: q))
+        diagnose(Trace_ELBO(), pair_model, guide_of(lambda q: q))

@@ -30,6 +30,11 @@ def shares(q: Tensor) -> Tensor:
     return torch.stack((q, q + 1.0, q + 2.0), -1)
 
 
+def table(q: Tensor) -> Tensor:
+    """Three rows of two numbers for each row."""
+    return q[..., None, None] * torch.arange(6.0).reshape(3, 2)
+
+
 def _hmm(kind: Any, q: Tensor) -> Any:
     if kind is dist.DiscreteHMM:
         moves = pair(q)[..., None, None, :].expand(*q.shape, 3, 2, 2)
@@ -66,15 +71,14 @@ LAWS: dict[str, Callable[[Tensor], Any]] = {
     **laws("LKJ LKJCorrCholesky", lambda law, q: law(2, q[0])),
     **laws("MultivariateNormal NanMaskedMultivariateNormal", lambda law, q: law(pair(q), eye(q))),
     **laws("RelaxedBernoulli RelaxedBernoulliStraightThrough", lambda law, q: law(torch.tensor(0.5), logits=q)),
-    **laws(
-        "RelaxedOneHotCategorical RelaxedOneHotCategoricalStraightThrough",
-        lambda law, q: law(torch.tensor(0.5), logits=shares(q)),
-    ),
+    **laws("RelaxedOneHotCategorical", lambda law, q: law(torch.tensor(0.5), logits=shares(q))),
+    **laws("RelaxedOneHotCategoricalStraightThrough", lambda law, q: law(torch.tensor(0.5), logits=shares(q))),
     **laws("Stable StableWithLogProb", lambda law, q: law(torch.tensor(1.5), torch.tensor(0.1), q)),
     **laws("DiscreteHMM GammaGaussianHMM GaussianHMM LinearHMM", _hmm),
-    "AVFMultivariateNormal": lambda q: dist.AVFMultivariateNormal(
-        q[0] * torch.ones(2), torch.eye(2), torch.zeros(2, 1, 2)
-    ),
+    **laws("AVFMultivariateNormal", lambda law, q: law(q[0] * torch.ones(2), torch.eye(2), torch.zeros(2, 1, 2))),
+    **laws("MixtureOfDiagNormals", lambda law, q: law(table(q), torch.ones(*q.shape, 3, 2), shares(q))),
+    **laws("MixtureOfDiagNormalsSharedCovariance", lambda law, q: law(table(q), torch.ones(*q.shape, 2), shares(q))),
+    **laws("MixtureSameFamily", lambda law, q: law(td.Categorical(logits=shares(q)), td.Normal(shares(q), 1.0))),
     "AffineBeta": lambda q: dist.AffineBeta(q, 1.0, 0.0, 2.0),
     "AsymmetricLaplace": lambda q: dist.AsymmetricLaplace(q, 1.0, 1.0),
     "CoalescentTimes": lambda q: dist.CoalescentTimes(torch.zeros(3), q),
@@ -101,15 +105,6 @@ LAWS: dict[str, Callable[[Tensor], Any]] = {
     "MaskedDistribution": lambda q: dist.Normal(q, 1.0).mask(False),
     "MaskedMixture": lambda q: dist.MaskedMixture(
         torch.tensor([True, False]), dist.Normal(q, 1.0), dist.Normal(-q, 1.0)
-    ),
-    "MixtureOfDiagNormals": lambda q: dist.MixtureOfDiagNormals(
-        q[..., None, None] * torch.arange(6.0).reshape(3, 2), torch.ones(*q.shape, 3, 2), shares(q)
-    ),
-    "MixtureOfDiagNormalsSharedCovariance": lambda q: dist.MixtureOfDiagNormalsSharedCovariance(
-        q[..., None, None] * torch.arange(6.0).reshape(3, 2), torch.ones(*q.shape, 2), shares(q)
-    ),
-    "MixtureSameFamily": lambda q: dist.MixtureSameFamily(
-        td.Categorical(logits=shares(q)), td.Normal(shares(q), torch.ones(3))
     ),
     "Multinomial": lambda q: dist.Multinomial(4, logits=shares(q)),
     "MultivariateStudentT": lambda q: dist.MultivariateStudentT(torch.tensor(3.0), pair(q), torch.eye(2)),

@@ -9,15 +9,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, recorded_and_eager
+from steps import WAYS, filtered, recorded_and_eager
 from torch import Tensor, nn
 
 ROWS, STEPS = 5, 14
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "critics": {"num_particles": 1},
-    "together": {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "critics": {"num_particles": 1}, "together": WAYS["vectorised"]}
 
 
 def programs(dtypes: Sequence[torch.dtype | None]) -> tuple[Any, Any, Iterator[tuple[Tensor]]]:

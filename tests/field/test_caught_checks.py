@@ -10,9 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import SGD
-from steps import coin_guide, fresh, recorded_and_eager, repeat
+from steps import coin_guide, coins, recorded_and_eager, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
@@ -81,18 +79,11 @@ def programs(learn: Callable[[Tensor], float]) -> tuple[Any, Any]:
     return model, coin_guide
 
 
-def train(elbo: Any, model: Any, guide: Any, seed: int) -> Any:
-    fresh(seed)
-    svi = SVI(model, guide, SGD({"lr": 0.01}), elbo)
-    repeat(6, svi.step)
-    return elbo
-
-
 def assert_seen(learn: Callable[[Tensor], float], number: int | None = 1) -> None:
     """Whichever value the first steps draw."""
     model, guide = programs(learn)
     for seed in range(4):
-        elbo = train(TraceBackpropQ_ELBO(num_particles=number), model, guide, seed)
+        elbo = trained(TraceBackpropQ_ELBO(num_particles=number), model, guide, steps=6, lr=0.01, seed=seed)
         assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -127,11 +118,7 @@ def test_a_program_that_catches_nothing_is_not_steered(name: str) -> None:
         pyro.factor("f", weight * z)
         pyro.factor("g", 2.0 * w)
 
-    def guide() -> None:
-        for name in "zw":
-            pyro.sample(name, dist.Bernoulli(logits=pyro.param(f"q of {name}", torch.tensor(0.3))))
-
-    elbo = train(TraceBackpropQ_ELBO(num_particles=1), model, guide, 0)
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1), model, coins("z", "w"), steps=6, lr=0.01)
     parents = {cost.name: cost.parents for cost in elbo.graph.costs if cost.name[-2] in "fg"}
     assert parents == {"-log p(f)": ("z",), "-log p(g)": ("w",)}
 
@@ -140,7 +127,7 @@ def test_particles_at_once_are_refused_where_errors_are_caught() -> None:
     model, guide = programs(lambda z: caught(lambda z: z.sum(), z))
     elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, max_plate_nesting=0)
     with pytest.raises(UnsupportedProgramError, match="try"):
-        train(elbo, model, guide, 0)
+        trained(elbo, model, guide, steps=6, lr=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:compile")
@@ -159,4 +146,4 @@ def test_a_recording_freezes_no_branch() -> None:
 
 def test_bounds_count_all_costs_anyway() -> None:
     model, guide = programs(lambda z: caught(FAILING["cholesky"], z))
-    assert train(TraceBackpropQ_IWAE(2), model, guide, 0).num_steps == 6
+    assert trained(TraceBackpropQ_IWAE(2), model, guide, steps=6, lr=0.01).num_steps == 6

@@ -9,9 +9,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import stepped
+from steps import WAYS, stepped
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import diagnose
 
 
@@ -34,15 +34,10 @@ def look(program: Any, guide: Any, **options: Any) -> Any:
     return diagnose(elbo, program, guide, num_samples=8)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "one": {"num_particles": 1},
-    "together": {"num_particles": 4, "vectorize_particles": True},
-    "apart": {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())},
-}
+OPTIONS = [{}, {"num_particles": 1}, WAYS["vectorised"], WAYS["leave_one_out"]]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "one", "together", "apart"])
 def test_sites_that_draw_one_value_are_named_with_their_divergence(options: dict[str, Any]) -> None:
     found = look(model, guide(30.0, 30.0), **options)
     (finding,) = [finding for finding in found if finding.kind == "collapsed"]

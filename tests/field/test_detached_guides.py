@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -10,8 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.nn import PyroModule, PyroParam
-from steps import filtered, repeat, stepped, told
+from steps import LAWS, CoinModule, filtered, seeing, stepped, warnings_of
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -20,11 +20,6 @@ from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 Cut = Callable[[Tensor], Tensor]
 
 
-LAWS: dict[str, Callable[[Tensor], Any]] = {
-    "bits": lambda q: dist.Bernoulli(logits=q),
-    "counts": lambda q: dist.Poisson(q.exp()),
-    "smooth": lambda q: dist.Normal(q, 1.0),
-}
 each_kind = pytest.mark.parametrize("kind", LAWS)
 
 
@@ -37,10 +32,7 @@ def programs(kind: str, cut: Cut = Tensor.detach, learns: bool = False) -> tuple
     return model, lambda: pyro.sample("z", LAWS[kind](cut(pyro.param("q", torch.tensor(0.3)))))
 
 
-def warned(model: Any, guide: Any, kind: type = TraceBackpropQ_ELBO) -> list[str]:
-    with told() as texts:
-        repeat(3, kind().loss_and_grads, model, guide)
-    return texts
+warned = partial(warnings_of, steps=3, category=Warning)
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -60,12 +52,7 @@ def test_blocked_parameters_others_and_evaluations_are_left_alone() -> None:
     model, guide = programs("bits")
     assert not warned(model, poutine.block(guide, hide_types=["param"]))
     assert not warned(programs("bits", learns=True)[0], lambda: pyro.sample("z", dist.Bernoulli(0.4)))
-
-    def reads_it() -> None:
-        z = pyro.sample("z", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(z + pyro.param("q"), 1.0), obs=torch.tensor(0.7))
-
-    assert not warned(reads_it, guide)
+    assert not warned(seeing(lambda z: z + pyro.param("q")), guide)
     with filtered("error"):
         TraceBackpropQ_ELBO().loss(model, guide)
 
@@ -73,23 +60,14 @@ def test_blocked_parameters_others_and_evaluations_are_left_alone() -> None:
 @pytest.mark.parametrize(("cut", "number"), [(Tensor.detach, 1), (Tensor.clone, 0)])
 def test_a_policy_without_a_gradient_is_told_too(cut: Cut, number: int) -> None:
     guide = programs("bits", cut)[1]
-    assert len(warned(None, lambda: cost("fee", 2.0 * guide()), ExpectedCost)) == number
-
-
-class Guide(PyroModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = PyroParam(torch.tensor(0.3))
-
-    def forward(self) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=self.q.detach()))
+    assert len(warned(None, lambda: cost("fee", 2.0 * guide()), kind=ExpectedCost)) == number
 
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_module_is_told_too(is_local: bool) -> None:
     model, _ = programs("bits")
     with pyro.settings.context(module_local_params=is_local), pytest.warns(UserWarning, match="No gradient reaches"):
-        TraceBackpropQ_ELBO()(model, Guide())()
+        TraceBackpropQ_ELBO()(model, CoinModule(Tensor.detach))()
 
 
 @pytest.mark.filterwarnings("ignore:No gradient reaches")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import filtered, fresh, recorded_and_eager, repeat, trained
+from steps import WAYS, filtered, fresh, recorded_and_eager, repeat, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -19,11 +19,7 @@ from pyro_bpq.testing import expected_gradient
 
 ROWS, STEPS = 4, 60
 DATA = torch.tensor([0.3, 1.4, -0.2, 0.9])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "critics": {"num_particles": 1},
-    "together": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "critics": {"num_particles": 1}, "together": WAYS["vectorised"]}
 
 
 class Rows:

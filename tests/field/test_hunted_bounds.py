@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import repeat, rows, told
+from steps import rows, warnings_of
 
 from pyro_bpq import TraceBackpropQ_IWAE
-from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
+from pyro_bpq.errors import UnsupportedProgramError
 
 STEERED = rows(lambda z: z if z[..., 0].any() else -z, torch.tensor([0.3, -0.7, 1.2]))
 
@@ -22,8 +22,6 @@ def test_values_that_leave_torch_where_samples_run_in_one_call(plate: Any) -> No
 
 @pytest.mark.parametrize("plate", [None, "rows"])
 def test_values_that_leave_torch_where_rows_have_bounds_of_their_own(plate: Any) -> None:
-    elbo = TraceBackpropQ_IWAE(2, plate=plate)
-    with told(BPQWarning) as found:
-        repeat(3, elbo.loss_and_grads, *STEERED)
+    found = warnings_of(*STEERED, steps=3, kind=TraceBackpropQ_IWAE, num_particles=2, plate=plate)
     assert len(found) == bool(plate)
     assert all("Rows of the plate 'rows' may meet, as values of 'z' leave torch" in text for text in found)

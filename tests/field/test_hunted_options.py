@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import coin_guide as guide
-from steps import coins_guide, seeing, stepped, text_of, told, trained, unbiased, warnings_of
+from steps import coins_guide, fresh, seeing, stepped, text_of, told, trained, unbiased, warnings_of
 
 from pyro_bpq import AllAction, ExpectedCost, KSubset, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import compare_estimators
@@ -95,13 +95,12 @@ def test_particles_that_mix_do_so_in_later_steps_too() -> None:
         z = pyro.sample("z", dist.Binomial(2, logits=odds[:2]).to_event(1))
         pyro.sample("y", dist.Bernoulli(logits=odds[2] + z.reshape(-1)[0]))
 
+    programs = lambda: program(real(0.1, 0.6, 0.2)), lambda: program(pyro.param("q", real(0.3, -0.2, 0.5)))
     elbo = TraceBackpropQ_ELBO(2, max_plate_nesting=1, vectorize_particles=True)
     pyro.clear_param_store()
     for step in range(3):
         with told(BPQWarning) as texts:
-            elbo.loss_and_grads(
-                lambda: program(real(0.1, 0.6, 0.2)), lambda: program(pyro.param("q", real(0.3, -0.2, 0.5)))
-            )
+            elbo.loss_and_grads(*programs)
         assert elbo.particles.now.is_hidden
         assert len(texts) == (step == 0)
 
@@ -115,8 +114,7 @@ def test_critics_that_a_step_has_no_use_of_stay() -> None:
     def chain_guide() -> None:
         chain(pyro.param("q", torch.tensor([0.3, 0.2, 0.1, 0.0])))
 
-    pyro.clear_param_store()
-    pyro.set_rng_seed(3)
+    fresh(3)
     elbo = TraceBackpropQ_ELBO(1, learner=None, structure="dynamic")
     svi = SVI(lambda: chain(torch.zeros(4)), chain_guide, Adam({"lr": 0.05}), elbo)
     for wanted in (4, 1):

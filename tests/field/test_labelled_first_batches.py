@@ -33,7 +33,7 @@ def guide(x: Tensor, labels: Tensor | None) -> None:
 def trained(*kinds: Tensor | None) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO()
     for labels in kinds:
-        elbo.loss_and_grads(model, guide, DATA, labels)
+        elbo.loss_and_grads(model, guide, DATA, labels)  # warnings are errors
     return elbo
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import stepped
+from steps import LAWS, stepped
 
 from pyro_bpq import (
     CompiledSVI,
@@ -73,13 +73,6 @@ def detaches(empty: int) -> tuple[Any, Any]:
         chain(i, q.detach() if i % EVERY == empty else q)
 
     return model, guide
-
-
-LAWS: dict[str, Callable[[Any], Any]] = {
-    "discrete": lambda q: dist.Bernoulli(logits=q),
-    "counts": lambda q: dist.Poisson(torch.as_tensor(q).exp()),
-    "reparameterised": lambda q: dist.Normal(q, 1.0),
-}
 
 
 def learns(law: str, runs: list[int] | None = None) -> tuple[Any, Any]:

@@ -13,15 +13,13 @@ import torch
 from distributions import LAWS, names
 from pyro import poutine
 from pyro.optim import SGD
-from steps import repeat, rows
+from steps import reads_numbers, repeat, rows
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
 
-# Operators that hand numbers to Python, or make tensors whose size depends on them.
-READS = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero _unique2 unique_dim".split())
 # Pyro scores no value of it, or the gradient of the score fails in stock Pyro.
 UNSCORED = frozenset(["GaussianScaleMixture", "LinearHMM"])
 # It has one value only, which moves with the latent.
@@ -44,10 +42,7 @@ class Reads(TorchDispatchMode):
     number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
-        is_masked = any(isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks)
-        self.number += name in READS or is_masked
+        self.number += reads_numbers(func.overloadpacket._qualified_op_name.removeprefix("aten::"), args)
         return func(*args, **(kwargs or {}))
 
 

@@ -30,21 +30,20 @@ pytestmark = [
 ]
 
 
+def refuse(*_: Any) -> Any:
+    """Nobody looks in here."""
+    raise RuntimeError("not here")
+
+
 class Raises:
     """Each attribute that it does not have raises, and so do its properties."""
 
-    @property
-    def size(self) -> int:
-        raise RuntimeError("not yet")
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"there is no {name}")
+    size = property(refuse)
+    __getattr__ = refuse
 
 
 class Hidden:
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise RuntimeError("nobody looks in here")
+    __dict__ = property(refuse)  # type: ignore[assignment]
 
 
 class Listed:
@@ -54,17 +53,13 @@ class Listed:
 class Closed:
     """Nothing at all is known of it."""
 
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError("closed")
+    __getattribute__ = refuse  # type: ignore[assignment]
 
 
 class Unbound:
     """A proxy of what is not there, as a request outside of a request."""
 
-    __class__ = property(lambda self: self._get())  # type: ignore[assignment]
-
-    def _get(self) -> type:
-        raise RuntimeError("working outside of a context")
+    __class__ = property(refuse)  # type: ignore[assignment]
 
 
 class Slots:
@@ -75,8 +70,7 @@ class Slots:
 
 
 class Meta(type):
-    def __getattribute__(cls, name: str) -> Any:
-        raise RuntimeError("nor the class")
+    __getattribute__ = refuse  # type: ignore[assignment]
 
 
 class OfMeta(metaclass=Meta):
@@ -88,19 +82,11 @@ class OddModuleName:
 
 
 class OddKeys(dict):
-    def values(self) -> Any:
-        raise RuntimeError("lazy")
-
-    def items(self) -> Any:
-        raise RuntimeError("lazy")
-
-    def __iter__(self) -> Any:
-        raise RuntimeError("lazy")
+    values = items = __iter__ = refuse  # type: ignore[assignment]
 
 
 class OddList(list):
-    def __iter__(self) -> Any:
-        raise RuntimeError("lazy")
+    __iter__ = refuse  # type: ignore[assignment]
 
 
 class Undecided:
@@ -124,7 +110,7 @@ class NotYet(nn.Module):
 
 def lazy_module() -> types.ModuleType:
     found = types.ModuleType("lazy")
-    found.__getattr__ = Raises().__getattr__  # type: ignore[method-assign]
+    found.__getattr__ = refuse  # type: ignore[method-assign]
     return found
 
 

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, seeing, told, unbiased
+from steps import coins, filtered, seeing, unbiased, warnings_of
 from steps import trained as after
 
 from pyro_bpq import (
@@ -28,29 +28,24 @@ from pyro_bpq.diagnostics import gradient_moments
 from pyro_bpq.short import short
 
 Programs = tuple[Callable[[], None], Callable[[], None]]
-LENGTH = 10
 
 
-def coin(name: str, infer: dict[str, Any], logits: Any = 0.0) -> torch.Tensor:
-    own = pyro.param(f"logits of {name}", torch.tensor(0.1)) + logits
-    return pyro.sample(name, dist.Bernoulli(logits=own), infer=infer)
-
-
-def guide_of(options: dict[str, Any], *names: str) -> Callable[[], None]:
-    """A guide of coins with options of their own."""
-    return lambda: [coin(name, {"bpq": dict(options)} if options else {}) for name in names] and None
-
-
-def chain(**options: Any) -> Programs:
-    """A chain whose costs read several sites."""
+def chain(length: int = 10, sums: bool = True, **options: Any) -> Programs:
+    """A chain whose costs read several sites, or the last one."""
 
     def model() -> None:
-        total = torch.tensor(0.0)
-        for t in range(LENGTH):
-            total = total + pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * total - 0.5))
-            pyro.sample(f"x_{t}", dist.Normal(total, 1.0), obs=torch.tensor(0.4 * t))
+        z = torch.tensor(0.0)
+        for t in range(length):
+            own = pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * z - 0.5))
+            z = z + own if sums else own
+            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.4 * t))
 
-    return model, guide_of(options, *(f"z_{t}" for t in range(LENGTH)))
+    return model, coins(*(f"z_{t}" for t in range(length)), **options)
+
+
+def markov(**options: Any) -> Programs:
+    """A chain that is summed over all values."""
+    return chain(5, False, **options)
 
 
 def few(**options: Any) -> Programs:
@@ -61,19 +56,7 @@ def few(**options: Any) -> Programs:
         pyro.sample("x", dist.Normal(a + b * c, 1.0), obs=torch.tensor(0.7))
         pyro.sample("y", dist.Normal(a * b - c, 1.0), obs=torch.tensor(-0.2))
 
-    return model, guide_of(options, *"abc")
-
-
-def markov(**options: Any) -> Programs:
-    """A chain that is summed over all values."""
-
-    def model() -> None:
-        z = torch.tensor(0.0)
-        for t in range(5):
-            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=2.0 * z - 1.0))
-            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.4 * t))
-
-    return model, guide_of(options, *(f"z_{t}" for t in range(5)))
+    return model, coins(*"abc", **options)
 
 
 ABOUT_CRITICS: dict[str, dict[str, Any]] = {
@@ -140,8 +123,8 @@ def test_a_shared_critic_does_a_chain_no_harm() -> None:
 
 ONE_PARTICLE: dict[str, tuple[Any, str]] = {
     "estimators": (few(estimator=AllAction()), "you wrote an estimator or a baseline at a, b, c."),
-    "no noise": ((seeing(lambda z: z), guide_of({}, "z")), "no gradient is noisy."),
-    "steered": ((seeing(lambda z: 1.0 if z.item() else -1.0), guide_of({}, "z")), "sampled values steer the program."),
+    "no noise": ((seeing(lambda z: z), coins("z")), "no gradient is noisy."),
+    "steered": ((seeing(lambda z: 1.0 if z.item() else -1.0), coins("z")), "sampled values steer the program."),
 }
 
 
@@ -153,7 +136,7 @@ def test_why_one_particle_runs_is_said(programs: Programs, why: str) -> None:
 
 def test_an_estimator_at_one_site_leaves_the_number() -> None:
     model, guide = few()
-    first, others = guide_of({"estimator": AllAction()}, "a"), guide_of({}, "b", "c")
+    first, others = coins("a", estimator=AllAction()), coins("b", "c")
     assert trained((model, lambda: (first(), others())[1])).num_particles == trained((model, guide)).num_particles
 
 
@@ -243,10 +226,8 @@ def test_a_critic_at_a_site_turns_the_sum_off_and_says_so() -> None:
 # Options that nothing reads.
 
 
-def warned(programs: Programs, steps: int = 3, **options: Any) -> list[str]:
-    with told() as texts:
-        trained(programs, steps, **options)
-    return texts
+def warned(programs: Programs, **options: Any) -> list[str]:
+    return warnings_of(*programs, steps=3, category=Warning, **options)
 
 
 UNREAD: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -298,4 +279,4 @@ def test_steps_with_several_particles_and_critics_are_unbiased(options: dict[str
         pyro.sample("x", dist.Normal(a + 2.0 * a * b, 1.0), obs=torch.tensor(0.7))
 
     elbo = TraceBackpropQ_ELBO(**{**options, "num_particles": 3, "vectorize_particles": True})
-    unbiased(elbo, model, guide_of({}, "a", "b"), steps=6)
+    unbiased(elbo, model, coins("a", "b"), steps=6)

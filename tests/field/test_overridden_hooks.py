@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from functools import partial
 from typing import Any
 
 import pyro
@@ -15,18 +16,13 @@ import pytest
 import torch
 from pyro.infer import SVI, TraceGraph_ELBO
 from pyro.infer.autoguide import AutoNormalMessenger
-from pyro.nn import PyroModule, PyroParam
 from pyro.optim import SGD, ClippedAdam
-from steps import filtered, repeat, stepped, told
+from steps import CoinModule, filtered, repeat, seeing, stepped, told
+from steps import pair_guide as guide
+from steps import pair_model as model
 
 from pyro_bpq import CompiledSVI, ExpectedCost, ProximalSVI, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQError, BPQWarning
-
-
-def model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    y = pyro.sample("y", dist.Normal(z, 1.0))
-    pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.tensor(0.7))
 
 
 def one() -> TraceBackpropQ_ELBO:
@@ -34,15 +30,7 @@ def one() -> TraceBackpropQ_ELBO:
     return stepped(1, TraceBackpropQ_ELBO(num_particles=1), model, guide)
 
 
-def guide() -> None:
-    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-    pyro.sample("y", dist.Normal(pyro.param("m", torch.tensor(0.2)), 1.0))
-
-
-def steered_model() -> None:
-    z = pyro.sample("z", dist.Bernoulli(0.4))
-    y = pyro.sample("y", dist.Normal(0.0, 1.0))
-    pyro.sample("x", dist.Normal(y + (1.0 if z.item() else -1.0), 1.0), obs=torch.tensor(0.7))
+steered_model = partial(model, lambda z: 1.0 if z.item() else -1.0)
 
 
 # Hooks that nothing calls.
@@ -153,19 +141,9 @@ def test_particles_of_one_call_share_a_trace_as_in_pyro(kind: Any) -> None:
     assert guide_trace.nodes["z"]["value"].shape == (3,) == model_trace.nodes["x"]["log_prob"].shape
 
 
-class Guide(PyroModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = PyroParam(torch.tensor(0.3))
-
-    def forward(self) -> None:
-        pyro.sample("z", dist.Bernoulli(logits=self.q))
-        pyro.sample("y", dist.Normal(0.0, 1.0))
-
-
 def test_traces_of_a_module_an_expected_cost_and_a_messenger() -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=1)
-    loss = elbo(model, Guide())()
+    loss = elbo(seeing(lambda z: z), CoinModule())()
     of_model, of_guide = elbo.traces
     torch.testing.assert_close(of_guide.log_prob_sum() - of_model.log_prob_sum(), loss)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import real
 from pyro import poutine
-from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import bias, largest_error, text_of, unbiased
 from torch import Tensor
@@ -130,19 +130,6 @@ def test_a_style_is_drawn_for_each_label(coin: bool) -> None:
     assert bias(fresh, programs.model, programs.guide, X) < 1e-10
     elbo = unbiased(TraceBackpropQ_ELBO(enumeration="exact"), programs.model, programs.guide, X, steps=4)
     assert [node.name for node in elbo.graph.nodes] == ["a"] * coin
-
-
-@pytest.mark.parametrize("options", [{}, {"num_particles": 3, "vectorize_particles": True}])
-def test_loss_and_gradient_are_those_of_pyro(options: dict[str, Any]) -> None:
-    found, programs = [], Styles(dist.Normal, **EXACT)
-    ours = TraceBackpropQ_ELBO(enumeration="exact", max_plate_nesting=1, **options)
-    for elbo in (ours, TraceEnum_ELBO(max_plate_nesting=1, **options)):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        loss = elbo.loss_and_grads(programs.model, programs.guide, X)
-        leaves = pyro.get_param_store().named_parameters()
-        found.append({"loss": torch.tensor(loss).double(), **{name: leaf.grad for name, leaf in leaves}})
-    torch.testing.assert_close(*found, rtol=0.0, atol=1e-10)
 
 
 def test_a_batch_without_labels_to_sum_out_is_no_mistake() -> None:

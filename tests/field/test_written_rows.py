@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, repeat
+from steps import filtered, fresh, repeat
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
@@ -72,8 +72,7 @@ def test_writes_into_rows_count(write: Callable[[Tensor, Tensor], Any], options:
         pyro.sample("z", dist.Categorical(logits=pyro.param("q", torch.tensor([0.1, 0.2, 0.3]))))
 
     def losses(**chosen: Any) -> list[float]:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        fresh()
         elbo = TraceBackpropQ_ELBO(**chosen)
         elbo.particles.change(is_hidden=options is HIDDEN)
         with filtered("ignore", BPQWarning):

@@ -234,12 +234,6 @@ def test_long_source_lists_are_abbreviated_in_names() -> None:
     assert {"x2^f_x2", "x2^f_x3,f_y3,+2"} == {node.name for node in layered.q_nodes("x2")}
 
 
-def test_nodes_without_downstream_cost_have_no_q_node() -> None:
-    network = build(graph_of({"x": [], "idle": ["x"]}, {"f": ["x"], "constant": []}))
-    assert [node.name for node in network.nodes] == ["x"]
-    assert network.q_nodes("idle") == ()
-
-
 def test_wrong_options_and_names_are_refused() -> None:
     with pytest.raises(OptionError, match=r"reduction='trees' is unknown; write one of 'per_cost'"):
         build(CASE_1, "trees")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro import poutine
-from steps import fresh, settled
+from steps import fresh, settled, stepped
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import TwoPoint, assert_unbiased
@@ -64,9 +64,8 @@ def test_transforms_of_equal_numbers_have_gradients_of_their_own() -> None:
 
     fresh()
     shift = torch.zeros((), requires_grad=True)
-    TraceBackpropQ_ELBO(analytic_kl=True).loss_and_grads(
-        lambda: program(0.0, shift.detach()), lambda: program(9.0, shift)
-    )
+    programs = lambda: program(0.0, shift.detach()), lambda: program(9.0, shift)
+    stepped(1, TraceBackpropQ_ELBO(analytic_kl=True), *programs)
     assert shift.grad is not None and shift.grad > 3.0
 
 

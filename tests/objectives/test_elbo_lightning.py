@@ -7,8 +7,8 @@ from typing import Any
 import pyro
 import pytest
 import torch
-from steps import DATA, assert_equal, filtered, module
-from torch import Tensor, nn
+from steps import DATA, assert_equal, called_module, filtered
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -22,16 +22,10 @@ OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "no_learner": {"learner": N
 BATCHES = torch.cat((DATA, DATA.flip(0) - 0.3, DATA + 0.2, DATA * 0.5))
 
 
-def make(options: dict[str, Any]) -> nn.Module:
-    fit = module(TraceBackpropQ_ELBO(**options))
-    fit(DATA)  # the critics appear, ahead of the optimiser
-    return fit
-
-
 class Training(lightning.LightningModule):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.fit = make(options)
+        self.fit = called_module(TraceBackpropQ_ELBO(**options))
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -58,7 +52,7 @@ def test_lightning_gives_the_numbers_of_a_plain_loop(options: dict[str, Any], ac
         max_epochs=2, accelerator="cpu", accumulate_grad_batches=accumulate, **dict.fromkeys(quiet, False)
     )
     trainer.fit(training, loader())
-    fit, losses = make(options), []
+    fit, losses = called_module(TraceBackpropQ_ELBO(**options)), []
     optimiser = torch.optim.Adam(fit.parameters(), lr=0.02)
     torch.manual_seed(1)
     for _ in range(2):

@@ -18,7 +18,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, DATA, OPTIONS, assert_equal, module, repeat, rows, run, state_of, through_file
+from steps import CHAIN, DATA, OPTIONS, assert_equal, called_module, repeat, rows, run, state_of, stored, through_file
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -81,8 +81,7 @@ class Session:
     """SVI of a program, with all that has to be saved."""
 
     def __init__(self, elbo: TraceBackpropQ_ELBO, case: Case = CHAIN) -> None:
-        self.elbo, self.case, self.optimiser = elbo, case.params(), Adam({"lr": 0.02})
-        pyro.set_rng_seed(1)
+        self.elbo, self.case, self.optimiser = elbo, case.params(seed=1), Adam({"lr": 0.02})
 
     def train(self, steps: int) -> list[float]:
         return repeat(steps, SVI(*self.case.programs, self.optimiser, self.elbo).step)
@@ -102,10 +101,6 @@ class Session:
         resumed.optimiser.set_state(optimiser)
         torch.set_rng_state(rng)
         return resumed
-
-
-def stored() -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
 
 
 # What was found of a program goes on.
@@ -141,11 +136,6 @@ def test_svi_resumes_with_the_same_numbers(case: Case, options: dict[str, Any], 
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in PLATED], ids=PLATED)
 @pytest.mark.parametrize("how", ["pickle", "state_dict"])
 def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], how: str) -> None:
-    def make() -> nn.Module:
-        fit = module(TraceBackpropQ_ELBO(**options))
-        fit(DATA)  # the critics appear
-        return fit
-
     def train(fit: nn.Module, state: Any = None) -> tuple[torch.optim.Optimizer, list[float]]:
         optimiser, losses = torch.optim.Adam(fit.parameters(), lr=0.02), []
         optimiser.load_state_dict(copy.deepcopy(state) or optimiser.state_dict())
@@ -158,12 +148,12 @@ def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], 
         return optimiser, losses
 
     with pyro.settings.context(module_local_params=True):
-        fit = make()
+        fit = called_module(TraceBackpropQ_ELBO(**options))
         optimiser, _ = train(fit)
         saved, state = through_file((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict()))
         rng = torch.get_rng_state()
         expected = train(fit, state)[1], state_of(fit)
-        resumed = saved if how == "pickle" else make()
+        resumed = saved if how == "pickle" else called_module(TraceBackpropQ_ELBO(**options))
         if how == "state_dict":
             resumed.load_state_dict(saved)
         torch.set_rng_state(rng)

@@ -5,24 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyro
 import pytest
 from pyro.poutine.runtime import _PYRO_STACK
-from steps import CHAIN, assert_equal, run, state_of, step
+from steps import CHAIN, assert_equal, in_thread, run, state_of, step
 
 from pyro_bpq import CriticLearner, Replay, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BusyError
 from pyro_bpq.objectives.entry import Turn
-
-
-def in_thread(call: Callable[[], Any]) -> Any:
-    """What a call in another thread returns or raises."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(call)
-    return future.exception() or future.result()
 
 
 def trained() -> TraceBackpropQ_ELBO:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from models import irregular, real
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
-from steps import expected_loss, repeat, trained
+from steps import coin_guide, expected_loss, in_thread, repeat, seeing, stepped, trained
 from tabular import prob
 from torch import Tensor
 
@@ -183,19 +182,14 @@ def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
     assert_unbiased(ExpectedCost().eval(), None, program)
 
 
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What no tape sees."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function).result()
-
-
+# No tape sees what happens in a thread.
 CHARGES: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "value": (lambda z: cost("c", z.sum(-1).cos()), 2),
     "function in torch": (lambda z: cost("c", lambda own: own.sum(-1).cos(), z), 2),
     "function that leaves torch": (lambda z: cost("c", lambda own: own.sum(-1).cos().item(), z), 1),
     "method of a tensor": (lambda z: cost("c", (z.sum(-1) > 1.5).item), 1),
     "function of torch": (lambda z: cost("c", functools.partial(torch.equal, torch.ones(3)), z), 1),
-    "function in a thread": (lambda z: cost("c", lambda own: in_a_thread(own.sum), z), 1),
+    "function in a thread": (lambda z: cost("c", lambda own: in_thread(own.sum), z), 1),
 }
 
 
@@ -207,8 +201,7 @@ def test_what_may_be_dear_runs_one_particle(kind: str) -> None:
         z = [pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("w", 3)[t])) for t in range(3)]
         charge(torch.stack(z, -1))
 
-    objective = ExpectedCost()
-    repeat(2, objective.loss_and_grads, None, coins)
+    objective = stepped(2, ExpectedCost(), None, coins)
     assert objective.num_particles == number
     # Critics stay beside other particles.
     assert all(isinstance(known["estimator"], AllAction) for known in objective.info.values())
@@ -310,11 +303,6 @@ def test_looks_outside_of_a_function_count(program: Any) -> None:
     assert objective.runner.recordings.escapes and objective.network is not None and objective.network.form == "history"
 
 
-def test_calls_of_one_object_depend_on_earlier_ones() -> None:
-    objective = train(ExpectedCost(), None, stateful)
-    assert objective.graph.cost("cost(c_2)").parents == ("z_0", "z_1", "z_2")
-
-
 class Box:
     """A black box that counts its calls."""
 
@@ -331,7 +319,7 @@ def test_a_function_is_called_once_per_particle(particles: int) -> None:
     model = charged(lambda a: cost("box", functools.partial(box.__call__), a))
     elbo = TraceBackpropQ_ELBO(num_particles=particles, estimator=AllAction(exact=True))
     with CostCounter() as counter:
-        repeat(7, elbo.loss_and_grads, model, one_coin)
+        repeat(7, elbo.loss_and_grads, model, coin_guide)
     assert box.calls == 7 * particles == counter.total == counter.calls["box"]
     # The extra run took place all the same.
     (plan,) = elbo.runner.plans.plans.values()
@@ -342,24 +330,20 @@ def charged(charge: Callable[[Tensor], Any]) -> Callable[[], None]:
     """A model of a coin that is charged for it."""
 
     def model() -> None:
-        a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
-        pyro.sample("x", dist.Normal(a, 1.0), obs=torch.tensor(0.3))
-        charge(a)
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.5)))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
+        charge(z)
 
     return model
-
-
-def one_coin() -> None:
-    pyro.sample("a", dist.Bernoulli(logits=param("qa")))
 
 
 def test_given_values_are_known_at_other_values_without_a_call() -> None:
     box = Box()
     model = charged(lambda a: cost("box", (a - 0.3) ** 2 + 0.0 * box(torch.zeros(()))))
-    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, one_coin, steps=5).eval()
+    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, coin_guide, steps=5).eval()
     assert box.calls == 5
-    assert_unbiased(elbo, model, one_coin)
-    assert expected_moments(elbo, model, one_coin).total_variance < ATOL
+    assert_unbiased(elbo, model, coin_guide)
+    assert expected_moments(elbo, model, coin_guide).total_variance < ATOL
 
 
 def test_exact_costs_are_evaluated_at_every_value() -> None:
@@ -378,8 +362,7 @@ def test_vectorised_particles_call_functions_once() -> None:
     def program() -> None:
         cost("c", box, pyro.sample("a", dist.Bernoulli(logits=param("qa"))))
 
-    objective = ExpectedCost(num_particles=5, vectorize_particles=True)
-    objective.loss_and_grads(None, program)
+    stepped(1, ExpectedCost(num_particles=5, vectorize_particles=True), None, program)
     assert calls == [(5,)]
     pyro.clear_param_store()
     two = ExpectedCost(num_particles=2, vectorize_particles=True, max_plate_nesting=1).eval()
@@ -395,15 +378,6 @@ def test_outside_of_inference_a_cost_is_its_value() -> None:
     assert cost("a", np.ones(2, dtype=np.int64)).dtype == torch.get_default_dtype()
 
 
-def observing() -> None:
-    pyro.sample("x", dist.Normal(pyro.sample("a", dist.Bernoulli(logits=param("qa"))), 1.0), obs=torch.tensor(1.0))
-
-
-def doubled() -> None:
-    cost("bill", 1.0)
-    agent()
-
-
 def normal() -> None:
     x = pyro.sample("x", dist.Normal(param("loc"), torch.tensor(1.0, dtype=torch.float64)))
     cost("box", lambda y: y.detach().item() ** 2, x)
@@ -412,8 +386,8 @@ def normal() -> None:
 @pytest.mark.parametrize(
     ("run", "kind", "text"),
     [
-        (lambda: ExpectedCost().loss(None, observing), UnsupportedProgramError, "'x' is observed"),
-        (lambda: TraceBackpropQ_ELBO().loss(doubled, doubled), OptionError, "both have a cost 'bill'"),
+        (lambda: ExpectedCost().loss(None, seeing(lambda z: z)), UnsupportedProgramError, "'x' is observed"),
+        (lambda: TraceBackpropQ_ELBO().loss(agent, agent), OptionError, "both have a cost 'effort'"),
         (lambda: cost("c", "text"), OptionError, "'c': 'text' is no number"),
         (lambda: cost("c", 1.0, 2.0), OptionError, "without a function"),
         (lambda: cost("c", lambda: None), OptionError, "is no number"),
@@ -463,7 +437,6 @@ def test_likelihood_by_sampling_the_prior(options: dict[str, Any]) -> None:
 def test_a_function_that_gives_one_number_for_all_particles_is_refused(reduce: Callable[[Tensor], Any]) -> None:
     """``z.sum(-1, keepdim=True)`` keeps the dimension of the particles."""
     kept = charged(lambda a: cost("c", lambda z: z.sum(-1, keepdim=True), a))
-    elbo = TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1)
-    elbo.loss_and_grads(kept, one_coin)
+    elbo = stepped(1, TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1), kept, coin_guide)
     with pytest.raises(OptionError, match=r"Cost 'c': .* 3 particles at once .* shape \(\).* Keep dimension -2"):
-        elbo.loss_and_grads(charged(lambda a: cost("c", reduce, a)), one_coin)
+        elbo.loss_and_grads(charged(lambda a: cost("c", reduce, a)), coin_guide)

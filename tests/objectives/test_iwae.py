@@ -24,10 +24,10 @@ from bounds import (
 )
 from models import Case, real
 from pyro.infer import RenyiELBO
-from steps import repeat, rows, told
+from steps import rows, warnings_of
 
 from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
-from pyro_bpq.errors import BPQWarning, PlateError, UnsupportedSiteError
+from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.objectives.iwae import _without_each, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.testing import expected_gradient, expected_moments
 
@@ -71,8 +71,7 @@ def test_leave_one_out_lowers_the_variance() -> None:
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_rows_have_bounds_of_their_own(size: int | None, vectorised: bool) -> None:
-    case = Case("rows", rows_model, rows_guide, {"pa": (), "qa": (3,)}, 8)
-    case.params()
+    Case("rows", rows_model, rows_guide, {"pa": (), "qa": (3,)}, 8).params()
     truth = gradients(sum(exact_bound(*one_row(i), (), 2) for i in range(3)))
     options = {"vectorize_particles": vectorised, "max_plate_nesting": 2}
     if size is not None and not vectorised:
@@ -121,7 +120,6 @@ def test_errors() -> None:
 @pytest.mark.parametrize("meet", [False, True])
 def test_rows_of_weights_of_their_own_have_to_keep_apart(meet: bool, options: dict[str, Any]) -> None:
     programs = rows(lambda z: torch.fft.fft(z, dim=-1).real if meet else 2.0 * z, DATA)
-    elbo = TraceBackpropQ_IWAE(2, plate="rows", max_plate_nesting=1, **options)
-    with told(BPQWarning) as found:
-        repeat(3, elbo.loss_and_grads, *programs)
+    options |= {"num_particles": 2, "plate": "rows", "max_plate_nesting": 1}
+    found = warnings_of(*programs, steps=3, kind=TraceBackpropQ_IWAE, **options)
     assert len(found) == meet and all("Rows of the plate 'rows' meet in -log p(x)" in text for text in found)

@@ -6,7 +6,6 @@ import gc
 from collections import Counter
 from typing import Any
 
-import pyro
 import pytest
 from models import BY_NAME
 from pyro.infer import SVI
@@ -32,10 +31,8 @@ def alive_after(steps: int, svi: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("options", [{}, DYNAMIC, {"num_particles": 2}, {"learner": None}, SCORE], ids=str)
 def test_objects_do_not_grow(options: dict[str, Any]) -> None:
-    CASE.params()
-    pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(*CASE.programs, Adam({"lr": 1e-3}), elbo)
+    svi = SVI(*CASE.params(seed=0).programs, Adam({"lr": 1e-3}), elbo)
     (objects, tensors), (more_objects, more_tensors) = repeat(2, alive_after, 100, svi)
     # Of what a run leaves behind until the next one there is more after a long run than after a short one.
     assert more_objects - objects < 200 and more_tensors - tensors < 50

@@ -12,7 +12,7 @@ import pytest
 import torch
 from algorithm1 import backpropq_algorithm1
 from models import BY_NAME
-from steps import bias, fresh, repeat, settled, stepped, trained
+from steps import bias, fresh, settled, stepped, trained
 from tabular import WORKED
 from torch import Tensor, nn
 
@@ -272,8 +272,8 @@ def test_a_discount_of_a_critic_that_is_followed_by_its_slope(immediate: Any, ga
     # By hand: Q(x) = γ 3 x + γ² 8 x, so dQ/dx = 1.5 + 2 at γ = 0.5 and 11 at 1, wherever x falls; dx/dm = 1.
     learner = CriticLearner(sweep=BackwardSweep(0.5))
     options: dict[str, Any] = {"critic": MomentCritic(()), "learner": learner, "lam": 1.0, "gamma": gamma}
-    elbo = ExpectedCost(100, vectorize_particles=True, max_plate_nesting=0, immediate=immediate, **options)
-    repeat(60, elbo.loss_and_grads, None, policy)
+    options |= {"vectorize_particles": True, "max_plate_nesting": 0, "immediate": immediate}
+    elbo = stepped(60, ExpectedCost(100, **options), None, policy)
     pyro.get_param_store()._params["m"].grad = None
     elbo.eval().loss_and_grads(None, policy)
     gradient = pyro.get_param_store()._params["m"].grad

@@ -80,8 +80,7 @@ def test_replay_redraws_from_the_slow_guide() -> None:
 
 
 def test_warm_up_trains_critics_and_leaves_the_guide() -> None:
-    CHAIN.params()
-    pyro.set_rng_seed(0)
+    CHAIN.params(seed=0)
     elbo = TraceBackpropQ_ELBO(1)
     loss = elbo.warm_up(CHAIN.model, CHAIN.guide, steps=6)
     assert elbo.num_steps == 6 and loss == pytest.approx(loss)

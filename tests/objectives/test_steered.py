@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
-from steps import repeat, trained
+from steps import coins, repeat, trained
 
 from pyro_bpq import (
     BackpropQNetwork,
@@ -138,10 +138,6 @@ def drawn_model() -> None:
     opens_plate(torch.tensor(0.4), torch.tensor([-1.4, 0.8]))
 
 
-def seen_guide() -> None:
-    pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-
 def seen_model() -> None:
     """A plate of observations at one value of a site only."""
     is_plate = pyro.sample("a", dist.Bernoulli(0.6)).item() > 0
@@ -150,12 +146,11 @@ def seen_model() -> None:
         pyro.sample("x", dist.Normal(0.5, 1.0), obs=obs)
 
 
-@pytest.mark.parametrize("programs", [(drawn_model, drawn_guide), (seen_model, seen_guide)], ids=["drawn", "observed"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"structure": "dynamic"}, {"structure": "dynamic", "estimator": ScoreFunction(LeaveOneOut())}],
-    ids=["default", "dynamic", "leave-one-out"],
-)
+SERVED = [{}, {"structure": "dynamic"}, {"structure": "dynamic", "estimator": ScoreFunction(LeaveOneOut())}]
+
+
+@pytest.mark.parametrize("programs", [(drawn_model, drawn_guide), (seen_model, coins("a"))], ids=["drawn", "observed"])
+@pytest.mark.parametrize("options", SERVED, ids=["default", "dynamic", "leave-one-out"])
 def test_a_plate_in_one_branch_divides_no_particles(programs: tuple[Any, Any], options: dict[str, Any]) -> None:
     """The baseline must not come from those particles only whose later plates are alike."""
     elbo = trained(TraceBackpropQ_ELBO(num_particles=2, **options), *programs, steps=3).eval()

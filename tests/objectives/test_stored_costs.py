@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pyro
 import pytest
 import torch
-from models import coin, real
+from models import bit, real
 from pyro import poutine
 from pyro.optim import Adam
-from steps import critic_targets, fresh, repeat
+from steps import critic_targets, fresh, repeat, stepped
 from tabular import WORKED, graph_of, set_policy
 from torch import Tensor
 
@@ -42,10 +43,6 @@ def box(*values: Tensor) -> Any:
     return TABLE.numpy()[tuple(v.long().numpy() for v in values)]
 
 
-def bit(name: str, logits: Tensor) -> Tensor:
-    return coin(name, logits).long()
-
-
 def chain() -> None:
     x1 = bit("x1", pyro.param("q1").squeeze())
     x2 = bit("x2", pyro.param("q2")[x1])
@@ -64,9 +61,7 @@ def rolled_out(program: Any = chain, policy: Any = OLD, particles: int = 64, **o
     set_policy(policy)
     replay = Replay(capacity=4, batch_size=1, updates_per_step=0, costs="stored")
     options |= {"critic": TabularCritic(), "learner": CriticLearner(lr=0.5, optimizer=torch.optim.SGD, replay=replay)}
-    objective = ExpectedCost(particles, 0, vectorize_particles=particles > 1, **options)
-    repeat(8, objective.loss_and_grads, None, program)
-    return objective
+    return stepped(8, ExpectedCost(particles, 0, vectorize_particles=particles > 1, **options), None, program)
 
 
 def values(objective: ExpectedCost, name: str) -> list[tuple[dict[str, int], float]]:
@@ -139,9 +134,10 @@ def test_critics_agree_with_the_exact_q_of_the_current_guide_without_a_call(lam:
     assert largest_error(objective) < 1e-4
 
 
-def collider() -> None:
+def collider(has_child: bool = True) -> None:
     x, b = bit("x1", pyro.param("q1").squeeze()), bit("b", pyro.param("qb").squeeze())
-    cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, bit("x3", pyro.param("q3")[x, b]))
+    read = bit("x3", pyro.param("q3")[x, b]) if has_child else b
+    cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, read)
 
 
 def test_coparents_are_redrawn_from_the_current_guide() -> None:
@@ -159,11 +155,7 @@ def test_coparents_are_redrawn_from_the_current_guide() -> None:
 
 
 def test_what_cannot_learn_waits() -> None:
-    def program() -> None:
-        x, b = bit("x1", pyro.param("q1").squeeze()), bit("b", pyro.param("qb").squeeze())
-        cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, b)
-
-    objective = rolled_out(program, {"q1": real(0.1), "qb": real(0.2)})
+    objective = rolled_out(functools.partial(collider, has_child=False), {"q1": real(0.1), "qb": real(0.2)})
     assert objective.replay() == 0
     assert len(objective.replay_buffer) == 4 and objective.replay_buffer.num_dropped == 0
 

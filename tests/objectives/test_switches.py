@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, fitted, rows
+from steps import coins, filtered, fitted, rows
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -83,11 +83,7 @@ def test_a_step_count_among_the_arguments_makes_looks_more_frequent() -> None:
         pyro.sample("x0", dist.Normal(w[0] + w[1] * z[0], 1.0), obs=X[0])
         pyro.sample("x1", dist.Normal(w[0] + w[1] * z[1] * (1.0 if step < 250 else z[0]), 1.0), obs=X[1])
 
-    def guide(step: int) -> None:
-        for i in range(2):
-            pyro.sample(f"z{i}", dist.Bernoulli(logits=pyro.param(f"q{i}", torch.tensor(0.2))))
-
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    elbo, guide = TraceBackpropQ_ELBO(num_particles=1), coins("z0", "z1")
     with filtered("ignore"):
         for step in range(350):
             elbo.loss_and_grads(model, guide, step)

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import BY_NAME
 from pyro import poutine
 from steps import no_gradients, trained
 from torch import Tensor
@@ -79,35 +80,15 @@ def kinds() -> Programs:
     return model, guide
 
 
-def subsampled() -> Programs:
-    """Rows of data, two of three at a time."""
-
-    def guide() -> None:
-        with pyro.plate("rows", 3, subsample_size=2) as rows:
-            pyro.sample("z", dist.Categorical(logits=table("q", 3, 3)[rows]))
-
-    def model() -> None:
-        with pyro.plate("rows", 3, subsample_size=2) as rows:
-            z = pyro.sample("z", dist.Categorical(logits=table("p", 3).expand(2, 3)))
-            seen("x", table("mean", 3)[z] + 0.1 * rows)
-
-    return model, guide
-
-
 def impossible() -> Programs:
     """Values of no probability: there a cost is infinite, and does not count."""
     never = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
 
-    def guide() -> None:
-        z = pyro.sample("z_0", dist.Categorical(logits=table("q0", 3) + never))
-        pyro.sample("z_1", dist.Categorical(logits=table("q1", 3, 3)[z] + never))
+    def last(part: str) -> Tensor:
+        z = pyro.sample("z_0", dist.Categorical(logits=table(f"{part}0", 3) + never))
+        return pyro.sample("z_1", dist.Categorical(logits=table(f"{part}1", 3, 3)[z] + never))
 
-    def model() -> None:
-        z = pyro.sample("z_0", dist.Categorical(logits=table("p0", 3) + never))
-        z = pyro.sample("z_1", dist.Categorical(logits=table("p1", 3, 3)[z] + never))
-        seen("x", table("mean", 3)[z])
-
-    return model, guide
+    return lambda: seen("x", table("mean", 3)[last("p")]), lambda: last("q")
 
 
 @pytest.fixture(autouse=True)
@@ -116,15 +97,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(particles, "DRAWN_STEPS", (1, 1))
 
 
-def summing(model: Any, guide: Any, steps: int = 3) -> TraceBackpropQ_ELBO:
+def summing(*programs: Any, params: Any = pyro.clear_param_store) -> TraceBackpropQ_ELBO:
     """An objective after some steps, which sums."""
-    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=steps)
+    elbo = trained(TraceBackpropQ_ELBO(), *programs, params=params, steps=3)
     assert elbo.particles.now.sums, str(elbo)
     return elbo
 
 
 def test_the_gradient_is_exact_where_rows_are_drawn() -> None:
-    assert_unbiased(summing(*subsampled()), *subsampled())
+    case = BY_NAME["plate_subsample"]
+    assert_unbiased(summing(*case.programs, params=case.params), *case.programs)
 
 
 def test_two_precisions_are_summed_together() -> None:

@@ -11,18 +11,14 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import CHAIN, repeat
+from steps import CHAIN, reads_numbers, repeat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_bpq import LinearCritic, TraceBackpropQ_ELBO
 
-# What reads numbers of a tensor, or makes one whose size depends on them.
-READS = frozenset(
-    f"aten.{name}" for name in "_local_scalar_dense allclose equal is_nonzero masked_select nonzero _unique2".split()
-)
 # A tensor from numbers of Python or numpy; on a GPU it is copied there.
-SENDS = frozenset({"aten.lift_fresh"})
+SENDS = frozenset({"lift_fresh"})
 
 
 class Watch(TorchDispatchMode):
@@ -39,11 +35,9 @@ class Watch(TorchDispatchMode):
         return is_mode or f"{torch.__name__}/" in frame.f_code.co_filename.replace("\\", "/")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).rsplit(".", 1)[0]
-        masks = args[1] if name in ("aten.index", "aten.index_put_", "aten.index_put") else ()
-        is_masked = any(isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks)
-        is_state = name == "aten.equal" and args[0].dtype == torch.uint8
-        if (name in READS or name in SENDS or is_masked) and not is_state:
+        name = str(func).rsplit(".", 1)[0].removeprefix("aten.")
+        is_state = name == "equal" and args[0].dtype == torch.uint8
+        if (reads_numbers(name, args) or name in SENDS) and not is_state:
             frame: Any = sys._getframe(1)
             while frame is not None and self.hands_on(frame):
                 frame = frame.f_back
@@ -75,12 +69,11 @@ def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
     return model, guide
 
 
+OPTIONS = [{}, {"num_particles": 2}, {"critic": LinearCritic()}, {"learner": None}, {"reduction": "per_cost"}]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_particles": 2}, {"critic": LinearCritic()}, {"learner": None}, {"reduction": "per_cost"}],
-    ids=["default", "two particles", "linear", "no learner", "per cost"],
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "two particles", "linear", "no learner", "per cost"])
 @pytest.mark.parametrize("make", [lambda: CHAIN.params().programs, mixed], ids=["chain", "mixed"])
 def test_a_cached_step_reads_two_numbers(make: Any, options: dict[str, Any]) -> None:
     model, guide = make()

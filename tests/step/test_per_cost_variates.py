@@ -46,10 +46,7 @@ def count_only_whole_sites(elbo: TraceBackpropQ_ELBO, monkeypatch: pytest.Monkey
     return bool(before != layout.predicted.sets)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "estimator"),
-    [("per_cost", AllAction()), ("chain", AllAction(exact=True))],
-)
+@pytest.mark.parametrize(("reduction", "estimator"), [("per_cost", AllAction()), ("chain", AllAction(exact=True))])
 def test_unbiased_with_parts_of_later_sites(reduction: Any, estimator: AllAction, monkeypatch: Any) -> None:
     elbo = TraceBackpropQ_ELBO(critic=TabularCritic(), reduction=reduction, estimator=estimator)
     trained(elbo, model, guide, steps=20)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import SGD
-from steps import fresh, repeat, stepped
+from steps import stepped, trained
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise, TrimmedBaseline
@@ -60,26 +59,18 @@ def model(has_plate: bool = True) -> None:
     pyro.sample("x", dist.Normal(total * p[0] + 0.3, 0.8), obs=torch.tensor(1.1, dtype=torch.float64))
 
 
-def trained(estimator: Estimator, steps: int = 8, **options: Any) -> TraceBackpropQ_ELBO:
-    fresh()
+def in_dense_order(estimator: Estimator, **options: Any) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(estimator=estimator, structure="dense", **options)
-    svi = SVI(model, guide, SGD({"lr": 1e-2}), elbo)
-    repeat(steps, svi.step)
-    return elbo
+    return trained(elbo, model, guide, steps=8, lr=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "particles"),
-    [
-        (ScoreFunction(), 1),
-        (ScoreFunction(RunningBaseline()), 1),
-        # Some states have a site in both particles, others in one of them.
-        (ScoreFunction(LeaveOneOut()), 2),
-    ],
-    ids=["plain", "running mean", "leave-one-out"],
-)
+# Of two particles some states have a site in both, others in one of them.
+SERVED = [(ScoreFunction(), 1), (ScoreFunction(RunningBaseline()), 1), (ScoreFunction(LeaveOneOut()), 2)]
+
+
+@pytest.mark.parametrize(("estimator", "particles"), SERVED, ids=str)
 def test_a_step_is_unbiased(estimator: Estimator, particles: int) -> None:
-    elbo = trained(estimator, num_particles=particles)
+    elbo = in_dense_order(estimator, num_particles=particles)
     assert not elbo.runner.recordings.num_recorded
     assert_unbiased(elbo.eval(), model, guide)
 
@@ -91,8 +82,7 @@ def steered(name: str = "q", **infer: Any) -> None:
         pyro.sample("b", dist.Bernoulli(logits=q[1]))
 
 
-def steered_model() -> None:
-    steered("p")
+steered_model = partial(steered, "p")
 
 
 def test_a_site_that_needs_more_costs_further_runs_once() -> None:
@@ -102,9 +92,7 @@ def test_a_site_that_needs_more_costs_further_runs_once() -> None:
         calls["runs"] += 1
         steered(name, bpq={"estimator": AllAction()})
 
-    def seen() -> None:
-        counted("p")
-
+    seen = partial(counted, "p")
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense")
     runs = []
@@ -127,7 +115,7 @@ def test_particles_are_compared_that_have_the_site(baseline: Baseline) -> None:
 @pytest.mark.parametrize("particles", [1, 3])
 def test_each_site_is_charged_with_the_loss_of_its_run(particles: int) -> None:
     estimator = ScoreFunction(LeaveOneOut() if particles > 1 else RunningBaseline())
-    elbo = trained(estimator, num_particles=particles)
+    elbo = in_dense_order(estimator, num_particles=particles)
     assert elbo.info["a"]["cost_to_go"].shape == (particles,) and elbo.info["a"]["estimator"] == estimator
     for seed in range(5):
         pyro.set_rng_seed(seed)

@@ -13,7 +13,7 @@ import torch
 from models import BY_NAME, CASES, Case, real
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
-from steps import filtered, fresh, trained
+from steps import filtered, fresh, stored, trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
@@ -22,10 +22,6 @@ from pyro_bpq.svi.controlled import ControlledStep
 from pyro_bpq.testing import exact_loss
 
 PROGRAMS = ["chain", "diamond", "plate_subsample", "global_local", "vector_layers", "mask_scale", "reordered_guide"]
-
-
-def values() -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in pyro.get_param_store().named_parameters()}
 
 
 def slopes(loss: Tensor) -> dict[str, Tensor]:
@@ -69,10 +65,10 @@ def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollou
 KEPT = torch.tensor([True, False])
 
 
-@pytest.mark.parametrize(
-    "hide",
-    [lambda law: law.to_event(1).mask(False), *(lambda law, m=m: law.mask(m).to_event(1) for m in (False, KEPT))],
-)
+HIDES = [lambda law: law.to_event(1).mask(False), *(lambda law, m=m: law.mask(m).to_event(1) for m in (False, KEPT))]
+
+
+@pytest.mark.parametrize("hide", HIDES)
 def test_local_objective_scores_what_masks_hide_and_no_density(hide: Any) -> None:
     def guide() -> None:
         pyro.sample("z", hide(dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.4)))))
@@ -147,11 +143,10 @@ def test_first_epoch_is_a_plain_step(name: str, number: int) -> None:
     case = BY_NAME[name]
     ends = []
     for make in (SVI, lambda *args: ProximalSVI(*args, epochs=1)):
-        case.params()
-        pyro.set_rng_seed(0)
+        case.params(seed=0)
         svi = make(case.model, case.guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(**particles(case, number)))
         losses = [svi.step(*case.args) for _ in range(5)]
-        ends.append((losses, values()))
+        ends.append((losses, stored()))
     # Without epochs to come, the score function takes log q as it is and not from a table: equal but for rounding.
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-12)
     torch.testing.assert_close(ends[1][1], ends[0][1], rtol=1e-12, atol=1e-13)
@@ -159,8 +154,7 @@ def test_first_epoch_is_a_plain_step(name: str, number: int) -> None:
 
 def proximal(lr: float = 0.05, **options: Any) -> ControlledStep:
     """A step of a chain."""
-    case = BY_NAME["chain"].params()
-    pyro.set_rng_seed(0)
+    case = BY_NAME["chain"].params(seed=0)
     elbo = TraceBackpropQ_ELBO(num_particles=8)
     svi = ProximalSVI(case.model, case.guide, SGD({"lr": lr}), elbo, **options)
     svi.step()
@@ -172,7 +166,7 @@ def test_later_epochs_move_the_guide_and_not_the_model() -> None:
     for epochs in (1, 4):
         step = proximal(epochs=epochs)
         assert step.epochs == epochs and not step.stopped_early
-        ends.append((values(), step.total_kl))
+        ends.append((stored(), step.total_kl))
     assert ends[1][1] > 2 * ends[0][1] > 0
     for name, value in ends[0][0].items():
         assert torch.equal(value, ends[1][0][name]) == (not name.startswith("q"))
@@ -202,8 +196,7 @@ MONOTONE = ["chain", "fork", "plate", "global_local", "auxiliary", "mask_scale",
 
 
 def trust_region(case: Case, number: int = 200, **options: Any) -> TrustRegionSVI:
-    case.params()
-    pyro.set_rng_seed(0)
+    case.params(seed=0)
     elbo = TraceBackpropQ_ELBO(**particles(case, number))
     return TrustRegionSVI(case.model, case.guide, SGD({"lr": 1e-12}), elbo, **options)
 
@@ -230,7 +223,7 @@ def test_accepted_steps_improve_and_keep_the_limits(name: str, max_site_kl: floa
     svi = trust_region(case, 4, max_kl=0.01, max_site_kl=max_site_kl)
     accepted = 0
     for _ in range(5):
-        before = values()
+        before = stored()
         svi.step(*case.args)
         step = svi.last
         if step.epochs:
@@ -239,7 +232,7 @@ def test_accepted_steps_improve_and_keep_the_limits(name: str, max_site_kl: floa
             assert max_site_kl is None or max(step.kl.values()) <= max_site_kl
         else:
             assert step.total_kl == 0.0
-            torch.testing.assert_close(values(), before, rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(stored(), before, rtol=1e-5, atol=1e-9)
     assert accepted > 0
 
 
@@ -299,8 +292,7 @@ def test_divergence_without_a_formula_comes_from_the_sample() -> None:
 
 @pytest.mark.parametrize("make", [ProximalSVI, TrustRegionSVI])
 def test_controlled_steps_are_drop_ins(make: Any) -> None:
-    case = BY_NAME["global_local"].params()
-    pyro.set_rng_seed(0)
+    case = BY_NAME["global_local"].params(seed=0)
     svi = make(case.model, case.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO())
     with filtered("error"):
         losses = [svi.step(*case.args) for _ in range(5)]
@@ -337,18 +329,17 @@ def test_an_error_in_the_line_search_leaves_the_guide_where_it_was() -> None:
 def test_counts_are_served(loop: Any) -> None:
     """The default would take ``Differences``, whose signals do not come through the probabilities of values."""
 
-    def program(rates: Tensor, *, own: bool) -> None:
+    def counts(rates: Tensor) -> Tensor:
         with pyro.plate("d", 3):
-            z = pyro.sample("z", dist.Poisson(rates))
-            if not own:
-                pyro.sample("x", dist.Normal(z, 1.0), obs=real(0.4, 1.0, 2.0))
+            return pyro.sample("z", dist.Poisson(rates))
+
+    def model() -> None:
+        z = counts(real(1.0, 1.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=real(0.4, 1.0, 2.0))
 
     fresh()
-    svi = loop(
-        lambda: program(real(1.0, 1.0, 1.0), own=False),
-        lambda: program(pyro.param("q", real(0.3, -0.7, 0.8)).exp(), own=True),
-        Adam({"lr": 0.02}),
-        TraceBackpropQ_ELBO(),
-    )
+    guide, elbo = lambda: counts(pyro.param("q", real(0.3, -0.7, 0.8)).exp()), TraceBackpropQ_ELBO()
+    svi = loop(model, guide, Adam({"lr": 0.02}), elbo)
     assert all(svi.step() > 0.0 for _ in range(2))
     assert isinstance(svi.elbo.info["z"]["estimator"], ScoreFunction)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tabular import graph_of
-from torch import Tensor
+from tabular import graph_of, numbers
 
 from pyro_bpq.critics.targets import advantages, lambda_return
 from pyro_bpq.errors import PlateError
@@ -13,10 +12,6 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 build = BackpropQNetwork.build
-
-
-def numbers(**given: float) -> dict[str, Tensor]:
-    return {name: torch.tensor(float(value)) for name, value in given.items()}
 
 
 def parents(text: str) -> dict[str, list[str]]:

@@ -9,17 +9,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from tabular import WORKED, graph_of
+from tabular import WORKED, graph_of, numbers
 from torch import Tensor
 
 from pyro_bpq.critics.targets import lambda_return, network_rules, solve_rules
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
-
-
-def numbers(given: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
 
 
 def floats(found: Mapping[str, Tensor]) -> dict[str, float]:
