@@ -175,7 +175,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15443,
+    "pyro_bpq": 15441,
     "modules": 110,
     "top": 249,
     "compiled/": 1279,
@@ -186,7 +186,7 @@ BUDGETS = {
     "objectives/": 1738,
     "plan/": 984,
     "record/": 3744,
-    "reruns/": 1064,
+    "reruns/": 1062,
     "rollout/": 498,
     "step/": 1279,
     "svi/": 277,

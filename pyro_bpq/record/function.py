@@ -101,7 +101,8 @@ class Function:
                     pending += self.nodes[i].reads
                     makers += self.nodes[i].after
         place = {i: new for new, i in enumerate(sorted(needed))}
-        nodes = tuple(self.nodes[i]._replace(after=tuple(place[j] for j in self.nodes[i].after)) for i in place)
+        kept = (self.nodes[i] for i in place)
+        nodes = tuple(n._replace(after=tuple(place[i] for i in n.after)) if n.after else n for n in kept)
         return replace(self, nodes=nodes, given=tuple(sorted(taken - self.fixed.keys())), wanted=wanted)
 
     def reading(self, sources: Set[Value]) -> Iterator[Node]:
