@@ -92,11 +92,10 @@ class StepTape(Tape):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         put_back(self.written)
-        is_lost = any(self.last_write(row.memory) != row.settled for row in self.rows)
+        self._look_at_generators()
+        is_lost = any(self.storages.behind(row.memory)[0].last_write != row.settled for row in self.rows)
         if is_lost or any(known.parted for known in self.parts):
-            self.refused = self.refused or Unrecordable(
-                "it writes into a row whose number a tensor holds, as by x[z].add_(1): write x[z] = x[z] + 1"
-            )
+            self._note("it writes into a row whose number a tensor holds, as by x[z].add_(1): write x[z] = x[z] + 1")
         if self.refused is not None:  # the program, or a library, may have caught it
             raise self.refused
 
@@ -116,16 +115,11 @@ class StepTape(Tape):
             return self.own_noise[-1][1]
         if func in _FRESH:
             self.constants.add(self.value_of(args[0]))
-        if kind.is_random and not all(map(torch.equal, self._generators, _generators())):
-            self._refuse("it seeds torch's generator, or puts it back, as checkpoints of dropout do")
+        if kind.is_random:
+            self._look_at_generators()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._generators = _generators() if kind.is_random else self._generators
         return result
-
-    def last_write(self, row: Tensor) -> int | None:
-        """The last node that wrote into the memory of a copy of a row."""
-        (known,) = self.storages.behind(row)
-        return known.last_write
 
     def forget(self) -> None:
         """Lets go of tensors that are looked at only until all values are known."""
@@ -190,10 +184,18 @@ class StepTape(Tape):
         advice = ": write torch.where, tensor indexing or a mask instead" if is_own else ""
         self._refuse(f"Python reads a number of a tensor{place}, which a recording would freeze{advice}")
 
-    def _refuse(self, why: str) -> NoReturn:
+    def _note(self, why: str) -> Unrecordable:
         # The first reason counts.
         self.refused = self.refused or Unrecordable(why)
-        raise self.refused
+        return self.refused
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise self._note(why)
+
+    def _look_at_generators(self) -> None:
+        """Notes if somebody has set torch's generators since the last draw."""
+        if not all(map(torch.equal, self._generators, _generators())):
+            self._note("it seeds torch's generator, or puts it back, as checkpoints of dropout do")
 
     def _noise_of(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Noise | None:
         """What the step draws from a generator of the objective's own; ``None`` if the program draws from torch's."""
@@ -254,7 +256,7 @@ class _StepCalls(Calls):
             back = [row for row in rows if row.view() is args[2] and row.index is args[1]]
             put(*args)
             for row in back:  # x[i] += 1 puts back the row that it has taken
-                row.settled = self.tape.last_write(row.memory)
+                row.settled = self.tape.storages.behind(row.memory)[0].last_write
             for known, before in zip(memory, lost, strict=True) if back else ():
                 known.parted = before or len(known.views()) > 1
             return None

@@ -158,7 +158,7 @@ def gradients_agree(traced: TracedRun, bound: Bound) -> bool:
     # Reparameterised values lead on to the parameters of their laws.
     values = {site.value: traced.run.sites[name].value for name, site in bound.recorded.drawn.items()}
     (again,) = bound.recorded.recording.cut([wanted]).at({**bound.tensors, **values})
-    leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad]
+    leaves = [tensor for tensor in bound.tensors.values() if tensor.is_leaf and tensor.requires_grad and tensor.numel()]
     native, other = (gradients_of(total, leaves, retain_graph=True) for total in (loss, again))
     pairs = ((own.get(leaf, torch.zeros_like(leaf)) for own in (native, other)) for leaf in leaves)
     return all(torch.allclose(own, found, rtol=1e-3, atol=1e-3 * float(own.abs().max())) for own, found in pairs)

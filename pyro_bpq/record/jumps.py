@@ -120,7 +120,7 @@ def jump_of(
     sizes = [whole.shapes[value].numel() for value in (*(values[cost] for cost in costs), *found)]
     number = max(2, min(_LINES, MOST_ELEMENTS // sum(size + 1 for size in sizes)))
     with seeded(seed):
-        right = fn.sample((number,)).double()
+        right = torch.stack([fn() for _ in range(number)]).double()
     tensors, left = {**tensors, site: right}, tensors[site].expand_as(right)
 
     def rows_of(*costs: Value) -> Function:
@@ -258,9 +258,12 @@ def jumps_of(
     bound, costs = run.bound(recorded, call), [cost for cost in recorded.costs if recorded.can_compute(cost)]
     try:
         run_of = recorded.recording.cut([recorded.costs[cost] for cost in costs], redrawn=passing)
-        whole = run_of.without_writes(bound.tensors)
-    except (Uncut, RuntimeError):
+    except Uncut:
         return
+    try:
+        whole = run_of.without_writes(bound.tensors)
+    except RuntimeError:  # of an operator that torch runs line by line only
+        whole = run_of
     names = dict(zip((*run_of.given, *run_of.wanted), (*whole.given, *whole.wanted), strict=True))
     values, whole = {cost: names[recorded.costs[cost]] for cost in costs}, replace(whole, asked=())
     moved = {name: names[recorded.drawn[name].value] for name in sorted(sites) if recorded.drawn[name].value in names}

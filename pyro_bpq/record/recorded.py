@@ -270,6 +270,7 @@ class Bound:
 
         function = own.kept((wanted, redrawn, means, in_double), made)
         tensors = {**self.tensors, **{own.named[name]: value for name, value in given.items()}}
+        tensors = {value: tensors[value] for value in function.given}
         found = zip(wanted, function.at(doubled(tensors) if in_double else tensors, seed), strict=True)
         return {name: self.weighted(name, value) for name, value in found}
 

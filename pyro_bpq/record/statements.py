@@ -311,7 +311,7 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-_ask = effectful(external.answer, type="bpq_external")
+_ask = effectful(lambda function, args, kwargs: function.answer(args, kwargs), type="bpq_external")
 
 
 class Answers(list[Any]):

@@ -35,6 +35,13 @@ def written(x: Tensor) -> Tensor:
     return 2.6 * (rows.sum() > 0)
 
 
+def packed() -> Tensor:
+    """A number from a tensor that is written into, and then indexed by a mask."""
+    rows = torch.zeros(4, 2)
+    rows[:2] = 1.0
+    return rows[rows > 0].sum()
+
+
 # What a program adds to the log-joint, and its jumps by threshold.
 JUMPS: dict[str, tuple[Program, dict[float, float]]] = {
     "a branch": (lambda x: 2.6 if x > 0 else 0.0, {0.0: 2.6}),
@@ -42,6 +49,7 @@ JUMPS: dict[str, tuple[Program, dict[float, float]]] = {
     "round": (lambda x: 2.6 * x.round(), {k + 0.5: 2.6 for k in range(-7, 7)}),
     "a remainder": (lambda x: 2.6 * (x - x % 1), {float(k): 2.6 for k in range(-7, 8)}),
     "a write": (written, {0.0: 2.6}),
+    "beside a write that has no rule": (lambda x: 2.6 * (x > 0) + 0.0 * packed(), {0.0: 2.6}),
     "fmod": (lambda x: 2.6 * (x - x.fmod(0.5)), {0.5 * k: 1.3 for k in range(-14, 15) if k}),
     "an index": (
         lambda x: torch.tensor(TABLE)[((x > -0.5).long() + (x > 0.5).long())],
