@@ -191,7 +191,7 @@ BUDGETS = {
     "step/": 1279,
     "svi/": 277,
     "testing/": 858,
-    "tests": 18436,
+    "tests": 18456,
     "benchmarks": 3000,
     "words of docs": 15995,
 }

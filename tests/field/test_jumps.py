@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import diagnose
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import Estimator
 
 MEAN = 0.195
@@ -115,3 +116,19 @@ def test_a_diagnosis_does_not_keep_silent_about_jumps(name: str) -> None:
         elbo.loss_and_grads(*programs_)
         told = str(diagnose(elbo, *programs_, num_samples=20))
     assert "jump" in told and "'x'" in told
+
+
+class Single(dist.Normal):
+    """Draws one value at a time."""
+
+    def sample(self, sample_shape: tuple[int, ...] = ()) -> Tensor:
+        assert not sample_shape
+        return super().sample()
+
+
+def test_the_search_draws_as_the_program_does() -> None:
+    def guide() -> None:
+        pyro.sample("x", Single(pyro.param("mean", torch.tensor(MEAN)), 1.0))
+
+    with pytest.warns(BPQWarning, match="jumps by 2.60 nats where 'gt' switches"):
+        TraceBackpropQ_ELBO().loss_and_grads(programs(JUMPS["where"][0])[0], guide)

@@ -212,6 +212,21 @@ def test_programs_that_do_not_keep_particles_apart_are_found_out(mixes: str) -> 
     assert elbo.particles.now == Particles(SOME_PARTICLES, is_hidden=True)
 
 
+@pytest.mark.filterwarnings("ignore:Particles run in one call")
+def test_an_empty_parameter_keeps_particles_in_one_call() -> None:
+    def model() -> None:
+        x, z = pyro.sample("x", dist.Normal(0.0, 1.0)), pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.factor("f", torch.stack([x.squeeze(), z.squeeze()]).sum())
+
+    def guide() -> None:
+        empty = pyro.param("e", torch.zeros(0)).detach().sum()
+        x = pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.2)) + empty, 1.0))
+        pyro.sample("z", dist.Bernoulli(torch.sigmoid(x)))
+
+    elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True)
+    assert stepped(1, elbo, model, guide).particles.now.is_hidden
+
+
 # The mask in the plate of rows is told, and nothing else.
 @pytest.mark.filterwarnings("error::pyro_bpq.errors.BPQWarning", "ignore:Values of 'z', drawn in the plate")
 @pytest.mark.parametrize("mixes", ["mean", "first", "shape"])
