@@ -191,7 +191,7 @@ BUDGETS = {
     "step/": 1279,
     "svi/": 277,
     "testing/": 858,
-    "tests": 18456,
+    "tests": 18458,
     "benchmarks": 3000,
     "words of docs": 15995,
 }

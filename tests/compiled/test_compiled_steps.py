@@ -217,7 +217,6 @@ def projected(z: Tensor) -> Tensor:
         return z * torch.randn(())
 
 
-LSTM = torch.nn.LSTM(1, 1, dtype=torch.float32)
 RATE = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
 MASKED = latent(lambda q: dist.NanMaskedNormal(q, 1.0).to_event(1))
 NOISY = seen(lambda z: torch.nn.functional.dropout(z + 1.0))
@@ -249,13 +248,18 @@ RECORDED: dict[str, tuple[Any, Any]] = {
     "values of its own": latent(lambda q: Die(q, torch.tensor([1.0, 4.0]))),
     "an initial value is drawn": seen(lambda z: z * pyro.param("w", torch.randn(()))),
     "by a function": seen(lambda z: z * pyro.param("w", lambda: torch.randn(()))),
-    "LSTM": seen(lambda z: LSTM(z.float().reshape(1, 1, 1))[0].sum().double()),
 }
 
 
 @pytest.mark.parametrize("programs", RECORDED.values(), ids=RECORDED)
 def test_what_is_recorded(programs: tuple[Any, Any]) -> None:
     assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, *programs))
+
+
+def test_lstms_in_single_precision_are_recorded() -> None:
+    net, elbo = torch.nn.LSTM(1, 1, dtype=torch.float32), TraceBackpropQ_ELBO(compile="eager")
+    repeat(10, elbo.loss_and_grads, *seen(lambda z: net(z.float().reshape(1, 1, 1))[0].sum().double()))
+    assert entries(elbo)[0].steps > 3
 
 
 def test_steps_within_svi_and_outside_are_alike() -> None:
