@@ -146,16 +146,11 @@ def score() -> ELBO:
 ELBOS: Mapping[str, Callable[[], ELBO]] = {
     "Trace_ELBO": Trace_ELBO,
     "JitTrace_ELBO": lambda: JitTrace_ELBO(ignore_jit_warnings=True),
-    "default, eager": TraceBackpropQ_ELBO,
-    "default, recorded": TraceBackpropQ_ELBO,
-    "default, compiled": TraceBackpropQ_ELBO,
-    "one particle with critics, eager": lambda: TraceBackpropQ_ELBO(1),
-    "one particle with critics, compiled": lambda: TraceBackpropQ_ELBO(1),
-    "32 leave-one-out, eager": leave_one_out,
-    "32 leave-one-out, compiled": leave_one_out,
+    **dict.fromkeys(("default, eager", "default, recorded", "default, compiled"), TraceBackpropQ_ELBO),
+    **{f"one particle with critics, {how}": lambda: TraceBackpropQ_ELBO(1) for how in ("eager", "compiled")},
+    **dict.fromkeys(("32 leave-one-out, eager", "32 leave-one-out, compiled"), leave_one_out),
     "1000 leave-one-out, compiled": lambda: leave_one_out(1000),
-    "score, eager": score,
-    "score, compiled": score,
+    **dict.fromkeys(("score, eager", "score, compiled"), score),
 }
 # How ``CompiledSVI`` makes the steps; the others are those of ``SVI``.
 BACKENDS = {"recorded": "eager", "compiled": "inductor"}

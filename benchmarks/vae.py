@@ -23,7 +23,6 @@ import torch
 from common import (
     AVERAGE,
     DEFAULT,
-    DEFAULT_ONE,
     Data,
     Method,
     Size,
@@ -142,7 +141,7 @@ def load_digits(images: dict[str, int]) -> Digits | None:
 NET = Method("TraceGraph, nn_baseline", TraceGraph_ELBO, "net", "TraceGraph")
 DISARM = Method("DisARM", lambda: ours(DisARM()))
 REINMAX = Method("ReinMax", lambda: ours(ReinMax()), group="biased")
-METHODS = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
+METHODS = (DEFAULT, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
 STRONG = (DEFAULT, AVERAGE, NET, plain_leave_one_out(4), plain_leave_one_out(8))
 
 

@@ -243,9 +243,8 @@ def by_program(rows: list[Row]) -> list[Row]:
         for f in FAMILIES:
             row[f] = f"{shown(own[f]['factor'])}{'*' * is_biased(own[f])} ({own[f]['particles']})" if f in own else ""
         row["leave-one-out and default with 1024"] = ", ".join(many)
-        found.append(
-            row | {f"variance of {f}, 1": alone.get(f"{f}, 1", "") for f in ("default", *FAMILIES[:2], "DisARM")}
-        )
+        ones = [f"{family}, 1" for family in ("default", *FAMILIES[:2], "DisARM")]
+        found.append(row | {f"variance of {one}": alone.get(one, "") for one in ones})
     return found
 
 

@@ -47,12 +47,14 @@ class CompiledSteps:
     """
 
     def __init__(self, options: Compile) -> None:
-        self.options, self.outside = options, ""
+        self.options = options
+        self.outside = ""
         self.entries: list[Recording] = []
         self.reasons: dict[str, str] = {}
         # Number of eager steps of each kind of call, and number of attempts to record.
         self._seen: dict[int, int] = {}
-        self._made, self._arguments = 0, Arguments()
+        self._made = 0
+        self._arguments = Arguments()
 
     def __repr__(self) -> str:
         return f"CompiledSteps({self.options}, {len(self.entries)} recordings)"

@@ -15,11 +15,11 @@ from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import UnsupportedSiteError, positive
 from pyro_bpq.estimators.all_action import AllAction
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, past, share
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, share
 from pyro_bpq.estimators.relaxation import uniform
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
 from pyro_bpq.estimators.score_function import LeaveOneOut, ScoreFunction
-from pyro_bpq.estimators.variates import OptimalScale, Scale, Scaled, scale_option
+from pyro_bpq.estimators.variates import Scaled
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,6 @@ class CriticBaseline(Scaled):
         | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014)
         | Backprop-Q (Xu et al., 2018), Eq. 21
     """
-
-    scale: Scale = scale_option(OptimalScale())
-    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
 
@@ -67,8 +64,6 @@ class QControlVariate(Scaled):
     """
 
     num_samples: int = positive(4)
-    scale: Scale = scale_option(OptimalScale())
-    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"program", "table"})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import is_real, option
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, event_sum, past
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, event_sum
 from pyro_bpq.estimators.q_estimators import LocalCost, local_cost, local_q, q_table
 from pyro_bpq.estimators.relaxation import Temperature, Tempered, temperature_option
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
@@ -40,7 +40,7 @@ def _slopes(context: SiteContext, variate: Variate, keeps: bool = False) -> tupl
     return given, relaxation.of_logits(path, leaf.detach(), index)
 
 
-class Relaxed(Tempered, Scaled):
+class Relaxed(Scaled, Tempered):
     """Base of the estimators whose control variate is a function ``c`` of a relaxed value. Unbiased."""
 
     needs = frozenset({"program", "table"})
@@ -57,7 +57,7 @@ class Relaxed(Tempered, Scaled):
         return self.corrected(context, value.detach() * path.any(), path)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class REBAR(Relaxed):
     r"""Score function whose control variate is the cost itself at a relaxed value. Unbiased.
 
@@ -81,9 +81,7 @@ class REBAR(Relaxed):
         | Backprop-Q (Xu et al., 2018), Eq. 26
     """
 
-    temperature: Temperature = temperature_option(0.5)
     scale: Scale = scale_option(OptimalScale(max_scale=1.5))
-    decay: float = past(0.98)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
@@ -136,7 +134,7 @@ class RELAX(Estimator):
 
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights, then ``log τ`` relative to its initial value."""
-        return self.variate.statistics(2 * width, (0.0,))
+        return self.variate.statistics(2 * width, extra=1)
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation, and takes a training step of the network."""
@@ -181,10 +179,6 @@ class RELAXQ(Relaxed):
         | Backprop-Q (Xu et al., 2018), Eq. 27
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
     """
-
-    temperature: Temperature = temperature_option(0.5)
-    scale: Scale = scale_option(OptimalScale())
-    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
 
@@ -241,8 +235,6 @@ class QRelaxation(Tempered, LocalCost):
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
     """
 
-    temperature: Temperature = temperature_option(0.5)
-
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True
     unsupported = needs_finite
@@ -275,8 +267,6 @@ class Concrete(Tempered):
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
         | Backprop-Q (Xu et al., 2018), Eq. 23
     """
-
-    temperature: Temperature = temperature_option(0.5)
 
     needs = frozenset({"program", "table"})
     takes_outdated: ClassVar[bool] = True

@@ -133,14 +133,15 @@ def temperature_option(default: float) -> Any:
     return option(default, lambda t: isinstance(t, Tensor) or callable(t) or (is_real(t) and t > 0.0), advice)
 
 
+@dataclass(frozen=True)
 class Tempered(Estimator):
     """Base of the estimators with a field ``temperature``."""
 
-    temperature: Temperature
+    temperature: Temperature = temperature_option(0.5)
 
     def at(self, step: int) -> Any:
         """The estimator with the temperature of a step."""
-        return replace(self, temperature=temperature_at(self.temperature, step))  # type: ignore[type-var]
+        return replace(self, temperature=temperature_at(self.temperature, step))
 
     @property
     def tau(self) -> float | Tensor:

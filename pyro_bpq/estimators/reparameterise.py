@@ -14,18 +14,16 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, past
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.requirements import alternative, needs_continuous
 from pyro_bpq.estimators.variates import (
     NetworkVariate,
     OptimalScale,
-    Scale,
     Scaled,
     centre,
     network,
     read_scale,
-    scale_option,
 )
 from pyro_bpq.rollout.features import base_distribution
 
@@ -230,9 +228,6 @@ class LAXQ(Scaled):
         | Backprop-Q (Xu et al., 2018), Eq. 27
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5
     """
-
-    scale: Scale = scale_option(OptimalScale())
-    decay: float = past(0.98)
 
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"moved_value", "q_slope", "q_value"})

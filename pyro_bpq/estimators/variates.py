@@ -2,8 +2,10 @@ r"""Control variates: their scale, the running means that centre them and the co
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -129,11 +131,12 @@ def update_means(
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
 class Scaled(Estimator):
     """Base of the estimators ``u - a v``, with fields ``scale``, ``a``, and ``decay`` of running means. Unbiased."""
 
-    scale: Scale
-    decay: float
+    scale: Scale = scale_option(OptimalScale())
+    decay: float = past(0.98)
 
     is_unbiased: ClassVar[bool] = True
     unsupported = needs_finite
@@ -195,21 +198,14 @@ class NetworkVariate(Checked):
         check_hidden(self)
         super().__post_init__()
 
-    def statistics(self, inputs: int, extra: tuple[float, ...] = ()) -> Statistics:
+    def statistics(self, inputs: int, extra: int = 0) -> Statistics:
         """Initial weights and moments of their gradient, as flat vectors, and the spread of the costs.
 
-        ``extra`` are initial values of further trained numbers, which stand behind the weights.
+        So many ``extra`` trained numbers, which start at zero, stand behind the weights.
         """
-        generator = torch.Generator().manual_seed(self.seed)
-        parts = []
-        for i, (fan_in, fan_out) in enumerate(self._layers(inputs)):
-            weight = torch.zeros(fan_in, fan_out, dtype=torch.float64, device="cpu")
-            if i < len(self.hidden):
-                weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
-            parts += [weight.flatten(), torch.zeros(fan_out, dtype=torch.float64, device="cpu")]
-        flat = torch.cat([*parts, torch.tensor(extra, dtype=torch.float64, device="cpu")])
-        zero = torch.zeros_like(flat)
-        return {"phi": flat, "first": zero, "second": zero, "spread": 1.0, "square": 0.0, **means_statistics()}
+        flat = _weights(tuple(self._layers(inputs)), extra, self.seed)
+        moments = dict.fromkeys(("first", "second"), torch.zeros_like(flat))
+        return {"phi": flat, **moments, "spread": 1.0, "square": 0.0, **means_statistics()}
 
     def evaluate(self, weights: Tensor, features: Tensor, context: SiteContext) -> Tensor:
         """``c_φ`` in nats, ``(G, M, plates)``, from features ``(G, M, plates, F)``."""
@@ -243,6 +239,16 @@ class NetworkVariate(Checked):
 
     def _layers(self, inputs: int) -> list[tuple[int, int]]:
         return list(itertools.pairwise((inputs, *self.hidden, 1)))
+
+
+@functools.cache
+def _weights(layers: Sequence[tuple[int, int]], extra: int, seed: int) -> Tensor:
+    number, at, generator = sum((a + 1) * b for a, b in layers), 0, torch.Generator().manual_seed(seed)
+    weights = torch.zeros(number + extra, dtype=torch.float64, device="cpu")
+    for a, b in layers[:-1]:
+        weights[at : at + a * b].uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / a))
+        at += (a + 1) * b
+    return weights
 
 
 def network() -> Any:

@@ -217,7 +217,8 @@ class Draws:
     """Marks the state of the CPU's global generator and of buffers, so that a step can run again."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self._state, self._mark, self.answers = torch.get_rng_state(), _mark(), Answers()
+        self._state, self._mark = torch.get_rng_state(), _mark()
+        self.answers = Answers()
         pairs = [(module, *pair) for module in modules for pair in module._buffers.items()]
         self._buffers = [(*pair, None if pair[-1] is None else pair[-1].detach().clone()) for pair in pairs]
 

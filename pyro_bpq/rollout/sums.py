@@ -167,8 +167,9 @@ def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
 
 def total(values: Sequence[Tensor]) -> Tensor:
     """The sum of tensors; zero for none. That of many numbers is one operator."""
-    are_many = len(values) > 2 and not any(value.dim() for value in values)
-    return torch.stack([*values]).sum() if are_many else sum(values[1:], values[0]) if values else torch.zeros(())
+    if len(values) > 2 and not any(value.dim() for value in values):
+        return torch.stack([*values]).sum()
+    return sum(values[1:], values[0]) if values else torch.zeros(())
 
 
 def in_single(value: Tensor) -> Tensor:

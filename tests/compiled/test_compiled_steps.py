@@ -35,6 +35,7 @@ from pyro_bpq import (
 )
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import (
+    RELAX,
     AllAction,
     Concrete,
     DebiasedStraightThrough,
@@ -341,8 +342,8 @@ def test_examples_have_the_strides_of_the_inputs() -> None:
     assert len(seen) > 2 and all(seen)
 
 
-@pytest.mark.parametrize("estimator", [DebiasedStraightThrough(), DisARM()], ids=repr)
-def test_estimators_that_run_the_model_at_other_values_are_recorded(estimator: Any) -> None:
+@pytest.mark.parametrize("estimator", [DebiasedStraightThrough(), DisARM(), RELAX()], ids=repr)
+def test_estimators_with_other_values_or_networks_of_their_own_are_recorded(estimator: Any) -> None:
     make = functools.partial(TraceBackpropQ_ELBO, 2, estimator=estimator)
     # Eager steps look for slopes again after 8 steps; what the estimators draw does not depend on it.
     assert entries(both(make, pyro.clear_param_store, slope_model, slope_guide, ROWS, steps=14))[0].steps > 4

@@ -76,7 +76,7 @@ def largest_error(elbo: Any, policy: Any, numbers: Sequence[int] = (4, 4)) -> fl
 # Estimator, its critic, number of particles, and nodes of each draw. A perceptron enters by its expansion at the mean,
 # which is linear in its own value and smooth in the one above.
 EXACT: list[tuple[Any, Any, int, tuple[int, ...]]] = [
-    *((LAXQ(scale), MomentCritic(()), 1, (4, 4)) for scale in (1.0, 0.6, LAXQ().scale)),
+    *((LAXQ(scale=scale), MomentCritic(()), 1, (4, 4)) for scale in (1.0, 0.6, LAXQ().scale)),
     (LAXQ(), MomentCritic(()), 2, (3, 3, 3, 3)),
     *((estimator, MomentCritic(()), 1, (4, 4)) for estimator in (QProp(), ParentAdvantage(1.0))),
     (QProp(), ValueCritic((8,)), 1, (40, 4)),
