@@ -175,13 +175,13 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15445,
+    "pyro_bpq": 15435,
     "modules": 110,
     "top": 249,
     "compiled/": 1280,
     "critics/": 794,
     "diagnostics/": 563,
-    "estimators/": 1429,
+    "estimators/": 1419,
     "graph/": 687,
     "objectives/": 1738,
     "plan/": 984,
@@ -192,7 +192,7 @@ BUDGETS = {
     "svi/": 277,
     "testing/": 858,
     "tests": 18458,
-    "benchmarks": 3000,
+    "benchmarks": 2999,
     "words of docs": 15995,
 }
 

@@ -95,9 +95,8 @@ class CompiledSteps:
         call = reach(roots)
         if new_arrays := self._arguments.new_arrays(call) if call.arrays else []:
             if self._arguments.num_new_arrays >= _MANY_ARRAYS:
-                path, _ = call.arrays[new_arrays[0]]
-                text = f"{in_words(path)} is a new array of numpy in each call; hand over torch.as_tensor of it"
-                self._tell(text, "arrays")
+                path = in_words(call.arrays[new_arrays[0]][0])
+                self._tell(f"{path} is a new array of numpy in each call; hand over torch.as_tensor of it", "arrays")
             return None
         read: list[Any] = []  # the numbers that Python reads in this call, but not in those that were recorded
         for entry in self.entries:
@@ -138,8 +137,7 @@ class CompiledSteps:
             return None
         if self._made >= self.options.max_recordings:
             why = f"it was recorded {self._made} times{self._why(call)}; further kinds of calls run eagerly"
-            text = f"{why}. Batches of one size need one recording; or write Compile(max_recordings=...)"
-            self._tell(text, "many kinds")
+            self._tell(f"{why}. Batches of one size need one recording, or Compile(max_recordings=...)", "many kinds")
             return None
         start = time.perf_counter()
         try:

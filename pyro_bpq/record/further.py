@@ -142,12 +142,13 @@ def costs_agree(traced: TracedRun, bound: Bound) -> bool:
         found = bound.again(traced.run.costs)
     except (Uncut, KeyError, RuntimeError):
         return False
-    alike = list[Tensor]()
-    for name, own in traced.run.costs.items():
+
+    def agree(own: Tensor, other: Tensor) -> Tensor:
         rounding = min(100.0 * torch.finfo(own.dtype).eps, 0.01)
-        alike.append(torch.isclose(own, found[name], rounding, rounding).all())
+        return torch.isclose(own, other, rounding, rounding).all()
+
     # One read on the host.
-    return bool(torch.stack(alike).all())
+    return bool(torch.stack([agree(own, found[name]) for name, own in traced.run.costs.items()]).all())
 
 
 def gradients_agree(traced: TracedRun, bound: Bound) -> bool:

@@ -153,8 +153,7 @@ def align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
         have = stacked.shape[1:]
     stacked = stacked.reshape(stacked.shape[0], *(1,) * missing, *have, *event)
     extra = [i + 1 for i, size in enumerate(batch) if size == 1 and stacked.shape[i + 1] != 1 and not event_ndim]
-    if extra:
-        stacked = stacked.sum(dim=extra, keepdim=True)
+    stacked = stacked.sum(dim=extra, keepdim=True) if extra else stacked
     return stacked.expand(stacked.shape[0], *batch, *event)
 
 
