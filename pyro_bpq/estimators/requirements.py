@@ -66,7 +66,7 @@ def requirement(needed: str, other: Callable[[SiteInfo], str] = alternative) -> 
     return decorate
 
 
-@requirement("a finite support, which {} lacks", _without_values)
+@requirement("components of finite support, which {} lacks", _without_values)
 def needs_finite(site: SiteInfo) -> bool:
     """Refuses sites without finite components."""
     return site.components is not None

@@ -74,7 +74,7 @@ class Objective(CountedELBO, nn.Module):
     def __repr__(self) -> str:
         """What runs, how many particles and why, and what was chosen because of which option."""
         found = self._chosen()
-        head = f"{self.made_by or type(self).__name__}, after {self.num_steps} steps"
+        head = f"{self.made_by or type(self).__name__}, after {self.num_steps + bool(self.trainer.waiting)} steps"
         if found is None:
             return f"{head}\n{Pending('plan')}"
         compiled = "" if self.compiled is None else f" Compiled: {len(self.compiled.entries)} recordings."

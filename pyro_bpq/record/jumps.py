@@ -5,6 +5,7 @@ Sites with such costs get the score function.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from types import MappingProxyType
@@ -102,7 +103,7 @@ def jump_of(
     """The largest jump of a cost on lines from the value of a site to others that are drawn; ``None`` if none jumps.
 
     Each line is halved until the two sides of a switch are close. A cost jumps if it changes between them by more than
-    it has changed on either side, in the last half of the halvings. That is computed in double precision.
+    it has changed on either side, in the last half of the halvings.
 
     Args:
         bound: A recorded run.
@@ -110,7 +111,7 @@ def jump_of(
         site: Its value.
         values: Costs that can be computed again.
         whole: The operators between the sites and these costs, none of which writes in place.
-        tensors: What they read, in double precision.
+        tensors: What they read, in the precision in which to compute.
         seed: Seed of the draws; the global generators stay as they are.
     """
     moving = {site}.union(*map(results_of, whole.reading({site})))
@@ -120,12 +121,12 @@ def jump_of(
     sizes = [whole.shapes[value].numel() for value in (*(values[cost] for cost in costs), *found)]
     number = max(2, min(_LINES, MOST_ELEMENTS // sum(size + 1 for size in sizes)))
     with seeded(seed):
-        right = torch.stack([fn() for _ in range(number)]).double()
+        right = torch.stack([fn() for _ in range(number)]).to(tensors[site].dtype)
     tensors, left = {**tensors, site: right}, tensors[site].expand_as(right)
 
     def rows_of(*costs: Value) -> Function:
-        cut = whole.cut((*costs, *found), {*whole.given})
-        return _with_switches(cut, len(costs)).in_double().in_rows({site}, tensors)
+        cut = _with_switches(whole.cut((*costs, *found), {*whole.given}), len(costs))
+        return (cut.in_double() if right.dtype is torch.float64 else cut).in_rows({site}, tensors)
 
     alone = rows_of()
     if all(map(torch.equal, *(alone.at({**tensors, site: value}, seed) for value in (left, right)))):
@@ -257,24 +258,24 @@ def jumps_of(
     passing = {own.value for name, own in recorded.drawn.items() if _is_delta(run.run.sites[name].fn)}
     bound, costs = run.bound(recorded, call), [cost for cost in recorded.costs if recorded.can_compute(cost)]
     try:
-        run_of = recorded.recording.cut([recorded.costs[cost] for cost in costs], redrawn=passing)
+        whole = run_of = recorded.recording.cut([recorded.costs[cost] for cost in costs], redrawn=passing)
     except Uncut:
         return
-    try:
+    with contextlib.suppress(RuntimeError):  # of an operator that torch runs line by line only
         whole = run_of.without_writes(bound.tensors)
-    except RuntimeError:  # of an operator that torch runs line by line only
-        whole = run_of
     names = dict(zip((*run_of.given, *run_of.wanted), (*whole.given, *whole.wanted), strict=True))
     values, whole = {cost: names[recorded.costs[cost]] for cost in costs}, replace(whole, asked=())
     moved = {name: names[recorded.drawn[name].value] for name in sorted(sites) if recorded.drawn[name].value in names}
-    tensors = doubled({names[value]: bound.tensors[value] for value in run_of.given})
+    tensors = {names[value]: bound.tensors[value] for value in run_of.given}
     for name, site in moved.items() if switches(whole, {*moved.values()}) else ():
-        try:
-            jump = jump_of(bound, run.run.sites[name].fn, site, values, whole, tensors, 1 + looks)
-        except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
-            continue  # a program may fail in any way at other values
-        if jump is not None:
-            yield name, f"{jump.cost} jumps by {in_short(jump.size)} nats where {jump.operator!r} switches"
+        for given in (doubled(tensors), tensors):  # some operators have single precision only
+            try:
+                jump = jump_of(bound, run.run.sites[name].fn, site, values, whole, given, 1 + looks)
+            except (Uncut, RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
+                continue  # a program may fail in any way at other values
+            if jump is not None:
+                yield name, f"{jump.cost} jumps by {in_short(jump.size)} nats where {jump.operator!r} switches"
+            break
 
 
 def told(name: str, seen: str) -> str:

@@ -44,6 +44,7 @@ class Effects(NamedTuple):
     is_blank: bool = False  # only the shape of its argument matters
     is_random: bool = False  # draws from a generator
     is_total: bool = False  # never fails because of a value
+    takes_type: bool = False  # takes the type of its result as an argument
 
 
 @cache
@@ -76,6 +77,7 @@ def effects_of(func: Any) -> Effects:
         is_blank=tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name)),
         # On the CPU attention with dropout is made of other operators.
         is_random=torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("attention_for_cpu"),
+        takes_type=any(argument.name == "dtype" for argument in schema.arguments),
     )
     is_total = kind.is_view or (torch.Tag.pointwise in func.tags and name.rstrip("_") not in _PARTIAL)
     # What is made of other operators, as inference mode shows, may give back what it took.

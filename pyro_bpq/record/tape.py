@@ -253,6 +253,9 @@ class Tape(Ledger, TorchDispatchMode):
             mask, own = functools.reduce(operator.or_, stack.parts, 0), stack.parts
         elif kind.shape_from is not None:  # maybe (packed data, batch sizes)
             own = [mask, sizes]
+        if kind.takes_type and not taken.reads:
+            # It may run again under another default type.
+            taken = taken._replace(kwargs={**taken.kwargs, "dtype": result.dtype})
         out = self.bind_all(result, mask, own)
         self.note(func, taken, out, mask, targets)
         if stack is not None and kind.name in ("stack", "slice"):

@@ -24,6 +24,7 @@ from pyro_bpq.estimators import Estimator
 MEAN = 0.195
 STEPS = 400
 TABLE = (0.5, -1.0, 2.0)
+LSTM = torch.nn.LSTM(1, 1, dtype=torch.float32)
 
 Program = Callable[[Tensor], Tensor | float]
 
@@ -132,3 +133,11 @@ def test_the_search_draws_as_the_program_does() -> None:
 
     with pytest.warns(BPQWarning, match="jumps by 2.60 nats where 'gt' switches"):
         TraceBackpropQ_ELBO().loss_and_grads(programs(JUMPS["where"][0])[0], guide)
+
+
+@pytest.mark.parametrize("other", [lambda x: torch.ones(2) @ x.expand(2), lambda x: LSTM(x.expand(1, 1, 1))[0].sum()])
+def test_jumps_are_found_in_single_precision(other: Program) -> None:
+    """Beside tensors of the default type, and operators that have no double precision."""
+    torch.set_default_dtype(torch.float32)
+    with pytest.warns(BPQWarning, match="jumps by 2.60 nats where 'gt' switches"):
+        TraceBackpropQ_ELBO().loss_and_grads(*programs(lambda x: 2.6 * (x > 0) + 0.0 * other(x)))
