@@ -132,9 +132,9 @@ def _without_linear(table: Tensor, held: HeldCosts, context: SiteContext) -> tup
     known = context.statistics
     if "products" not in known:
         return table, {}
-    away = (held.value - held.log_q.detach()).flatten(1, -2)
     slope = known["products"] / known["squares"].clamp(min=1e-12).unsqueeze(-2)
-    own = table.flatten(1, -2)
+    # Counts may have another type than costs.
+    away, own = (part.flatten(1, -2).to(slope) for part in (held.value - held.log_q.detach(), table))
     centred, linear = own - known["level"].unsqueeze(1), away @ slope.mT
     # Means weigh in the gradient as well.
     weighed = held.log_q.detach().flatten(1, -2) * linear

@@ -280,6 +280,17 @@ def test_outdated_costs_leave_it_exact() -> None:
     assert bias(elbo, model, guide) < 1e-10
 
 
+def test_counts_may_have_another_type_than_costs() -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Binomial(3, logits=pyro.param("q", real(0.3, -0.2).float())).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Binomial(3, logits=real(0.1, 0.4).float()).to_event(1))
+        pyro.factor("f", 0.3 * z.double().prod(-1))
+
+    assert bias(trained((model, guide)), model, guide) < 1e-6
+
+
 def test_costs_that_are_not_known_at_other_values_multiply_the_score() -> None:
     def run(kind: str) -> None:
         z = pyro.sample("z", dist.Binomial(3, logits=pyro.param(kind, real(0.3, -0.2))).to_event(1))
