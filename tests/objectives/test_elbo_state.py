@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import Case
 from pyro.infer import ELBO, Trace_ELBO
-from steps import CHAIN, assert_equal, run, state_of, stepped, through_file
+from steps import CHAIN, assert_equal, run, state_of, stepped, through_file, unbiased
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO, paper_settings
@@ -111,3 +111,17 @@ def test_impossible_values_give_finite_gradients() -> None:
     stepped(5, TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, guide)
     gradient = pyro.param("q").grad
     assert bool(gradient.isfinite().all()) and gradient[1] == 0.0 and float(gradient.abs().max()) > 1e-3
+
+
+def test_values_that_probabilities_rule_out_may_cost_infinitely_much() -> None:
+    def model() -> None:
+        k = pyro.sample("k", dist.Categorical(logits=torch.tensor([0.3, 0.1, -torch.inf])))
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.3, 0.6, 0.2])).to_event(1))
+        pyro.factor("x", torch.where((z[..., 1] > z[..., 2]), k - 2.0 * z[..., 0], -torch.inf))
+
+    def guide() -> None:
+        free = pyro.param("q", torch.tensor([0.4, 0.3]))
+        pyro.sample("k", dist.Categorical(torch.stack([free[0], 1.0 - free[0], torch.tensor(0.0)], -1)))
+        pyro.sample("z", dist.Bernoulli(torch.stack([free[1], torch.tensor(1.0), torch.tensor(0.0)])).to_event(1))
+
+    unbiased(TraceBackpropQ_ELBO(1, estimator=AllAction(exact=True)), model, guide, steps=3)
