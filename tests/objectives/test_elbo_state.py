@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO, paper_settings
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.estimators import Estimator, Hindsight
 
 # Saving and loading
 
@@ -113,15 +114,20 @@ def test_impossible_values_give_finite_gradients() -> None:
     assert bool(gradient.isfinite().all()) and gradient[1] == 0.0 and float(gradient.abs().max()) > 1e-3
 
 
-def test_values_that_probabilities_rule_out_may_cost_infinitely_much() -> None:
+@pytest.mark.parametrize("estimator", [AllAction(exact=True), Hindsight()], ids=str)
+def test_values_that_probabilities_rule_out_may_cost_infinitely_much(estimator: Estimator) -> None:
+    """Given such a value, a later law may have no values left."""
+    rules = torch.tensor([[0.0, -torch.inf], [0.0, 0.0], [-torch.inf, -torch.inf]])
+
     def model() -> None:
         k = pyro.sample("k", dist.Categorical(logits=torch.tensor([0.3, 0.1, -torch.inf])))
-        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.3, 0.6, 0.2])).to_event(1))
-        pyro.factor("x", torch.where((z[..., 1] > z[..., 2]), k - 2.0 * z[..., 0], -torch.inf))
+        y = pyro.sample("y", dist.Categorical(torch.tensor([0.6, 0.4])))
+        pyro.factor("x", rules[k, y] + torch.where(pyro.sample("z", dist.Bernoulli(0.6)) == 1, k - 0.4, -torch.inf))
 
     def guide() -> None:
         free = pyro.param("q", torch.tensor([0.4, 0.3]))
-        pyro.sample("k", dist.Categorical(torch.stack([free[0], 1.0 - free[0], torch.tensor(0.0)], -1)))
-        pyro.sample("z", dist.Bernoulli(torch.stack([free[1], torch.tensor(1.0), torch.tensor(0.0)])).to_event(1))
+        k = pyro.sample("k", dist.Categorical(torch.stack([free[0], 1.0 - free[0], torch.tensor(0.0)], -1)))
+        pyro.sample("y", dist.Categorical(logits=rules[k] + free))
+        pyro.sample("z", dist.Bernoulli(torch.tensor(1.0)))
 
-    unbiased(TraceBackpropQ_ELBO(1, estimator=AllAction(exact=True)), model, guide, steps=3)
+    unbiased(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=3)
