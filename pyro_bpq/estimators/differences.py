@@ -196,9 +196,8 @@ def _differences(changes: Changes, before: Tensor, near: Neighbours, level: Tens
     ``before`` is the change of laws one step to the other side.
     """
     ratio, none = changes.law.exp(), torch.zeros_like(changes.law)
-    after = torch.where(ratio > _MOST, none, ratio * (level + changes.later))
     # An impossible value costs infinitely much, and counts for nothing.
-    after = torch.where(ratio > 0.0, after, none)
+    after = torch.where((ratio > 0.0) & (ratio <= _MOST), ratio * (level + changes.later), none)
     stands = torch.where((-before).exp() > _MOST, near.back, none) - near.back
     scored = torch.where(near.weight > 0.0, near.weight * changes.immediate, none)
     return scored + (near.back - near.weight) * level, torch.addcmul(near.weight * after, stands, level)

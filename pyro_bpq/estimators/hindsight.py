@@ -228,11 +228,13 @@ class Means(NamedTuple):
 
 def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool = False) -> Means:
     """The laws of the values and the costs; impossible values cost nothing. Predictions are numbers."""
-    weights = (log_q + changes.law).sigmoid_() if has_bits else (log_q + changes.law).softmax(-1)
     chance = log_q.sigmoid() if has_bits else log_q.exp()
+    # Given an impossible value, a later law may be no number.
+    law = log_q + changes.law.masked_fill(chance == 0.0, 0.0)
+    weights = law.sigmoid_() if has_bits else law.softmax(-1)
 
     def weighted(weights: Tensor, cost: Tensor) -> Tensor:
-        return weights * (cost if is_predicted else cost.masked_fill(weights == 0.0, 0.0))
+        return weights * (cost if is_predicted else cost.masked_fill((weights == 0.0) | cost.isinf(), 0.0))
 
     later, immediate = changes.later, changes.immediate
     return Means(weights, chance, weighted(weights, later), weighted(weights, immediate), weighted(chance, immediate))

@@ -235,7 +235,7 @@ class StepRunner(Runner):
     def alone(self, program: Program, particles: Particles, traced: TracedRun) -> Recorded:
         """The recording of one particle, where all of them run in one call."""
         recordings = self.recordings
-        key = recordings.call.modes, traced.key, 1
+        key = recordings.key_of(traced, 1)
         if key not in recordings.now.recorded:
             one, draws = Particles(nesting=particles.nesting - 1), recordings.mark()
             run = self.trace(program, one, step=1, track=True, warns=False)

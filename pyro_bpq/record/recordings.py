@@ -234,15 +234,15 @@ class Recordings:
 
     def recorded(self, traced: TracedRun, number: int) -> Recorded | None:
         """The recording in force for a run of so many particles."""
-        return traced.recorded or self.now.recorded.get(self._key(traced, number))
+        return traced.recorded or self.now.recorded.get(self.key_of(traced, number))
 
     def shown(self, traced: TracedRun, number: int) -> TracedRun:
         """A run of so many particles with the recording in force for it."""
         return replace(traced, recorded=self.recorded(traced, number))
 
-    def _key(self, traced: TracedRun, number: int) -> tuple[Any, ...]:
-        """Modes of torch, structure, and number of particles."""
-        return self.call.modes, traced.key, number
+    def key_of(self, traced: TracedRun, number: int) -> tuple[Any, ...]:
+        """Modes of torch, structure, number of particles, and sizes of plates, which a number that counts may set."""
+        return self.call.modes, traced.key, number, frozenset(traced.plate_sizes.items())
 
     def news(self, runs: Sequence[TracedRun], particles: Particles, bound: Bound | None) -> str:
         """What runs that were not recorded have that no recording of such calls has; empty if there is nothing.
@@ -264,7 +264,7 @@ class Recordings:
 
     def recognises(self, traced: TracedRun, number: int) -> bool:
         """Whether an earlier run did the same as a recorded one, which then takes over what that has been asked."""
-        before, new = self.now.recorded.get(self._key(traced, number)), traced.recorded
+        before, new = self.now.recorded.get(self.key_of(traced, number)), traced.recorded
         if before is None or new is None:
             return False
         is_like = before.is_like(new)
@@ -299,7 +299,7 @@ class Recordings:
         if not is_joined:
             # Which numbers Python reads is not looked at.
             self._learn(Check())
-        new, key = traced.recorded, self._key(traced, number)
+        new, key = traced.recorded, self.key_of(traced, number)
         if new is None or self.is_dense:
             if new is not None:
                 self.now.recorded[key] = new
@@ -348,13 +348,13 @@ class Recordings:
 
     def _joined(self, traced: TracedRun, new: Recorded, number: int) -> Known:
         """What is known of a structure after a recorded run of it."""
-        old, before = self.known.get(traced.key), self.now.recorded.get(self._key(traced, number))
+        old, before = self.known.get(traced.key), self.now.recorded.get(self.key_of(traced, number))
         if not self.recognises(traced, number):
             check = new.check()
             if check is None:
                 check, self.now.always = Check(), "Python reads numbers that change from step to step"
             self._learn(check)
-        self.now.recorded[self._key(traced, number)] = new
+        self.now.recorded[self.key_of(traced, number)] = new
         patterns = frozenset(new.patterns.items())
         if old is None:
             return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)

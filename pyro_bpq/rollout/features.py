@@ -71,6 +71,15 @@ class Components:
         support = base.enumerate_support(expand=False)
         return torch.movedim(base.log_prob(support), 0, -1)
 
+    def of_draws(self, fn: Any) -> Tensor:
+        """The same, infinite where ``probs`` has a zero: torch gives some chance to what it never draws."""
+        found, base = self.parameters(fn), base_distribution(fn)
+        law = vars(getattr(base, "_categorical", base))
+        if self.kind == "support" or "probs" not in law or law["probs"] is not law.get("_param"):
+            return found
+        found = found.masked_fill(law["probs"] == 0, -math.inf)
+        return found.masked_fill(law["probs"] == 1, math.inf) if self.kind == "bernoulli" else found
+
     def log_probs(self, parameters: Tensor) -> Tensor:
         """Log-probabilities of shape ``(..., D, K)`` from stacked :meth:`parameters`."""
         found = _as_event(parameters, self.event_ndim, self.table_shape)
@@ -143,9 +152,7 @@ def _by_support(fn: Any) -> Components | None:
     except (NotImplementedError, ValueError):
         # Empirical takes one value at a time: its support is treated as infinite.
         return None
-    if table.shape != support.shape[:1] + fn.batch_shape:
-        return None
-    return Components("support", (), len(support))
+    return Components("support", (), len(support)) if table.shape == support.shape[:1] + fn.batch_shape else None
 
 
 def have_same_values(one: Any, other: Any) -> bool:
@@ -186,16 +193,13 @@ def _binomial(fn: td.Binomial) -> Components | None:
 def _has_own_totals(fn: Any) -> bool:
     """Whether each row counts up to a total of its own. Rows then have no common support; no number is read."""
     total = getattr(fn, "total_count", None)
-    if not isinstance(total, Tensor):
-        return False
-    return any(step and size > 1 for size, step in zip(total.shape, total.stride(), strict=True))
+    sizes = zip(total.shape, total.stride(), strict=True) if isinstance(total, Tensor) else ()
+    return any(step and size > 1 for size, step in sizes)
 
 
 @finite_components.register(td.Independent)
 def _independent(fn: td.Independent[Any]) -> Components | None:
-    if _has_own_log_prob(fn):
-        return None
-    base = finite_components(fn.base_dist)
+    base = None if _has_own_log_prob(fn) else finite_components(fn.base_dist)
     if base is None or base.kind == "support" or _is_masked(fn.base_dist):
         return None
     batch = fn.base_dist.batch_shape
@@ -207,9 +211,8 @@ def count_components(fn: Any) -> Components | None:
     """The independent components of counts, each beside the value next to it; ``None`` for other laws."""
     base = base_distribution(fn)
     is_count = isinstance(base, td.Poisson | td.Binomial | td.NegativeBinomial | td.Geometric)
-    if not is_count or _has_own_log_prob(fn) or _has_own_log_prob(base):
-        return None
-    return Components("count", tuple(fn.event_shape), 2)
+    is_own = _has_own_log_prob(fn) or _has_own_log_prob(base)
+    return Components("count", tuple(fn.event_shape), 2) if is_count and not is_own else None
 
 
 class Neighbours(NamedTuple):
@@ -341,9 +344,8 @@ def has_moments(fn: Any) -> bool:
         mean, variance = fn.mean, fn.variance
     except (AttributeError, NotImplementedError):
         return False
-    if not mean.shape == variance.shape == fn.batch_shape + fn.event_shape:
-        return False
-    return bool((mean.isfinite() & variance.isfinite()).all())
+    is_whole = mean.shape == variance.shape == fn.batch_shape + fn.event_shape
+    return is_whole and bool((mean.isfinite() & variance.isfinite()).all())
 
 
 def standardise(value: Tensor, mean: Tensor, variance: Tensor) -> Standardised:

@@ -68,14 +68,14 @@ class SiteBatch:
     def log_probs(self) -> Tensor:
         """``log q`` of every value of every component, ``(G, M, plates, D, K)``, with gradient."""
         split = self.components
-        table = split.log_probs(self.stack(lambda site: split.parameters(site.fn), split.event_ndim))
+        table = split.log_probs(self.stack(lambda site: split.of_draws(site.fn), split.event_ndim))
         # Impossible values have weight zero. Their log q is kept finite, since 0 * inf is NaN.
         return table.clamp(min=max(-1e6, torch.finfo(table.dtype).min))
 
     @cached_property
     def log_odds(self) -> Tensor:
         """Log-odds of Bernoulli sites, ``(G, M, plates, D)``, with gradient."""
-        stacked = self.stack(lambda site: self.components.parameters(site.fn), self.components.event_ndim)
+        stacked = self.stack(lambda site: self.components.of_draws(site.fn), self.components.event_ndim)
         most = min(1e6, torch.finfo(stacked.dtype).max)
         # Its backward pass takes a fraction of the time of that of clamp().
         return hardtanh(self.widened(stacked), -most, most)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from models import Case
 from pyro.infer import ELBO, Trace_ELBO
-from steps import CHAIN, assert_equal, run, state_of, stepped, through_file
+from steps import CHAIN, assert_equal, run, state_of, stepped, through_file, unbiased
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO, paper_settings
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.estimators import Estimator, Hindsight
 
 # Saving and loading
 
@@ -111,3 +112,22 @@ def test_impossible_values_give_finite_gradients() -> None:
     stepped(5, TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, guide)
     gradient = pyro.param("q").grad
     assert bool(gradient.isfinite().all()) and gradient[1] == 0.0 and float(gradient.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("estimator", [AllAction(exact=True), Hindsight()], ids=str)
+def test_values_that_probabilities_rule_out_may_cost_infinitely_much(estimator: Estimator) -> None:
+    """Given such a value, a later law may have no values left."""
+    rules = torch.tensor([[0.0, -torch.inf], [0.0, 0.0], [-torch.inf, -torch.inf]])
+
+    def model() -> None:
+        k = pyro.sample("k", dist.Categorical(logits=torch.tensor([0.3, 0.1, -torch.inf])))
+        y = pyro.sample("y", dist.Categorical(torch.tensor([0.6, 0.4])))
+        pyro.factor("x", rules[k, y] + torch.where(pyro.sample("z", dist.Bernoulli(0.6)) == 1, k - 0.4, -torch.inf))
+
+    def guide() -> None:
+        free = pyro.param("q", torch.tensor([0.4, 0.3]))
+        k = pyro.sample("k", dist.Categorical(torch.stack([free[0], 1.0 - free[0], torch.tensor(0.0)], -1)))
+        pyro.sample("y", dist.Categorical(logits=rules[k] + free))
+        pyro.sample("z", dist.Bernoulli(torch.tensor(1.0)))
+
+    unbiased(TraceBackpropQ_ELBO(1, estimator=estimator), model, guide, steps=3)

@@ -198,6 +198,22 @@ def test_gradients_of_outdated_recordings_stay_exact(name: str, monkeypatch: pyt
         assert bias(elbo, weighted_model, weighted_guide, params=lambda: None, noise=noise) < 1e-10
 
 
+@pytest.mark.parametrize("options", [{}, {"num_particles": 1}], ids=["default", "one particle"])
+def test_a_number_that_counts_may_be_the_size_of_a_plate(options: Any) -> None:
+    def model(size: int) -> None:
+        with pyro.plate("rows", 3, subsample_size=size) as rows:
+            pyro.factor("x", rows * pyro.sample("a", dist.Bernoulli(torch.tensor(0.4))))
+
+    def guide(size: int) -> None:
+        with pyro.plate("rows", 3, subsample_size=size) as rows:
+            pyro.sample("a", dist.Bernoulli(logits=pyro.param("p", lambda: torch.tensor([0.3, -0.4, 0.8]))[rows]))
+
+    elbo = TraceBackpropQ_ELBO(**options)
+    for step in range(12):
+        elbo.loss_and_grads(model, guide, 1 + step % 3)
+    assert bias(elbo.eval(), model, guide, 2, params=lambda: None) < 1e-10
+
+
 # What is no reason to record, and what runs more than once.
 
 
