@@ -7,6 +7,7 @@ against Pyro's ELBOs keeps catching it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from numbers import Integral, Real
@@ -95,6 +96,11 @@ class BusyError(BPQError, RuntimeError):
 
 class BPQWarning(UserWarning):
     """Base class of all warnings issued by pyro_bpq."""
+
+
+def warn(text: str) -> None:
+    """Warns whoever has called the function that calls this one."""
+    warnings.warn(text, BPQWarning, stacklevel=3)
 
 
 def check_choice(option: str, value: object, allowed: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.compiled.recorder import Recording
 from pyro_bpq.compiled.watch import first_line
-from pyro_bpq.errors import BPQWarning
+from pyro_bpq.errors import warn
 from pyro_bpq.record.further import Draws
 
 LOG = logging.getLogger("pyro_bpq")
@@ -127,9 +127,7 @@ def make(recording: Recording, options: Compile) -> None:
                 compiled(*copies)
         except Exception as error:  # A compiler may raise anything.
             recording.note = f"the compiler failed ({first_line(error)})"
-            warnings.warn(
-                f"compile: {recording.note}; the recorded operators run as they are.", BPQWarning, stacklevel=2
-            )
+            warn(f"compile: {recording.note}; the recorded operators run as they are.")
         else:
             recording.run = compiled
         finally:

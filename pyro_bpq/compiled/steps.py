@@ -8,7 +8,6 @@ least every 1,000, the programs run once more without a trace, and what they do 
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import Outcome, Recording, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet, first_line
-from pyro_bpq.errors import BPQWarning, Unrecordable
+from pyro_bpq.errors import Unrecordable, warn
 from pyro_bpq.record.key import Call, in_words, reach
 
 # Number of eager steps of a kind before it is recorded.
@@ -55,9 +54,7 @@ class CompiledSteps:
         self._seen: dict[int, int] = {}
         self._made = 0
         self._arguments = Arguments()
-
-    def __repr__(self) -> str:
-        return f"CompiledSteps({self.options}, {len(self.entries)} recordings)"
+        self._last: Call | None = None  # the last call that no recording served
 
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.entries]
@@ -111,12 +108,14 @@ class CompiledSteps:
                 return None
             return entry.take(subject, tensors, number)
         made = self._recorded(subject, program, call, number, updates, read)
+        self._last = call
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 
     def _why(self, call: Call) -> str:
         """Where a call differs from that of the last recording, in words; empty where there is none."""
-        changed = self.entries[-1].difference(call) if self.entries else ""
+        last = self.entries[-1] if self.entries else self._last
+        changed = last.difference(call) if last else ""
         return f", the last time because {changed}" if changed else ""
 
     def _recorded(
@@ -177,12 +176,10 @@ class CompiledSteps:
             entry.checked = entry.steps
             return True
         self.entries.remove(entry)
-        warnings.warn(
+        warn(
             f"A compiled step no longer does what its programs do: {text}. Up to {entry.steps - entry.checked} of the "
             "last steps ran the old recording. Hand over what changes between steps as a tensor or a float among the "
-            "arguments of step().",
-            BPQWarning,
-            stacklevel=2,
+            "arguments of step()."
         )
         return False
 
@@ -190,7 +187,7 @@ class CompiledSteps:
         """Warns of a reason for eager steps, once; of a kind of reasons, once."""
         if (kind or reason) not in self.reasons:
             self.reasons[kind or reason] = reason
-            warnings.warn(f"compile: steps run eagerly, because {reason}.", BPQWarning, stacklevel=2)
+            warn(f"compile: steps run eagerly, because {reason}.")
 
 
 class Arguments:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import warnings
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.errors import BPQWarning
+from pyro_bpq.errors import warn
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
@@ -92,10 +91,6 @@ class Block(nn.Module):
             # A converted buffer is no longer a leaf of autograd.
             module._buffers[name] = getattr(module, name).detach().requires_grad_()
         return self
-
-    def __repr__(self) -> str:
-        keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
-        return f"Block({self.kind}: {', '.join(keys)})"
 
 
 def is_of_critic(module: nn.Module) -> bool:
@@ -381,12 +376,10 @@ class CriticBank(nn.Module):
         loaded = {name: critic for other, name in self._waiting if (critic := _critic_of(other)) not in ("", own)}
         anew = [name for name in names if name in loaded and (kind, name) not in self._waiting]
         if own and anew:
-            warnings.warn(
+            warn(
                 f"The critics of {anew} start anew as {own}: the state that was loaded has "
                 f"{loaded[anew[0]]} there. Write the same critic= as in the run that was saved to go on with its "
-                "critics.",
-                BPQWarning,
-                stacklevel=2,
+                "critics."
             )
 
 

@@ -202,9 +202,6 @@ class CriticOptimizer:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._loaded: dict[str, Any] = {}
 
-    def __repr__(self) -> str:
-        return f"CriticOptimizer({self.learner}, {len(self.optimizers)} blocks)"
-
     def step(self, bank: CriticBank, gradients: Mapping[str, Tensor]) -> None:
         """One step along the given gradients, by name of the parameter in the bank's ``blocks``."""
         names = dict.fromkeys(name.split(".")[0] for name in gradients)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from inspect import isfunction
 from typing import Any
@@ -15,7 +14,7 @@ from pyro.infer import ELBO, Trace_ELBO, TraceGraph_ELBO
 from pyro.infer.elbo import ELBOModule
 from torch import Tensor
 
-from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
+from pyro_bpq.errors import BusyError, UnsupportedProgramError, warn
 from pyro_bpq.record.watch import leaf_of
 from pyro_bpq.short import alike, listed
 
@@ -72,7 +71,7 @@ def warn_of_overrides(objective: ELBO, names: Iterable[str], advice: str) -> Non
     kinds = [kind for kind in type(objective).__mro__ if not kind.__module__.startswith(libraries)]
     own = [f"{kind.__name__}.{name}" for kind in kinds for name in sorted(names) if name in vars(kind)]
     if own:
-        warnings.warn(f"{', '.join(own)} {advice}.", BPQWarning, stacklevel=3)
+        warn(f"{', '.join(own)} {advice}.")
 
 
 class LossModule(ELBOModule):
@@ -95,12 +94,10 @@ class LossModule(ELBOModule):
         own = {id(parameter) for parameter in self.parameters()}
         lost = [name for name, site in nodes.items() if id(leaf_of(site["value"])) not in own]
         if lost:
-            warnings.warn(
+            warn(
                 f"The parameters {lost} belong to no module, so that parameters() lacks them and an optimiser of it "
                 "does not train them. Make model and guide PyroModules that hold them, as by self.w = "
-                "PyroParam(torch.zeros(2)); or train with pyro.infer.SVI.",
-                BPQWarning,
-                stacklevel=2,
+                "PyroParam(torch.zeros(2)); or train with pyro.infer.SVI."
             )
         return loss
 

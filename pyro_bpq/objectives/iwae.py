@@ -6,7 +6,6 @@ Log-weights ``log_w`` have the shape ``(outer, K, rows)``, in nats.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.compiled.options import Backend, Compile
-from pyro_bpq.errors import (
-    BPQWarning,
-    OptionError,
-    PlateError,
-    UnsupportedProgramError,
-    UnsupportedSiteError,
-    is_whole,
-)
+from pyro_bpq.errors import OptionError, PlateError, UnsupportedProgramError, UnsupportedSiteError, is_whole, warn
 from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.objectives.objective import Objective
@@ -190,7 +182,7 @@ class BoundRunner(Runner):
         if first.escaped_sites and particles.has_plate and first.scored:
             raise UnsupportedProgramError(left_torch(first.escaped_sites, particles.number))
         if not self.estimators and (unread := unread_options(first, {}, _NO_CRITICS)):
-            warnings.warn(unread, BPQWarning, stacklevel=2)
+            warn(unread)
         self.estimators = {name: _choose(info, first.options[name]) for name, info in first.infos.items()}
         if first.recorded is not None:
             left = sorted(first.escaped_sites.intersection(first.scored).difference(self.recordings.escaping))
@@ -204,12 +196,10 @@ class BoundRunner(Runner):
                 leaving = f"values of {quoted(left)} leave torch (by .item(), if, .numpy())"
                 met.append((f"may meet, as {leaving}: a row may read", "may be"))
             for does, biased in met[:1]:
-                warnings.warn(
+                warn(
                     f"Rows of the plate {self.plate!r} {does} values of other rows. With "
                     f"plate={self.plate!r} each row has weights of its own, so that the gradient {biased} biased. "
-                    "Write plate=None, or keep the rows apart.",
-                    BPQWarning,
-                    stacklevel=2,
+                    "Write plate=None, or keep the rows apart."
                 )
         return Observation(tuple(runs))
 

@@ -34,6 +34,7 @@ from pyro_bpq.errors import (
     TooManyOutcomesError,
     Unrecordable,
     is_real,
+    warn,
 )
 from pyro_bpq.objectives.observation import Mode, Observation, Runner
 from pyro_bpq.plan.plan import num_drawn_steps, num_particles_for, num_rows_for
@@ -268,11 +269,9 @@ class _Step:
         ways = [] if found.runs[0].is_dear else [replace(apart, is_hidden=True)]
         found, _ = self._first_of(ways, apart)
         count.say(f"{way.number} particles do not run in a plate: {reason}. They run {count.now.way}.")
-        warnings.warn(
+        warn(
             f"Particles run {count.now.way}, because {reason}. Look at the dimensions in which the program of {cost} "
-            "reduces or indexes, as by z.sum() or z[0]: those of particles and plates lie on the left.",
-            BPQWarning,
-            stacklevel=2,
+            "reduces or indexes, as by z.sum() or z[0]: those of particles and plates lie on the left."
         )
         return found
 

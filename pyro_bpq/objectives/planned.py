@@ -2,7 +2,6 @@ r"""What objectives share whose steps follow a plan: a step on some runs, ways t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributions.kl import kl_divergence
 
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedSiteError
+from pyro_bpq.errors import OptionError, UnsupportedSiteError, warn
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_model
@@ -62,7 +61,7 @@ class PlannedObjective(Objective):
     def _evaluate(self, seen: Observation, mode: Mode) -> Step:
         if mode.learning and not self._has_told and self.plan and self.plan.unread:
             self._has_told = True
-            warnings.warn(self.plan.unread, BPQWarning, stacklevel=2)
+            warn(self.plan.unread)
         result = self._result(seen, mode)
         if self.analytic_kl:
             result = replace(result, paths=analytic_paths(seen))

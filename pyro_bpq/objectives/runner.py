@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
+from pyro_bpq.errors import UnsupportedProgramError, warn
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Staged, checked_rows, programs_of
 from pyro_bpq.plan.planner import PlanCache, Planner
@@ -87,7 +86,7 @@ class StepRunner(Runner):
         programs = enumerated_programs(model, guide, nesting)
         traced = trace_run(*programs, args, kwargs, given, functools.partial(eliminate, nesting=nesting))
         if self.warns and options["step"] == 0 and is_validation_enabled() and not traced.enumerated:
-            warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
+            warn(_NOTHING_ENUMERATED)
         return traced
 
     def _options(self, particles: Particles, **more: Any) -> TraceOptions:

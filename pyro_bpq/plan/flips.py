@@ -7,7 +7,6 @@ run of the model* tells immediate costs, *held costs* also what reads a site and
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import BPQWarning
+from pyro_bpq.errors import warn
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.differences import Differences
 from pyro_bpq.estimators.hindsight import Hindsight
@@ -272,12 +271,10 @@ def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chos
             continue
         lost = sorted(child for child in children if not _is_computed(structure, child))
         if lost and (is_chosen or not traced.options[name].leaves_estimator):
-            warnings.warn(
+            warn(
                 f"Site {name!r}: the law of {lost[0]!r}, which reads it, is not known at other values of it, as where "
                 f"the program draws noise of its own, so {type(estimator).__name__}() is leave-one-out there. Write "
-                "ScoreFunction(LeaveOneOut()), which costs less.",
-                BPQWarning,
-                stacklevel=2,
+                "ScoreFunction(LeaveOneOut()), which costs less."
             )
         if not lost and all(_has_law(structure, name, child, estimators[child]) for child in children):
             reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])

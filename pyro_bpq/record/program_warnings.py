@@ -3,7 +3,6 @@ r"""Warnings about programs that run, and hardly do what is meant, in words."""
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_bpq.errors import BPQWarning
+from pyro_bpq.errors import warn
 from pyro_bpq.graph.scg import cost_of_guide
 from pyro_bpq.record.config import cost_options, option_names
 from pyro_bpq.record.program_errors import (
@@ -48,7 +47,7 @@ def warn_of_program(traced: TracedRun, model: Sites, guide: Sites, is_first: boo
         checks = *checks, _unlike, _other_plates, _marked
     for check in (*checks, _not_finite):
         for text in dict.fromkeys(check(traced, model, guide)):
-            warnings.warn(text, BPQWarning, stacklevel=3)
+            warn(text)
 
 
 def _is_data(site: Any) -> bool:

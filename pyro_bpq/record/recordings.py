@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pyro_bpq.errors import BPQWarning, check_choice
+from pyro_bpq.errors import check_choice, warn
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.record.components import Patterns
@@ -129,9 +128,6 @@ class Recordings:
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._keys, self._kind, self._must = Keys(), _Kind(), False
 
-    def __repr__(self) -> str:
-        return f"Recordings({self.mode!r}, {len(self.known)} structures, steered by {self.escaping or 'nothing'})"
-
     def __reduce__(self) -> Any:
         return Recordings, (self.mode,), self.state_dict()
 
@@ -211,11 +207,9 @@ class Recordings:
     def give_up(self, error: RecordingError) -> None:
         """Records no further run."""
         self.failed = str(error)
-        warnings.warn(
+        warn(
             f"The program cannot be recorded, because of {error} ({error.__cause__}). Steps go in program order: "
-            "unbiased, each site is charged with all later costs. That has more variance.",
-            BPQWarning,
-            stacklevel=3,
+            "unbiased, each site is charged with all later costs. That has more variance."
         )
 
     def when(self) -> str:
@@ -319,7 +313,7 @@ class Recordings:
         found = dict(jumps_of(traced, self.call, now.looks, now.paths, bool(self._keys.counters)))
         now.looks += 1
         for name, seen in found.items():
-            warnings.warn(told(name, seen), BPQWarning, stacklevel=2)
+            warn(told(name, seen))
         if found:
             self.jumps |= found.keys()
             # Nothing that is known of the program is so any longer.
@@ -343,7 +337,7 @@ class Recordings:
         self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
         if not self.crosses and traced.crosses:
             if text := crossing(traced):
-                warnings.warn(text, BPQWarning, stacklevel=2)
+                warn(text)
             self.crosses = True
 
     def _joined(self, traced: TracedRun, new: Recorded, number: int) -> Known:
@@ -366,11 +360,9 @@ class Recordings:
         texts = [f"{cost} also reads {names}" for cost, names in added.items() if names]
         texts += [f"{cost} reads other components of {site}" for site, cost in lost]
         if texts and before is not None and self.now.steps:
-            warnings.warn(
+            warn(
                 f"Dependencies changed within the last {self.now.steps} steps: {'; '.join(texts)}. They are "
-                'taken into account from now on; write structure="dynamic" to record every step.',
-                BPQWarning,
-                stacklevel=3,
+                'taken into account from now on; write structure="dynamic" to record every step.'
             )
         graph = old.graph if reads.bits == old.reads.bits else build_graph(traced, reads)
         return Known(graph, reads, kept, old.self_read | new.self_read)

@@ -100,9 +100,6 @@ class Tape(Ledger, TorchDispatchMode):
         if any(error):  # the program may run again, in another way
             put_back(self.written)
 
-    def __repr__(self) -> str:
-        return f"Tape({len(self.nodes)} operators, {len(self.bits)} sources, steered by {sorted(self.escaped)})"
-
     # What is asked of it.
 
     @property

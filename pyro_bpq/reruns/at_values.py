@@ -3,7 +3,6 @@ r"""Costs with sites at other values, from the recording, for estimators that co
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.errors import BPQError, UnsupportedProgramError, warn
 from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import Plan
@@ -196,12 +195,10 @@ class SiteProgramRuns:
             raise
         except RuntimeError as error:
             # Estimates stay unbiased with any slopes.
-            warnings.warn(
+            warn(
                 f"Sites {', '.join(map(repr, self.names))}: the program failed while their values carried gradients; "
                 f"slopes of its costs are taken for zero: {error} Write z.detach() where a value leaves torch, or use "
-                "an estimator without slopes there, e.g. ScoreFunction().",
-                BPQWarning,
-                stacklevel=2,
+                "an estimator without slopes there, e.g. ScoreFunction()."
             )
             return torch.zeros_like(self.value)
 

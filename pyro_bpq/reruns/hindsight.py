@@ -9,7 +9,6 @@ step of component ``d`` from its value to ``v`` changes them by about
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.errors import BPQError, warn
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.relaxation import signs, uniform
 from pyro_bpq.plan.flips import Moves, SlopedCosts
@@ -197,12 +196,10 @@ class HeldRuns:
         except BPQError:
             raise
         except RuntimeError as error:
-            warnings.warn(
+            warn(
                 f"Sites {', '.join(map(repr, names))}: costs have no gradient in their values. Changes of costs that "
                 f"it would predict are taken for zero: {error} Estimates stay unbiased, with more variance. Write "
-                "z.detach() where a value is changed in place, or use CrossedLeaveOneOut() there.",
-                BPQWarning,
-                stacklevel=2,
+                "z.detach() where a value is changed in place, or use CrossedLeaveOneOut() there."
             )
             return terms
         for name in names:

@@ -68,9 +68,6 @@ class RecentCosts:
         # The sites that were used last are at the end.
         self._costs: dict[str, list[float]] = {}
 
-    def __repr__(self) -> str:
-        return f"RecentCosts({len(self._costs)} sites)"
-
     def baselines(self, names: Iterable[str]) -> list[float]:
         """The baseline of each site; zero for new ones."""
         return [_centre(self._costs.get(name, [0.0])) for name in names]

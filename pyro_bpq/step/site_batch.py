@@ -41,9 +41,6 @@ class SiteBatch:
         self.plates = cls.spec.plates
         self.batch_shape = rollout.batch_shape(self.plates)
 
-    def __repr__(self) -> str:
-        return f"SiteBatch({', '.join(self.cls.names)}; batch shape {tuple(self.batch_shape)})"
-
     @property
     def components(self) -> Components:
         """The finite components of the sites."""

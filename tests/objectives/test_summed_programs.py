@@ -207,7 +207,7 @@ def test_recorded_steps_are_those_of_eager_ones(is_beside: bool) -> None:
         elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
         losses.append(repeat(20, SVI(model, guide, Adam({"lr": 0.05}), elbo).step))
         assert elbo.particles.now.sums
-    assert elbo.compiled is not None and "1 recordings" in repr(elbo.compiled)
+    assert elbo.compiled is not None and len(elbo.compiled.entries) == 1
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
 
 

@@ -67,6 +67,15 @@ def put_attribute(box: Any, new: Any) -> None:
     box.n = new
 
 
+class Box:
+    n = OLD
+
+    def read(self) -> float:
+        match self:
+            case Box(n=number):
+                return number
+
+
 def view() -> Any:
     tensor = torch.tensor([OLD, OLD])
     part = tensor[1:]
@@ -100,6 +109,9 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "UserDict": lambda: of(UserDict(n=OLD), lambda box: box["n"], lambda box, new: box.update(n=new)),
     "ChainMap": lambda: of(ChainMap({}, {"n": OLD}), lambda box: box["n"], lambda box, new: box.maps[1].update(n=new)),
     "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, put_attribute),
+    "attribute of an object": lambda: of(Box(), lambda box: box.n, put_attribute),
+    "looked up": lambda: of(Box(), lambda box: getattr(box, "n"), put_attribute),  # noqa: B009
+    "matched": lambda: of(Box(), lambda box: box.read(), put_attribute),
     "closure": closure,
     "name of a module": lambda: of_a_module(lambda: NUMBER),
     "named in a method": lambda: of_a_module(Reader()),
@@ -217,12 +229,13 @@ def test_a_number_that_counts_may_be_the_size_of_a_plate(options: Any) -> None:
 # What is no reason to record, and what runs more than once.
 
 
-def test_a_list_of_losses_is_no_reason_to_record() -> None:
-    """A method of the programs' class that they never call appends to it."""
+@pytest.mark.parametrize("options", [{}, {"compile": "eager"}], ids=["eager", "compiled"])
+def test_a_log_is_no_reason_to_record(options: Any) -> None:
+    """A method of their class that programs never call writes it, also under the name of something that they read."""
 
     class Fit:
         def __init__(self) -> None:
-            self.own = list[float]()
+            self.own = dict[int, float]()
 
         def __call__(self) -> None:
             pyro.factor("x", pyro.sample("a", dist.Bernoulli(torch.tensor(0.4))))
@@ -231,15 +244,16 @@ def test_a_list_of_losses_is_no_reason_to_record() -> None:
             pyro.sample("a", dist.Bernoulli(logits=pyro.param("p", lambda: torch.tensor(0.3))))
 
         def fit(self, elbo: TraceBackpropQ_ELBO) -> None:
-            LOSSES.append(elbo.loss_and_grads(self, self.guide))
-            self.own.append(LOSSES[-1])
+            sample.append(elbo.loss_and_grads(self, self.guide))
+            self.own[len(sample)] = sample[-1]
 
-    fit, elbo = Fit(), TraceBackpropQ_ELBO(num_particles=1)
+    fit, elbo = Fit(), TraceBackpropQ_ELBO(num_particles=1, **options)
     repeat(40, fit.fit, elbo)
-    assert elbo.runner.recordings.num_recorded < 20
+    assert elbo.runner.recordings.num_recorded < 6
+    assert elbo.compiled is None or len(elbo.compiled.entries) == 1
 
 
-LOSSES: list[float] = []
+sample: list[float] = []
 
 
 @pytest.mark.parametrize(("law", "steps"), [(dist.Bernoulli, 70), (dist.Normal, 4)], ids=["summed", "jumping"])
