@@ -172,7 +172,7 @@ class Call:
 
     def _reads(self, name: str) -> bool:
         # What overrides something is called by libraries.
-        is_implied = name.startswith("__") or hasattr(PyroModule, name)
+        is_implied = name.startswith(("__", "_pyro_")) or hasattr(PyroModule, name)
         return is_implied or name in self._read or not self._read.isdisjoint(_LOOKUPS)
 
     def difference(self, other: Call) -> str:
@@ -262,6 +262,8 @@ class Call:
             self._classes.add(kind)
             own = dict[str, Any]()
             for name, value in vars(kind).items():
+                if hasattr(type(value), "__get__") and not is_of_library(type(value)):
+                    self._read |= _LOOKUPS  # it may read anything
                 functions = (value, *(getattr(value, part, None) for part in _WRAPPED))
                 parts = [function for function in functions if isinstance(function, FunctionType)]
                 if parts or not (name.startswith("__") or hasattr(type(value), "__get__")):

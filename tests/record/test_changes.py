@@ -67,8 +67,13 @@ def put_attribute(box: Any, new: Any) -> None:
     box.n = new
 
 
+class Kept:
+    def __get__(self, box: Any, kind: type) -> Any:
+        return box.__dict__.get("m", OLD)
+
+
 class Box:
-    n = OLD
+    n, kept = OLD, Kept()
 
     def read(self) -> float:
         match self:
@@ -111,6 +116,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, put_attribute),
     "attribute of an object": lambda: of(Box(), lambda box: box.n, put_attribute),
     "looked up": lambda: of(Box(), lambda box: getattr(box, "n"), put_attribute),  # noqa: B009
+    "described": lambda: of(Box(), lambda box: box.kept, lambda box, new: setattr(box, "m", new)),
     "matched": lambda: of(Box(), lambda box: box.read(), put_attribute),
     "closure": closure,
     "name of a module": lambda: of_a_module(lambda: NUMBER),
