@@ -108,6 +108,7 @@ class StepRunner(Runner):
             few, mark = replace(particles, number=min(particles.number, 2)), recordings.mark()
             self.observe(program, few, replace(mode, learning=False, may_order=False))
             mark.again()
+            self.plans.last = self.plans.last and replace(self.plans.last, num_particles=particles.number)
         if is_ordered and recordings.mode == "auto":
             return self._ordered_step(program, particles, mode)
         programs, runs = self._recorded_runs(program, particles, mode, is_ordered)

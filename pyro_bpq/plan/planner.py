@@ -91,7 +91,7 @@ class Planner:
     @property
     def serves_order(self) -> bool:
         """Whether an estimator was chosen for all sites, and needs their costs-to-go alone."""
-        return self.is_elbo and self.estimator is not None and self.estimator.needs_costs_alone
+        return self.estimator is not None and self.estimator.needs_costs_alone
 
     def order_estimators(self, traced: TracedRun) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""

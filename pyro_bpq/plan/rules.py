@@ -113,14 +113,9 @@ class SiteFacts:
         """The score function with the site's own baseline, else leave-one-out or, with one particle, earlier costs."""
         own = self.options.baseline
         if own is None:
-            return self.plain_score
+            return plain_score(self.info.num_particles)
         mean = None if own.decay is None else RunningBaseline(own.decay)
         return PyroBaseline(mean) if own.is_predicted else ScoreFunction(mean)
-
-    @property
-    def plain_score(self) -> Estimator:
-        """The same without the site's own baseline."""
-        return plain_score(self.info.num_particles)
 
     @property
     def has_few_values(self) -> bool:
@@ -206,7 +201,7 @@ SITES = (
     Rule(
         "sampled values steer the program: every cost counts, and nothing is tracked",
         lambda s: s.is_ordered and s.options.is_open,
-        lambda s: s.plain_score,
+        lambda s: plain_score(s.info.num_particles),
     ),
     Rule(
         "counts: differences of one step, which slopes predict where there are many",
@@ -252,7 +247,7 @@ SITES = (
         lambda s: s.score_function,
     ),
     Rule("few values: a sum over all of them", lambda s: s.has_few_values, lambda s: AllAction()),
-    Rule("many or infinitely many values", lambda s: True, lambda s: s.plain_score),
+    Rule("many or infinitely many values", lambda s: True, lambda s: plain_score(s.info.num_particles)),
 )
 
 

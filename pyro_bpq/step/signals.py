@@ -63,9 +63,6 @@ class Signals:
         self.active = [c for c, cls in enumerate(classes) if not cls.spec.estimator.is_pathwise]
         self.critics = self._evaluated(dict(enumerate(self.layout.groups)), build)
 
-    def __repr__(self) -> str:
-        return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
-
     def again(self) -> Signals:
         """The same with the critics as they are now; nothing is built."""
         return replace(self, build=False)

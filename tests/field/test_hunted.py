@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
-from unittest import mock
 
 import pyro
 import pyro.distributions as dist
@@ -218,24 +217,6 @@ def test_a_flow_that_scores_what_it_remembers_hides_no_row() -> None:
 
     with pytest.warns(BPQWarning, match=r"log q\(y\): it reads .* by 'a law that its log-probability does not show'"):
         stepped(1, TraceBackpropQ_ELBO(1), model, guide)
-
-
-class Options:
-    """Containers and classes among the attributes of a class."""
-
-    table = {"flip": False}  # noqa: RUF012
-
-    class Inner:
-        flip = False
-
-
-@pytest.mark.parametrize("changed", ["table", "Inner"])
-def test_changes_in_the_attributes_of_a_class_count_at_once(changed: str) -> None:
-    model, guide = in_event(lambda z: z.flip(-1) if Options.table["flip"] or Options.Inner.flip else z)
-    elbo = trained(TraceBackpropQ_ELBO(**PAIRED), model, guide, steps=8)
-    inner = mock.patch.object(Options.Inner, "flip", True)
-    with mock.patch.dict(Options.table, flip=True) if changed == "table" else inner:
-        assert_unbiased(elbo.eval(), model, guide)
 
 
 @pytest.mark.parametrize("estimator", [Hindsight(), SecondRun()])

@@ -70,7 +70,7 @@ def test_the_plan_says_why() -> None:
     elbo = after(3)
     assert elbo.plan is not None and "sampled values steer the program" in str(elbo.plan)
     # Another run may have other sites, and another plan.
-    assert "the last run: sampled values steer this program" in str(elbo.plan)
+    assert "the last run: others may have other sites" in str(elbo.plan)
     assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(TrimmedBaseline())
     assert "go in program order" in str(elbo)
     assert elbo.runner.refuses_recording()

@@ -72,6 +72,10 @@ class Kept:
         return box.__dict__.get("m", OLD)
 
 
+def kind(**own: Any) -> type:
+    return type("Options", (), own)
+
+
 class Box:
     n, kept = OLD, Kept()
 
@@ -87,30 +91,20 @@ def view() -> Any:
     return (lambda: tensor[1]), lambda new: part.fill_(new) and None
 
 
-def proxy() -> Any:
-    held = {"n": OLD}
-    return of(MappingProxyType(held), lambda box: box["n"], lambda _, new: held.update(n=new))
-
-
-class Meta(type):
-    n = OLD
-
-
-class OfMeta(metaclass=Meta):
-    pass
-
-
-def of_a_metaclass() -> Any:
-    Meta.n = OLD
-    return of(OfMeta, lambda kind: kind.n, lambda _, new: setattr(Meta, "n", new))
-
-
 # What makes how a program reads a number, and how it is changed; the change may be a new argument.
 CHANGES: dict[str, Callable[[], Any]] = {
     "argument": lambda: ((lambda *args: args[0]), lambda new: (new,)),
     "attribute of a function": lambda: of(lambda: None, lambda own: getattr(own, "n", OLD), put_attribute),
-    "MappingProxyType": proxy,
-    "metaclass": of_a_metaclass,
+    "MappingProxyType": lambda: of(
+        MappingProxyType(held := {"n": OLD}), lambda box: box["n"], lambda _, new: held.update(n=new)
+    ),
+    "table of a class": lambda: of(kind(t={"n": OLD}), lambda own: own.t["n"], lambda own, new: own.t.update(n=new)),
+    "inner class": lambda: of(kind(t=kind(n=OLD)), lambda own: own.t.n, lambda own, new: put_attribute(own.t, new)),
+    "metaclass": lambda: of(
+        type("Meta", (type,), {"n": OLD})("Options", (), {}),
+        lambda own: own.n,
+        lambda own, new: setattr(type(own), "n", new),
+    ),
     "UserDict": lambda: of(UserDict(n=OLD), lambda box: box["n"], lambda box, new: box.update(n=new)),
     "ChainMap": lambda: of(ChainMap({}, {"n": OLD}), lambda box: box["n"], lambda box, new: box.maps[1].update(n=new)),
     "attribute": lambda: of(SimpleNamespace(n=OLD), lambda box: box.n, put_attribute),
