@@ -211,8 +211,8 @@ def count_components(fn: Any) -> Components | None:
     """The independent components of counts, each beside the value next to it; ``None`` for other laws."""
     base = base_distribution(fn)
     is_count = isinstance(base, td.Poisson | td.Binomial | td.NegativeBinomial | td.Geometric)
-    is_own = _has_own_log_prob(fn) or _has_own_log_prob(base)
-    return Components("count", tuple(fn.event_shape), 2) if is_count and not is_own else None
+    is_known = is_count and not (_has_own_log_prob(fn) or _has_own_log_prob(base))
+    return Components("count", tuple(fn.event_shape), 2) if is_known else None
 
 
 class Neighbours(NamedTuple):
