@@ -175,7 +175,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15444,
+    "pyro_bpq": 15405,
     "modules": 110,
     "top": 251,
     "compiled/": 1277,
@@ -185,15 +185,15 @@ BUDGETS = {
     "graph/": 687,
     "objectives/": 1733,
     "plan/": 980,
-    "record/": 3785,
+    "record/": 3746,
     "reruns/": 1057,
     "rollout/": 498,
     "step/": 1273,
     "svi/": 277,
     "testing/": 858,
-    "tests": 18500,
+    "tests": 18498,
     "benchmarks": 2999,
-    "words of docs": 15990,
+    "words of docs": 15987,
 }
 
 

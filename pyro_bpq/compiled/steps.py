@@ -108,7 +108,7 @@ class CompiledSteps:
                 return None
             return entry.take(subject, tensors, number)
         made = self._recorded(subject, program, call, number, updates, read)
-        self._last = call
+        self._last = None if self.entries else call
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
 

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_bpq.record.key import is_library
 from pyro_bpq.record.operators import is_position, one_hot, put, remade, selected
 
 if TYPE_CHECKING:
@@ -253,42 +254,3 @@ def line_of_the_program() -> str:
 def text_of(frame: FrameType) -> str:
     """The line of a function that runs."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-
-
-# What code belongs to whom, and what it reads.
-
-# Libraries whose functions and classes are taken to be constant.
-_CONSTANT = frozenset(
-    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
-)
-
-
-def is_of_library(item: Any) -> bool:
-    """Whether a function or class belongs to a library, or to Python."""
-    module = getattr(item, "__module__", None)
-    return isinstance(module, str) and is_library(module)
-
-
-@functools.lru_cache(maxsize=1024)
-def is_library(module: str) -> bool:
-    """Whether a module belongs to a library, or to Python."""
-    head = module.partition(".")[0]
-    if head in _CONSTANT or head in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(head), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
-
-
-@functools.lru_cache(maxsize=1024)
-def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of globals, and of attributes, that a function reads, the functions that it makes included."""
-    found: tuple[dict[str, None], dict[str, None]] = {}, {}
-    for each in dis.get_instructions(code):
-        if each.opcode in dis.hasname and not each.opname.startswith(("STORE", "DELETE")):
-            found["ATTR" in each.opname or "METHOD" in each.opname][each.argval] = None
-        elif each.opname == "MATCH_CLASS":
-            found[1][each.opname] = None
-    for inner in (names_of(part) for part in code.co_consts if isinstance(part, CodeType)):
-        for own, more in zip(found, inner, strict=True):
-            own.update(dict.fromkeys(more))
-    return tuple(found[0]), tuple(found[1])

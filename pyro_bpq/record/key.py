@@ -3,15 +3,14 @@ r"""What a call hands to its programs, and what the programs can reach besides.
 A recording holds for calls that look the same: equal numbers, flags and texts, tensors of equal shapes and types. The
 tensors themselves may differ, they are inputs. Reached are arguments, parameters, what functions close over, the
 globals that they name, arguments of partials, settings of handlers, attributes of modules, of plain objects and of
-their classes, and functions of these classes. Of an object of the user's own only what code names is read, unless code
-looks names up: a trainer may keep a log.
+their classes, and functions of these classes.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 import itertools
+import sys
 from argparse import Namespace
 from collections import ChainMap, UserDict
 from collections.abc import Hashable, Iterable, Mapping
@@ -23,6 +22,7 @@ from fractions import Fraction
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -31,31 +31,25 @@ from types import (
     NoneType,
     SimpleNamespace,
 )
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
-from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_bpq.record.calls import is_library, is_of_library, names_of
-
+# Libraries whose functions and classes are taken to be constant.
+_LIBRARIES = frozenset(
+    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
+)
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
 # Most of what is reached is of these very types, which is sooner told.
 _PLAINEST = frozenset((*_PLAIN, Fraction, Decimal, timedelta, date, datetime))
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
-# Classes of libraries that read of an object only what overrides something of theirs.
-_BASES = frozenset((object, nn.Module, PyroModule, abc.ABC, Generic))
-# Names in code that reads attributes whose names it does not tell.
-_LOOKUPS = frozenset(
-    "getattr hasattr vars dir __dict__ __getattr__ __getattribute__ attrgetter methodcaller getmembers asdict astuple "
-    "fields eval exec MATCH_CLASS".split()
-)
 # Where methods of a class, its properties and the like hold their function.
 _WRAPPED = ("__func__", "fget", "func")
 # More things than these belong to a program that reaches a whole library or data set; arrays of more numbers are data.
@@ -114,7 +108,6 @@ def reach(roots: Mapping[str, Any], without: Iterable[tuple[Any, AbstractSet[str
         is_of_parameters = isinstance(handler, TraceMessenger) and handler.param_only
         if not (is_of_parameters or type(handler).__module__.startswith("pyro_bpq.")):
             call.visit(f"the handler {type(handler).__name__}", handler)
-    call.follow()
     return call
 
 
@@ -125,7 +118,6 @@ def attributes_of(item: Any) -> dict[str, Any]:
         call = Call()
         call._seen[id(item)] = -1
         call.visit(name, value)
-        call.follow(_LOOKUPS)
         found[name] = call.spec
     return found
 
@@ -155,25 +147,6 @@ class Call:
         self._classes = set[type]()
         self._named = dict[int, set[str]]()  # the names that were looked up in each module, by its identity
         self._states = dict[int, AbstractSet[str]]()  # attributes that are left out, by object
-        self._read = set[str]()  # names of attributes that code reads
-        self._open: list[tuple[Path, dict[str, Any]]] = []  # parts of objects that no code has read so far
-
-    def follow(self, names: AbstractSet[str] = frozenset()) -> None:
-        """Notes the parts of objects that code reads, until it reads no more."""
-        self._read |= names
-        size = -1
-        while size < len(self.spec):
-            size = len(self.spec)
-            for path, parts in self._open:
-                for name in filter(self._reads, [*parts]):
-                    self._read.add(name)
-                    self.note(path, name)
-                    self.visit(("{}.{}", path, name), parts.pop(name))
-
-    def _reads(self, name: str) -> bool:
-        # What overrides something is called by libraries.
-        is_implied = name.startswith(("__", "_pyro_")) or hasattr(PyroModule, name)
-        return is_implied or name in self._read or not self._read.isdisjoint(_LOOKUPS)
 
     def difference(self, other: Call) -> str:
         """Where another call first differs from this one, in words; empty where the two are alike."""
@@ -260,23 +233,12 @@ class Call:
             if kind in self._classes or is_of_library(kind):
                 continue
             self._classes.add(kind)
-            own = dict[str, Any]()
             for name, value in vars(kind).items():
-                if hasattr(type(value), "__get__") and not is_of_library(type(value)):
-                    self._read |= _LOOKUPS  # it may read anything
-                functions = (value, *(getattr(value, part, None) for part in _WRAPPED))
-                parts = [function for function in functions if isinstance(function, FunctionType)]
-                if parts or not (name.startswith("__") or hasattr(type(value), "__get__")):
-                    own[name] = parts or value
-            self._in_turn(path, kind, own)
-
-    def _in_turn(self, path: Path, kind: type, parts: dict[str, Any]) -> None:
-        """Notes parts of an object or its class: those that code reads, or all where a library's code may read them."""
-        if is_own(kind):
-            self.note(path, ("object", kind))
-            self._open.append((path, parts))
-        else:
-            self._parts(path, (kind, tuple(parts)), "{}.{}", parts.items())
+                if not (name.startswith("__") or hasattr(type(value), "__get__")):
+                    self.visit(("{}.{}", path, name), value)
+                for function in (value, *(getattr(value, part, None) for part in _WRAPPED)):
+                    if isinstance(function, FunctionType):
+                        self.visit(("{}.{}", path, name), function)
 
     def _attributes(self, path: Path, item: Any) -> None:
         is_module, states = isinstance(item, nn.Module), self._states.get(id(item), ())
@@ -288,7 +250,7 @@ class Call:
             sites = ((name, site) for name, site in item.trace.nodes.items() if site["type"] == "sample")
             own["trace"] = {name: (site["value"], site["infer"], site["is_observed"]) for name, site in sites}
         self._of_class(path, type(item))
-        self._in_turn(path, type(item), own)
+        self._parts(path, (type(item), tuple(own)), "{}.{}", own.items())
 
     def _function(self, path: Path, item: FunctionType) -> None:
         code, is_foreign, of = item.__code__, is_of_library(item), item.__qualname__
@@ -300,19 +262,17 @@ class Call:
             return
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
-        names, parts = names_of(code)
-        self._read.update(names, parts)
-        self._globals(item.__globals__, names, parts)
+        self._globals(item.__globals__, names_of(code))
 
-    def _globals(self, space: Mapping[str, Any], names: tuple[str, ...], parts: tuple[str, ...]) -> None:
-        """Notes the globals that a function reads, and what it reads of modules of the user's own."""
+    def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        """Notes the globals that a function names, those of modules of the user's own too."""
         for name in names:
             value = space.get(name)
             if isinstance(value, ModuleType):
                 own = self._named.setdefault(id(value), set())
-                if not is_library(value.__name__) and not own.issuperset(parts):
-                    own.update(parts)
-                    self._globals(vars(value), parts, parts)
+                if not is_library(value.__name__) and not own.issuperset(names):
+                    own.update(names)
+                    self._globals(vars(value), names)
             elif value is not None:
                 self.visit(("the global {}", name), value)
 
@@ -326,7 +286,10 @@ class Call:
 
 
 class Keys:
-    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing."""
+    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing.
+
+    So is a list that numbers are appended to.
+    """
 
     def __init__(self) -> None:
         self._last: list[Hashable] = []
@@ -338,7 +301,7 @@ class Keys:
         if len(spec) != len(self._last):
             self._changes = {}
         for i, (old, new) in enumerate(zip(self._last, spec, strict=False)):
-            if old is not new and old != new and _is_number(old) and _is_number(new):
+            if old is not new and old != new and ((_is_number(old) and _is_number(new)) or _goes_on(old, new)):
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
         varying = self.counters
@@ -356,6 +319,12 @@ class Keys:
 
 def _is_number(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)
+
+
+def _goes_on(old: Any, new: Any) -> bool:
+    """Whether numbers were appended to a list, as losses are in training."""
+    are_lists = isinstance(old, tuple) and isinstance(new, tuple) and old[:1] == new[:1] == (list,)
+    return are_lists and isinstance(old[1], tuple) and isinstance(new[1], tuple) and new[1][: len(old[1])] == old[1]
 
 
 def _is_closed(item: Any) -> bool:
@@ -378,9 +347,26 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_own(kind: type) -> bool:
-    """Whether only code of the user's reads objects of a class, but for what it overrides."""
-    return not is_of_library(kind) and all(base in _BASES or not is_of_library(base) for base in kind.__mro__)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The global names in a function and in the functions that it makes."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def is_of_library(item: Any) -> bool:
+    """Whether a function or class belongs to a library, or to Python."""
+    module = getattr(item, "__module__", None)
+    return isinstance(module, str) and is_library(module)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_library(module: str) -> bool:
+    """Whether a module belongs to a library, or to Python."""
+    head = module.partition(".")[0]
+    if head in _LIBRARIES or head in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(head), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _short(value: Any) -> str:

@@ -348,6 +348,8 @@ class Recordings:
             if check is None:
                 check, self.now.always = Check(), "Python reads numbers that change from step to step"
             self._learn(check)
+        if len(self.now.recorded) >= _CAPACITY:
+            self.now.recorded.clear()
         self.now.recorded[self.key_of(traced, number)] = new
         patterns = frozenset(new.patterns.items())
         if old is None:
