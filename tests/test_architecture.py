@@ -175,7 +175,7 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15405,
+    "pyro_bpq": 15404,
     "modules": 110,
     "top": 251,
     "compiled/": 1277,
@@ -185,7 +185,7 @@ BUDGETS = {
     "graph/": 687,
     "objectives/": 1733,
     "plan/": 980,
-    "record/": 3746,
+    "record/": 3745,
     "reruns/": 1057,
     "rollout/": 498,
     "step/": 1273,

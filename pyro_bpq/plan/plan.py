@@ -61,8 +61,8 @@ class Plan:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
         lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
         if self.sums and self.summed is not None:
-            drawn = f"only {listed(sorted(shared))} drawn" if (shared := self.summed.shared) else "nothing is drawn"
-            lines = [f"{drawn}: the loss is summed over all values, from {self.summed.rows} rows of one run"]
+            drawn = listed(sorted(self.summed.shared)) or "nothing"
+            lines = [f"{drawn} is drawn: the loss is summed over all values, from {self.summed.rows} rows of one run"]
         lines += ["the last run: others may have other sites"] * self.is_dynamic
         lines += [f"no extra run of the model: {self.flips.refused}"] if self.flips.refused else []
         for text, names in alike((name, _unnamed(name, self._about(name))) for name in self.layout.specs).items():

@@ -68,7 +68,7 @@ class Alike:
         always: Why every one of their runs is recorded; empty if it is not.
         steps: Number of steps since the last recorded run; ``next`` that from which on the next one is due.
         unscored: Plans of structures without scores, by how particles run and by their sites.
-        recorded: The last recorded run, by modes of torch, structure and number of particles in it.
+        recorded: The last recorded run, by modes of torch, structure, number of particles in it and sizes of plates.
         looks: Number of recorded runs that were looked at for jumps; ``paths`` what Python has done in the first ones.
         numbers: Numbers of the last recorded call that tell no calls apart, since they change from step to step;
             ``counts`` whether they have changed, and no operator has shown it.
@@ -81,7 +81,7 @@ class Alike:
     steps: int = 0
     next: float = 0
     unscored: dict[Any, Any] = field(default_factory=dict)
-    recorded: dict[Any, Recorded] = field(default_factory=dict)
+    recorded: OrderedDict[Any, Recorded] = field(default_factory=OrderedDict)
     looks: int = 0
     paths: list[Path] = field(default_factory=list)
     numbers: list[Hashable] = field(default_factory=list)
@@ -348,9 +348,8 @@ class Recordings:
             if check is None:
                 check, self.now.always = Check(), "Python reads numbers that change from step to step"
             self._learn(check)
-        if len(self.now.recorded) >= _CAPACITY:
-            self.now.recorded.clear()
         self.now.recorded[self.key_of(traced, number)] = new
+        _trim(self.now.recorded)
         patterns = frozenset(new.patterns.items())
         if old is None:
             return Known(build_graph(traced, new.reads), new.reads, patterns, new.self_read)
