@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, frames, handlers, text_of
+from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, frames, handlers, is_library, text_of
 from pyro_bpq.record.function import Check, Function
-from pyro_bpq.record.key import Call, is_library
+from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of, has_scalars, one_hot, put, selected, sizing
 from pyro_bpq.record.tape import Tape, same
 from pyro_bpq.record.values import Guard, Known, Value, put_back, tensors_in

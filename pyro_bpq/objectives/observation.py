@@ -147,7 +147,7 @@ class Runner(ABC):
         """
         if not mode.is_recorded:
             states = [(each.owner, state) for each, state in self.recordings.externals.values()]
-            self.recordings.meet(reach(program._asdict(), states))
+            self.recordings.meet(reach(program._asdict(), self.recordings.logs, states))
             self.recordings.now = known or self.recordings.now
 
     def refuses_recording(self) -> str:

@@ -5,23 +5,24 @@ That function may catch an error, and learn something; a library may only check 
 
 from __future__ import annotations
 
+import abc
 import dis
-import functools
 import linecache
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
-from torch import Tensor
+from pyro.distributions import TorchDistribution
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_bpq.record.key import is_library
 from pyro_bpq.record.operators import is_position, one_hot, put, remade, selected
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
 _ALIASES = frozenset((torch.as_tensor, torch.asarray))
 # Number of leading arguments that Python does not read: operators follow them.
 _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
+
+# Libraries whose functions and classes are taken to be constant.
+_CONSTANT = frozenset(
+    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
+)
+# Classes of libraries whose code reads no attributes of objects that inherit from them, but for those that it has.
+_BARE = frozenset((object, nn.Module, PyroModule, abc.ABC, Generic))
+# Functions that run where an object is made.
+MAKING = frozenset(("__init__", "__new__", "__post_init__"))
 
 OWN = ("pyro_bpq.record.",)
 """Modules that call on behalf of the program. They look at memory only to follow it."""
@@ -216,7 +226,7 @@ def frames(outer: FrameType | None = None) -> Iterator[tuple[FrameType, str]]:
         frame = frame.f_back
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
     """The instructions of a function whose errors it catches, as ranges of offsets."""
     lines, suppresses = dis.Bytecode(code), "suppress" in code.co_names
@@ -254,3 +264,41 @@ def line_of_the_program() -> str:
 def text_of(frame: FrameType) -> str:
     """The line of a function that runs."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+@lru_cache(maxsize=1024)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The names in a function and in the functions that it makes, with a mark of imports."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    imports = ("IMPORT_NAME",) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else ()
+    return tuple(dict.fromkeys((*code.co_names, *inner, *imports)))
+
+
+@lru_cache(maxsize=1024)
+def is_own(kind: type) -> bool:
+    """Whether no library's code reads what objects of a class have besides."""
+    return not is_of_library(kind) and all(base in _BARE or not is_of_library(base) for base in kind.__mro__)
+
+
+@lru_cache(maxsize=1024)
+def is_called(owner: type, name: str) -> bool:
+    """Whether libraries, or Python, use a member of a class of the user's own."""
+    protocols = (TorchDistribution, PyroModule) if issubclass(owner, nn.Module) else (TorchDistribution,)
+    is_known = name.startswith(("__", "_pyro_")) or name == "keys" or any(hasattr(each, name) for each in protocols)
+    return is_known and name not in MAKING
+
+
+def is_of_library(item: Any) -> bool:
+    """Whether a function or class belongs to a library, or to Python."""
+    module = getattr(item, "__module__", None)
+    return isinstance(module, str) and is_library(module)
+
+
+@lru_cache(maxsize=1024)
+def is_library(module: str) -> bool:
+    """Whether a module belongs to a library, or to Python."""
+    head = module.partition(".")[0]
+    if head in _CONSTANT or head in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(head), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file

@@ -20,7 +20,7 @@ from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.function import Check
 from pyro_bpq.record.further import Draws, costs_agree
 from pyro_bpq.record.jumps import Path, jumps_of, told
-from pyro_bpq.record.key import Call, Keys
+from pyro_bpq.record.key import Call, Keys, Logs
 from pyro_bpq.record.program_warnings import crossing
 from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.traced_run import TracedRun, build_graph, dense_graph
@@ -112,6 +112,7 @@ class Recordings:
         failed: What stopped a recording; empty if nothing has.
         in_order: Whether steps of a steered program go in program order; ``needs_graphs`` whether they may not.
         said: What was found last.
+        logs: What calls may change, since no code of the programs reads it.
     """
 
     def __init__(self, mode: str) -> None:
@@ -126,7 +127,7 @@ class Recordings:
         self.call, self.now = Call(), Alike()
         # By the keys of calls: what Python reads in them, and what is known of them by these numbers.
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
-        self._keys, self._kind, self._must = Keys(), _Kind(), False
+        self._keys, self.logs, self._kind, self._must = Keys(), Logs(), _Kind(), False
 
     def __reduce__(self) -> Any:
         return Recordings, (self.mode,), self.state_dict()

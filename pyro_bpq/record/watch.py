@@ -22,8 +22,9 @@ from torch import Tensor
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.record.calls import is_of_library
 from pyro_bpq.record.config import SiteOptions, cost_options, site_options
-from pyro_bpq.record.key import Call, attributes_of, is_of_library
+from pyro_bpq.record.key import Call, attributes_of
 from pyro_bpq.record.laws import Draw, rebased, tensors_of
 from pyro_bpq.record.statements import Answers, check_particles, link, linked, owner_of
 from pyro_bpq.record.tape import Tape, same

@@ -229,29 +229,62 @@ def test_a_number_that_counts_may_be_the_size_of_a_plate(options: Any) -> None:
 # What is no reason to record, and what runs more than once.
 
 
-def test_a_list_of_losses_is_no_reason_to_record() -> None:
-    """A method of the programs' class that they never call appends to it."""
+class Trainer:
+    """Its programs are methods. They read ``n`` in some way, and nothing of what ``fit`` logs."""
 
-    class Fit:
-        def __init__(self) -> None:
-            self.own = list[float]()
+    def __init__(self, read: Callable[[Any], float]) -> None:
+        self.read, self.n, self.log, self.rows, self.table, self.best = read, 0, [], [], {}, math.inf
+        self.layer = Layer()
 
-        def __call__(self) -> None:
-            pyro.factor("x", pyro.sample("a", dist.Bernoulli(torch.tensor(0.4))))
+    def __call__(self) -> None:
+        pyro.factor("x", torch.tensor(float(self.read(self))))
+        pyro.sample("a", dist.Bernoulli(torch.tensor(0.4)))
 
-        def guide(self) -> None:
-            pyro.sample("a", dist.Bernoulli(logits=pyro.param("p", lambda: torch.tensor(0.3))))
+    def guide(self) -> None:
+        pyro.sample("a", dist.Bernoulli(0.4 + 0.0 * pyro.param("p", torch.tensor(0.3))))
 
-        def fit(self, elbo: TraceBackpropQ_ELBO) -> None:
-            LOSSES.append(elbo.loss_and_grads(self, self.guide))
-            self.own.append(LOSSES[-1])
+    def read_n(self) -> int:
+        return self.n
 
-    fit, elbo = Fit(), TraceBackpropQ_ELBO(num_particles=1)
-    repeat(40, fit.fit, elbo)
+    def fit(self, elbo: TraceBackpropQ_ELBO) -> float:
+        loss = elbo.loss_and_grads(self, self.guide)
+        self.log.append(loss)
+        self.rows.append({"loss": torch.tensor(loss), "text": f"step {len(self.rows)}"})
+        self.table[len(self.log)], self.best = (loss, self), min(loss, self.best)
+        return loss
+
+
+class Layer(torch.nn.Softplus):
+    """A library's code reads ``beta``."""
+
+
+@pytest.mark.parametrize("compile", [False, "eager"])
+def test_what_a_trainer_logs_is_no_reason_to_record(compile: Any) -> None:
+    trainer, elbo = Trainer(lambda own: 0.0), TraceBackpropQ_ELBO(num_particles=1, compile=compile)
+    repeat(40, trainer.fit, elbo)
     assert elbo.runner.recordings.num_recorded < 20
+    assert not compile or elbo.compiled.entries[0].steps > 20
 
 
-LOSSES: list[float] = []
+READS: dict[str, Callable[[Any], Any]] = {
+    "named": lambda own: own.n,
+    "method": lambda own: own.read_n(),
+    "looked up": lambda own: vars(own)["n"],
+    "by a name": lambda own: getattr(own, "".join("n")),
+    "logged": lambda own: len(own.log),
+    "of a row": lambda own: len(own.rows[-1]["text"]) if own.rows else 0,
+    "by a library": lambda own: own.layer(torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("compile", [False, "eager"])
+def test_what_a_trainer_logs_may_be_read(compile: Any, name: str) -> None:
+    trainer, elbo = Trainer(READS[name]), TraceBackpropQ_ELBO(num_particles=1, compile=compile)
+    for trainer.n in range(14):
+        trainer.layer.beta = 1 + trainer.n
+        expected = READS[name](trainer)
+        assert trainer.fit(elbo) == pytest.approx(-float(expected))
 
 
 @pytest.mark.parametrize(("law", "steps"), [(dist.Bernoulli, 70), (dist.Normal, 4)], ids=["summed", "jumping"])
