@@ -130,22 +130,22 @@ class Selection:
         """The writes that set the buffer ``name`` of the selected rows to ``value``; repeated rows get the mean."""
         value = value.detach()
         writes = [(key, name, rows, value if at is None else value[at]) for key, _, rows, at in self.parts]
-        return average_writes(writes) if self.repeats else writes
+        return average_writes(writes, {key: block for key, block, *_ in self.parts}) if self.repeats else writes
 
 
-def average_writes(writes: Sequence[Write]) -> list[Write]:
-    """Merges writes into one write for each buffer; a row gets the mean of the writes to it."""
+def average_writes(writes: Sequence[Write], blocks: Mapping[str, Block]) -> list[Write]:
+    """Merges writes into one write for each buffer; a row gets the mean of the writes to it, each time."""
     found: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
     for key, name, rows, value in writes:
         at = torch.arange(len(value), device=value.device) if rows is None else rows
         found.setdefault((key, name), []).append((at, value))
-    averaged = []
+    averaged: list[Write] = []
     for (key, name), parts in found.items():
         rows, value = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-        unique, place = torch.unique(rows, return_inverse=True)
-        counts = torch.bincount(place).to(value.dtype)
-        total = value.new_zeros(len(unique), *value.shape[1:]).index_add(0, place, value)
-        averaged.append((key, name, unique, total / counts.reshape(-1, *(1,) * (value.dim() - 1))))
+        # No row is read on the host, so that steps may be compiled.
+        total = value.new_zeros(len(getattr(blocks[key], name)), *value.shape[1:])
+        number = total.index_add(0, rows, torch.ones_like(value)).clamp(min=1.0)
+        averaged.append((key, name, rows, (total.index_add(0, rows, value) / number)[rows]))
     return averaged
 
 

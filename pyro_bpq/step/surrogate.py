@@ -69,7 +69,7 @@ def step(
     if learns and learning.sweep is None and any(one.critics for one in signals):
         taught = critic_loss(signals, learning, notes=notes)
     # Several particles, or sites that share a critic, may write to the same row.
-    writes = average_writes(notes.writes) if len(signals) > 1 else notes.writes
+    writes = average_writes(notes.writes, bank.blocks) if len(signals) > 1 else notes.writes
     paths = total([run.differentiable for one in signals for run in one.rollout.runs])
     return Step(loss, total(terms), taught, writes, notes.info, learns, paths)
 

@@ -32,6 +32,7 @@ from pyro_bpq import (
     TraceBackpropQ_ELBO,
     TraceBackpropQ_IWAE,
     compile_report,
+    config_bpq,
 )
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import (
@@ -85,6 +86,7 @@ OPTIONS: dict[str, Callable[..., Any]] = {
     "default": TraceBackpropQ_ELBO,
     "particles in a plate": lambda **own: TraceBackpropQ_ELBO(3, 3, vectorize_particles=True, **own),
     "particles in turn": lambda **own: TraceBackpropQ_ELBO(2, estimator=ScoreFunction(LeaveOneOut()), **own),
+    "one particle": lambda **own: TraceBackpropQ_ELBO(1, **own),
     "no learner": lambda **own: TraceBackpropQ_ELBO(learner=None, **own),
     "schedule": lambda **own: TraceBackpropQ_ELBO(lam=lambda n: 1.0 / (1 + n), **own),
     "analytic": lambda **own: TraceBackpropQ_ELBO(analytic_kl=True, **own),
@@ -98,6 +100,22 @@ OPTIONS: dict[str, Callable[..., Any]] = {
 def test_equals_the_eager_step(name: str, options: str) -> None:
     case = BY_NAME[name]
     elbo = both(OPTIONS[options], case.params, *case.programs)
+    assert entries(elbo)[0].steps > 3
+
+
+def test_sites_may_share_a_critic() -> None:
+    def guide() -> None:
+        z, p = torch.tensor(0.0), pyro.param("p", torch.zeros(4))
+        for t in range(4):
+            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=p[t] + z))
+
+    def model() -> None:
+        z = torch.tensor(0.0)
+        for t in range(4):
+            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=0.5 - z))
+            pyro.factor(f"f{t}", torch.sin(z + t))
+
+    elbo = both(OPTIONS["one particle"], pyro.clear_param_store, model, config_bpq(guide, share="z"))
     assert entries(elbo)[0].steps > 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -117,10 +118,9 @@ def test_sequence_network_settles_each_cost_at_its_last_variable() -> None:
 def test_average_writes_takes_the_mean_of_each_row() -> None:
     rows = torch.tensor([0, 0, 2])
     writes = [("b", "mean", rows, torch.tensor([1.0, 3.0, 5.0])), ("b", "mean", None, torch.tensor([4.0, 7.0, 9.0]))]
-    ((key, name, unique, value),) = average_writes(writes)
-    assert (key, name) == ("b", "mean") and unique is not None
-    assert unique.tolist() == [0, 1, 2]
-    torch.testing.assert_close(value, torch.tensor([8.0 / 3.0, 7.0, 7.0]))
+    ((key, name, rows, value),) = average_writes(writes, {"b": SimpleNamespace(mean=torch.zeros(3))})
+    assert (key, name, rows.tolist()) == ("b", "mean", [0, 0, 2, 0, 1, 2])
+    torch.testing.assert_close(value, torch.tensor([8.0 / 3.0, 7.0, 7.0])[rows])
 
 
 def opens_plate(a: Any, c: Any) -> None:
