@@ -354,6 +354,11 @@ def mixes() -> None:
     see(dist.Normal(z @ torch.ones(3, 1), 1.0).to_event(1), [0.7])
 
 
+def looks_up() -> None:
+    z = coin(PAIR)
+    in_rows(lambda: see(z[torch.tensor([0, 1, 1])], [0.0] * 3))()
+
+
 PAIR, FOUR = (dist.Bernoulli(torch.full((number,), 0.4)).to_event(1) for number in (2, 4))
 LEAVES = "A sampled value of 'z' left torch | 3 particles | vectorize_particles=False | torch.where"
 MIXES = "3 particles ran at once | in dimension -1 | vectorize_particles=False | z[..., 0]"
@@ -365,6 +370,7 @@ LEAVING: Mistakes = {
 MIXING: Mistakes = {
     "unpacked": (unpacks, lambda: event_guide(2), f"too many values to unpack | {MIXES}"),
     "first": (lambda: see(coin(PAIR)[0]), lambda: event_guide(2), f"Shape mismatch inside plate | {MIXES}"),
+    "in a plate": (looks_up, lambda: event_guide(2), f"site 'x' has 2 there | {MIXES.replace('-1', '-2')}"),
     "moved": (mixes, rows_guide, "'-log p(x)' | write vectorize_particles=False"),
 }
 TOLD = {UnsupportedProgramError: LEAVING, PlateError: MIXING}

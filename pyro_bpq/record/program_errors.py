@@ -71,7 +71,9 @@ def of_run(error: Exception, watch: Watch) -> BPQError | None:
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
     drawn = [pair for pair in pairs(model, guide) if not any(site["is_observed"] for site in pair)]
     unlike = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
-    if found := told(PlateError, error, *(unlike or size_lines(text, model, guide) or [row_line(text, watch)])):
+    rows = row_line(text, watch)
+    lines = unlike or size_lines(text, model, guide) or ([rows, particle_line(sites)] if rows else [])
+    if found := told(PlateError, error, *lines):
         return found
     if enumerated and re.search(r"up to \d+ dims|too many \(>", text):
         line = f"The enumerated sites {enumerated} have a dimension of their own each: loop with pyro.markov(...)."
