@@ -22,7 +22,7 @@ from pyro_bpq.compiled.recorder import Outcome, Recording, record
 from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet, first_line
 from pyro_bpq.errors import Unrecordable, warn
-from pyro_bpq.record.key import Call, Logs, in_words, reach
+from pyro_bpq.record.key import Call, in_words, reach
 
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3
@@ -53,7 +53,7 @@ class CompiledSteps:
         # Number of eager steps of each kind of call, and number of attempts to record.
         self._seen: dict[int, int] = {}
         self._made = 0
-        self._arguments, self._logs = Arguments(), Logs()
+        self._arguments = Arguments()
         self._last: Call | None = None  # the last call that no recording served
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class CompiledSteps:
         program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
-        call = reach(roots, self._logs)
+        call = reach(roots, objective.runner.recordings.logs)
         if new_arrays := self._arguments.new_arrays(call) if call.arrays else []:
             if self._arguments.num_new_arrays >= _MANY_ARRAYS:
                 path = in_words(call.arrays[new_arrays[0]][0])

@@ -78,13 +78,14 @@ class StepRunner(Runner):
         """Runs a program once, with further options of its trace."""
         model, guide, args, kwargs = program
         given = self._options(particles, call=self.recordings.call, only_costs=self.only_costs, **options)
-        if not self.enumerates or math.isinf(particles.nesting):  # the run that looked for the nesting has failed
-            traced = trace_run(*program, given)
-            check_gradients(traced)
-            return traced
-        nesting = int(particles.nesting)
-        programs = enumerated_programs(model, guide, nesting)
-        traced = trace_run(*programs, args, kwargs, given, functools.partial(eliminate, nesting=nesting))
+        with self.recordings.logs.watched(given.track):
+            if not self.enumerates or math.isinf(particles.nesting):  # the run that looked for the nesting has failed
+                traced = trace_run(*program, given)
+                check_gradients(traced)
+                return traced
+            nesting = int(particles.nesting)
+            programs = enumerated_programs(model, guide, nesting)
+            traced = trace_run(*programs, args, kwargs, given, functools.partial(eliminate, nesting=nesting))
         if self.warns and options["step"] == 0 and is_validation_enabled() and not traced.enumerated:
             warn(_NOTHING_ENUMERATED)
         return traced

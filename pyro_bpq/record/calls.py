@@ -6,17 +6,18 @@ That function may catch an error, and learn something; a library may only check 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dis
 import linecache
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache, lru_cache
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import torch
-from pyro.distributions import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -34,13 +35,13 @@ _ALIASES = frozenset((torch.as_tensor, torch.asarray))
 _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
 
 # Libraries whose functions and classes are taken to be constant.
-_CONSTANT = frozenset(
-    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
-)
-# Classes of libraries whose code reads no attributes of objects that inherit from them, but for those that it has.
-_BARE = frozenset((object, nn.Module, PyroModule, abc.ABC, Generic))
-# Functions that run where an object is made.
-MAKING = frozenset(("__init__", "__new__", "__post_init__"))
+_CORE = frozenset({"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"})
+# Classes of libraries whose code reads nothing of what classes of the user's add to them.
+_BARE = frozenset((object, nn.Module, PyroModule, abc.ABC, Generic, Protocol))
+# Names in code that reads attributes without naming them.
+_LOOKUPS = frozenset("getattr vars dir __dict__ attrgetter methodcaller asdict astuple getmembers eval exec".split())
+# Number of changes after which a number counts the steps, and switches nothing; and an attribute is a log.
+MOST_CHANGES = 4
 
 OWN = ("pyro_bpq.record.",)
 """Modules that call on behalf of the program. They look at memory only to follow it."""
@@ -266,26 +267,53 @@ def text_of(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
+class Logs:
+    """Attributes that change from call to call, and that no code has named which has run in recorded runs since then.
+
+    Attributes:
+        left_out: Their classes and names. They are no part of a call.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: frozenset[tuple[type, str]] = frozenset()
+        self._last: Mapping[tuple[type, str], list[Hashable]] = {}
+        self._changes = Counter[tuple[type, str]]()
+        self._read = set[str]()
+
+    def note(self, found: Mapping[tuple[type, str], list[Hashable]]) -> None:
+        """Notes what attributes look like in a call."""
+        self._changes.update(place for place, spec in found.items() if self._last.get(place, spec) != spec)
+        self._last = found
+
+    @contextlib.contextmanager
+    def watched(self, is_recorded: bool) -> Iterator[None]:
+        """Notes the names in code that runs in a recorded run, once attributes have changed in several calls."""
+        often = [place for place, number in self._changes.items() if number > MOST_CHANGES]
+        if not (is_recorded and often) or sys.gettrace() is not None:
+            yield
+            return
+        ran = dict[CodeType, Mapping[str, Any]]()
+        sys.settrace(lambda frame, *_: ran.update({frame.f_code: frame.f_globals}))
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+        self._read.update(*(_words_of(code) for code, space in ran.items() if not _is_core(str(space.get("__name__")))))
+        own = () if self._read & _LOOKUPS else often
+        self.left_out = frozenset(place for place in own if place[1] not in self._read)
+
+
 @lru_cache(maxsize=1024)
-def names_of(code: CodeType) -> tuple[str, ...]:
-    """The names in a function and in the functions that it makes, with a mark of imports."""
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
-    imports = ("IMPORT_NAME",) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else ()
-    return tuple(dict.fromkeys((*code.co_names, *inner, *imports)))
+def _words_of(code: CodeType) -> frozenset[str]:
+    """The names in a function, and texts that may be names."""
+    texts = (each for part in code.co_consts for each in (part if isinstance(part, tuple) else (part,)))
+    return frozenset((*code.co_names, *(each for each in texts if isinstance(each, str))))
 
 
 @lru_cache(maxsize=1024)
 def is_own(kind: type) -> bool:
     """Whether no library's code reads what objects of a class have besides."""
     return not is_of_library(kind) and all(base in _BARE or not is_of_library(base) for base in kind.__mro__)
-
-
-@lru_cache(maxsize=1024)
-def is_called(owner: type, name: str) -> bool:
-    """Whether libraries, or Python, use a member of a class of the user's own."""
-    protocols = (TorchDistribution, PyroModule) if issubclass(owner, nn.Module) else (TorchDistribution,)
-    is_known = name.startswith(("__", "_pyro_")) or name == "keys" or any(hasattr(each, name) for each in protocols)
-    return is_known and name not in MAKING
 
 
 def is_of_library(item: Any) -> bool:
@@ -297,8 +325,10 @@ def is_of_library(item: Any) -> bool:
 @lru_cache(maxsize=1024)
 def is_library(module: str) -> bool:
     """Whether a module belongs to a library, or to Python."""
+    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
+    return _is_core(module) or "site-packages" in file or "dist-packages" in file
+
+
+def _is_core(module: str) -> bool:
     head = module.partition(".")[0]
-    if head in _CONSTANT or head in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(head), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+    return head in _CORE or head in sys.stdlib_module_names

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from argparse import Namespace
-from collections import ChainMap, Counter, UserDict
+from collections import ChainMap, UserDict
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import date, datetime, timedelta
@@ -21,6 +21,7 @@ from fractions import Fraction
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -39,7 +40,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_bpq.record.calls import MAKING, is_called, is_library, is_of_library, is_own, names_of
+from pyro_bpq.record.calls import MOST_CHANGES, Logs, is_library, is_of_library, is_own
 
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
 # Most of what is reached is of these very types, which is sooner told.
@@ -48,12 +49,8 @@ _PLAINEST = frozenset((*_PLAIN, Fraction, Decimal, timedelta, date, datetime))
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # Where methods of a class, its properties and the like hold their function.
 _WRAPPED = ("__func__", "fget", "func")
-# Names in code that reads attributes without naming them.
-_LOOKUPS = frozenset("getattr vars dir __dict__ attrgetter asdict eval exec IMPORT_NAME".split())
 # More things than these belong to a program that reaches a whole library or data set; arrays of more numbers are data.
 _MOST, _MOST_NUMBERS = 20_000, 1000
-# Number of changes after which a number counts the steps, and switches nothing.
-_MOST_CHANGES = 4
 
 # Where something is: a name, or a format, the place that it is in, and what tells it apart there. Most are never shown.
 Path = str | tuple[Any, ...]
@@ -86,22 +83,6 @@ def in_words(path: Path) -> str:
     return str(form).format(in_words(parent), *rest)
 
 
-class Logs:
-    """Members that have changed in several calls, and that no code names that runs: they are left out from then on."""
-
-    def __init__(self) -> None:
-        self._last: dict[Hashable, list[Hashable]] = {}
-        self._changes = Counter[Hashable]()
-
-    def __contains__(self, place: Hashable) -> bool:
-        return self._changes[place] > _MOST_CHANGES
-
-    def note(self, found: Mapping[Hashable, list[Hashable]]) -> None:
-        """Notes what such members look like in a call."""
-        self._changes.update(place for place, spec in found.items() if self._last.get(place, spec) != spec)
-        self._last = {**self._last, **found}
-
-
 def reach(
     roots: Mapping[str, Any], logs: Logs | None = None, without: Iterable[tuple[Any, AbstractSet[str]]] = ()
 ) -> Call:
@@ -124,7 +105,7 @@ def reach(
         is_of_parameters = isinstance(handler, TraceMessenger) and handler.param_only
         if not (is_of_parameters or type(handler).__module__.startswith("pyro_bpq.")):
             call.visit(f"the handler {type(handler).__name__}", handler)
-    call.follow(logs or Logs())
+    call.end(logs or Logs())
     return call
 
 
@@ -135,7 +116,7 @@ def attributes_of(item: Any) -> dict[str, Any]:
         call = Call()
         call._seen[id(item)] = -1
         call.visit(name, value)
-        call.follow(Logs())
+        call.end(Logs())
         found[name] = call.spec
     return found
 
@@ -162,14 +143,13 @@ class Call:
         # What ``spec`` tells by its identity, which must not be given again.
         self._kept: list[Any] = []
         self._seen = dict[int, Hashable]()
-        self._place: Hashable = ""  # the member that is looked into, and where it starts
+        # Attributes of objects of the user's own: where they are, the class, the name, the value.
+        self._own: list[tuple[Path, type, str, Any]] = []
+        self._place: Hashable = ""  # the one that is looked into, and where it starts
         self._first = 0
-        self._classes = set[Any]()  # and their parts, with whether only code of the user's reads them
+        self._classes = set[type]()
         self._named = dict[int, set[str]]()  # the names that were looked up in each module, by its identity
         self._states = dict[int, AbstractSet[str]]()  # attributes that are left out, by object
-        self._read = set[str]()  # the names in code that may run
-        # Members that it does not name: where they are, the class, the name, the member.
-        self._open: list[tuple[Path, type, str, Any]] = []
 
     def difference(self, other: Call) -> str:
         """Where another call first differs from this one, in words; empty where the two are alike."""
@@ -181,23 +161,15 @@ class Call:
         is_alike = len(self.spec) == len(other.spec)
         return "" if is_alike else "the arguments, or what the programs read besides, have another structure"
 
-    def follow(self, logs: Logs) -> None:
-        """Visits the members that code names, and then the others, but for logs."""
-        size = -1
-        while size < len(self.spec):
-            size, members, self._open = len(self.spec), self._open, []
-            is_any = not self._read.isdisjoint(_LOOKUPS)
-            for path, owner, name, value in members:
-                if is_any or name in self._read or is_called(owner, name):
-                    self.visit(path, value)
-                else:
-                    self._open.append((path, owner, name, value))
-        found = dict[Hashable, list[Hashable]]()
-        for path, owner, name, value in self._open:  # grows meanwhile
-            if (place := (owner, name)) not in logs:
+    def end(self, logs: Logs) -> None:
+        """Visits the attributes of objects of the user's own, but for logs."""
+        found = dict[tuple[type, str], list[Hashable]]()
+        for path, owner, name, value in self._own:  # grows meanwhile
+            if (place := (owner, name)) not in logs.left_out:
                 self._place, self._first, first = place, len(self._kept), len(self.spec)
                 self.visit(path, value)
                 found.setdefault(place, []).extend(self.spec[first:])
+        self._own = []
         logs.note(found)
 
     def note(self, path: Path, value: Hashable) -> None:
@@ -250,7 +222,6 @@ class Call:
             self.note(("the numbers of {}", path), item.tobytes())
             self.arrays.append((path, item))
         elif isinstance(item, type):
-            self._read |= set() if is_of_library(item) else MAKING
             self._opaque(path, item)
             self._of_class(path, item)
         elif isinstance(item, (Messenger, Namespace, SimpleNamespace, UserDict, ChainMap)) or not _is_closed(item):
@@ -272,26 +243,16 @@ class Call:
 
     def _of_class(self, path: Path, item: type) -> None:
         """Notes the plain values and the functions of a class, once: its objects read them too."""
-        if item in self._classes:
-            return
-        self._classes.add(item)
         for kind in (*item.__mro__, *type(item).__mro__):  # type: ignore[misc]
-            if (part := (kind, is_own(item))) in self._classes or is_of_library(kind):
+            if kind in self._classes or is_of_library(kind):
                 continue
-            self._classes.add(part)
+            self._classes.add(kind)
             for name, value in vars(kind).items():
                 if not (name.startswith("__") or hasattr(type(value), "__get__")):
                     self.visit(("{}.{}", path, name), value)
-                functions = (value, *(getattr(value, part, None) for part in _WRAPPED))
-                self._members(path, item, [(name, each) for each in functions if isinstance(each, FunctionType)])
-
-    def _members(self, path: Path, owner: type, parts: Iterable[tuple[str, Any]]) -> None:
-        """Notes parts of an object or of its class, those of the user's own once code names them."""
-        if is_own(owner):
-            self._open += ((("{}.{}", path, name), owner, name, part) for name, part in parts)
-            return
-        for name, part in parts:
-            self.visit(("{}.{}", path, name), part)
+                for function in (value, *(getattr(value, part, None) for part in _WRAPPED)):
+                    if isinstance(function, FunctionType):
+                        self.visit(("{}.{}", path, name), function)
 
     def _attributes(self, path: Path, item: Any) -> None:
         is_module, states = isinstance(item, nn.Module), self._states.get(id(item), ())
@@ -303,8 +264,13 @@ class Call:
             sites = ((name, site) for name, site in item.trace.nodes.items() if site["type"] == "sample")
             own["trace"] = {name: (site["value"], site["infer"], site["is_observed"]) for name, site in sites}
         self._of_class(path, type(item))
-        self.note(path, (type(item), tuple(own)))
-        self._members(path, type(item), own.items())
+        kind: Any = type(item)
+        self.note(path, (kind, tuple(own)))
+        for name, value in own.items():
+            if is_own(kind) and not str(name).startswith("_pyro_"):
+                self._own.append((("{}.{}", path, name), kind, name, value))
+            else:
+                self.visit(("{}.{}", path, name), value)
 
     def _function(self, path: Path, item: FunctionType) -> None:
         code, is_foreign, of = item.__code__, is_of_library(item), item.__qualname__
@@ -316,9 +282,7 @@ class Call:
             return
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(("a default of {}", of), (item.__defaults__, item.__kwdefaults__))
-        names = names_of(code)
-        self._read.update(names)
-        self._globals(item.__globals__, names)
+        self._globals(item.__globals__, names_of(code))
 
     def _globals(self, space: Mapping[str, Any], names: tuple[str, ...]) -> None:
         """Notes the globals that a function names, those of modules of the user's own too."""
@@ -342,7 +306,10 @@ class Call:
 
 
 class Keys:
-    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing."""
+    """Keys of calls. A number that changes in many calls is left out: it counts something, and switches nothing.
+
+    So is a list that numbers are appended to.
+    """
 
     def __init__(self) -> None:
         self._last: list[Hashable] = []
@@ -354,7 +321,7 @@ class Keys:
         if len(spec) != len(self._last):
             self._changes = {}
         for i, (old, new) in enumerate(zip(self._last, spec, strict=False)):
-            if old is not new and old != new and _is_number(old) and _is_number(new):
+            if old is not new and old != new and ((_is_number(old) and _is_number(new)) or _goes_on(old, new)):
                 self._changes[i] = self._changes.get(i, 0) + 1
         self._last = spec
         varying = self.counters
@@ -367,11 +334,17 @@ class Keys:
     @property
     def counters(self) -> set[int]:
         """Positions of the numbers that are left out."""
-        return {i for i, number in self._changes.items() if number > _MOST_CHANGES}
+        return {i for i, number in self._changes.items() if number > MOST_CHANGES}
 
 
 def _is_number(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)
+
+
+def _goes_on(old: Any, new: Any) -> bool:
+    """Whether numbers were appended to a list, as losses are in training."""
+    are_lists = isinstance(old, tuple) and isinstance(new, tuple) and old[:1] == new[:1] == (list,)
+    return are_lists and isinstance(old[1], tuple) and isinstance(new[1], tuple) and new[1][: len(old[1])] == old[1]
 
 
 def _is_closed(item: Any) -> bool:
@@ -391,6 +364,13 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     """The attributes of objects that lie in slots of their class."""
     spaces = [vars(part) for part in kind.__mro__ if "__slots__" in vars(part)]
     return tuple(name for space in spaces for name, member in space.items() if isinstance(member, MemberDescriptorType))
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The global names in a function and in the functions that it makes."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _short(value: Any) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 from pyro_bpq.errors import check_choice, warn
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.record.calls import Logs
 from pyro_bpq.record.components import Patterns
 from pyro_bpq.record.function import Check
 from pyro_bpq.record.further import Draws, costs_agree
 from pyro_bpq.record.jumps import Path, jumps_of, told
-from pyro_bpq.record.key import Call, Keys, Logs
+from pyro_bpq.record.key import Call, Keys
 from pyro_bpq.record.program_warnings import crossing
 from pyro_bpq.record.recorded import Bound, Recorded
 from pyro_bpq.record.traced_run import TracedRun, build_graph, dense_graph
