@@ -57,6 +57,12 @@ def stepped(number: int, objective: Objective, *args: Any) -> Objective:
     return objective
 
 
+def from_seed(seed: int, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a call gives from a seed on."""
+    pyro.set_rng_seed(seed)
+    return call(*args, **options)
+
+
 def in_thread(call: Callable[[], Any]) -> Any:
     """What a call in another thread returns or raises."""
     with ThreadPoolExecutor(1) as pool:

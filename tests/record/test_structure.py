@@ -12,7 +12,7 @@ import torch
 from models import BY_NAME
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
-from steps import filtered, fresh, repeat, seeing, settled, trained
+from steps import filtered, fresh, from_seed, repeat, seeing, settled, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -28,8 +28,7 @@ def recorded(name: str, count: int, **options: Any) -> tuple[list[int], Recordin
     elbo, case, found = TraceBackpropQ_ELBO(num_particles=1, **options), BY_NAME[name].params(), list[int]()
     for seed in range(count):
         before = elbo.runner.recordings.num_recorded
-        pyro.set_rng_seed(seed)
-        elbo.loss_and_grads(*case.programs)
+        from_seed(seed, elbo.loss_and_grads, *case.programs)
         found += [seed] * (elbo.runner.recordings.num_recorded > before)
     return found, elbo.runner.recordings
 

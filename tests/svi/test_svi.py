@@ -13,7 +13,7 @@ import torch
 from models import BY_NAME, CASES, Case, real
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
-from steps import filtered, fresh, stored, trained
+from steps import filtered, fresh, from_seed, stored, trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
@@ -239,13 +239,11 @@ def test_accepted_steps_improve_and_keep_the_limits(name: str, max_site_kl: floa
 def test_direction_is_the_natural_gradient() -> None:
     """One categorical site: the step is along the inverse Fisher information times the gradient."""
     elbo, store = TraceBackpropQ_ELBO(num_particles=2), pyro.get_param_store()
-    pyro.set_rng_seed(1)
-    copy.deepcopy(elbo).loss_and_grads(*ONE_SITE)
+    from_seed(1, copy.deepcopy(elbo).loss_and_grads, *ONE_SITE)
     gradient = store._params["q"].grad.clone()
     store._params["q"].grad = None
     svi = TrustRegionSVI(*ONE_SITE, SGD({"lr": 0.1}), elbo, max_kl=1e-6, damping=1e-8, iterations=20)
-    pyro.set_rng_seed(1)
-    svi.step()
+    from_seed(1, svi.step)
     moved, probs = pyro.param("q").detach() - START, START.softmax(-1)
     natural = -torch.linalg.pinv(torch.diag(probs) - probs.outer(probs)) @ gradient
     cosine = torch.nn.functional.cosine_similarity(moved - moved.mean(), natural - natural.mean(), dim=0)
