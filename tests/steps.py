@@ -9,6 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pyro
@@ -61,6 +62,13 @@ def from_seed(seed: int, call: Callable[..., Any], *args: Any, **options: Any) -
     """What a call gives from a seed on."""
     pyro.set_rng_seed(seed)
     return call(*args, **options)
+
+
+def limited(max_elements: int, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO that, unless told to, evaluates so many costs at most in an extra run of the model."""
+    elbo = TraceBackpropQ_ELBO(**options)
+    elbo.planner = replace(elbo.planner, max_elements=max_elements)
+    return elbo
 
 
 def in_thread(call: Callable[[], Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -15,7 +14,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
 from pyro.optim import Adam
-from steps import dear, filtered, fresh, from_seed, repeat, stepped, trained
+from steps import dear, filtered, fresh, from_seed, limited, repeat, stepped, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, TooManyOutcomesError
@@ -280,9 +279,8 @@ def test_straight_through_differences_take_two(monkeypatch: pytest.MonkeyPatch) 
     """They need no baseline; two particles measured best."""
     for module in (rules, particles):
         monkeypatch.setattr(module, "MANY_READS", 1)
-    programs, elbo = Chain(length=1, size=3), TraceBackpropQ_ELBO()
-    elbo.planner = replace(elbo.planner, max_elements=0)
-    stepped(4, elbo, programs.model, programs.guide)
+    programs = Chain(length=1, size=3)
+    elbo = stepped(4, limited(0), programs.model, programs.guide)
     assert "DebiasedStraightThrough" in str(elbo.info["z_0"]["estimator"])
     assert elbo.num_particles == 2
 
