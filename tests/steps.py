@@ -260,6 +260,15 @@ def recorded_and_eager(
     return losses[1], losses[0], compile_report(svi)
 
 
+def assert_recorded(
+    make: Callable[[], tuple[Any, Any, Iterable[tuple[Any, ...]]]], number: int = 1, **options: Any
+) -> None:
+    """So many recordings serve the steps, which have the losses of eager ones; nothing else is said of them."""
+    compiled, eager, said = recorded_and_eager(make, **options)
+    assert [line.startswith("Recorded") for line in said.splitlines()] == [True] * number, said
+    assert compiled == pytest.approx(eager, abs=1e-10)
+
+
 def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO after so many steps at fixed parameters, which are put into the store: a copy, trained once."""
     key = f"{case.name} {steps} {options}"
