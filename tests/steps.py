@@ -261,12 +261,12 @@ def recorded_and_eager(
 
 
 def assert_recorded(
-    make: Callable[[], tuple[Any, Any, Iterable[tuple[Any, ...]]]], number: int = 1, **options: Any
+    make: Callable[[], tuple[Any, Any, Iterable[tuple[Any, ...]]]], number: int = 1, rel: float = 0.0, **options: Any
 ) -> None:
     """So many recordings serve the steps, which have the losses of eager ones; nothing else is said of them."""
     compiled, eager, said = recorded_and_eager(make, **options)
     assert [line.startswith("Recorded") for line in said.splitlines()] == [True] * number, said
-    assert compiled == pytest.approx(eager, abs=1e-10)
+    assert compiled == pytest.approx(eager, rel=rel, abs=1e-10)
 
 
 def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:
