@@ -71,6 +71,12 @@ def limited(max_elements: int, **options: Any) -> TraceBackpropQ_ELBO:
     return elbo
 
 
+def hidden(elbo: Objective, is_hidden: bool = True) -> Objective:
+    """The objective, whose further particles are computed from the recording of one, or run."""
+    elbo.particles.change(is_hidden=is_hidden)
+    return elbo
+
+
 def in_thread(call: Callable[[], Any]) -> Any:
     """What a call in another thread returns or raises."""
     with ThreadPoolExecutor(1) as pool:

@@ -17,7 +17,7 @@ from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
 from problems import WEIGHT, error_of_draws, two_rows, with_change
 from pyro import poutine
-from steps import bias, filtered, fresh, repeat, stepped
+from steps import bias, filtered, fresh, stepped
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -308,7 +308,6 @@ def test_compiled_steps_have_the_same_gradient() -> None:
     found = []
     for options in ({}, {"compile": "eager"}):
         fresh(3)
-        elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, estimator=Differences(), **options)
-        repeat(12, elbo.loss_and_grads, *program)
+        trained(program, 2, 12, vectorize_particles=True, **options)
         found.append(torch.cat([leaf.grad.reshape(-1) for leaf in pyro.get_param_store()._params.values()]))
     torch.testing.assert_close(*found)
