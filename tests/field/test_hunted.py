@@ -14,7 +14,7 @@ from models import real
 from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
-from steps import coin_guide, filtered, fresh, from_seed, hidden, rows, seeing, stepped, trained, unbiased
+from steps import coin_guide, coins_guide, filtered, fresh, from_seed, hidden, rows, seeing, stepped, trained, unbiased
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -431,16 +431,13 @@ def test_numbers_that_the_first_particle_does_not_show(held: Callable[[float], A
 def test_numbers_that_only_costs_of_few_digits_show() -> None:
     kept = deque([1.0])
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=logits()).to_event(1))
-
     def model() -> None:
         z = pyro.sample("z", dist.Bernoulli(PRIOR).to_event(1))
         pyro.factor("f", -kept[0] * (1.0 + z.sum()).bfloat16())
 
-    elbo = stepped(7, TraceBackpropQ_ELBO(4, vectorize_particles=True), model, guide)
+    elbo = stepped(7, TraceBackpropQ_ELBO(4, vectorize_particles=True), model, coins_guide)
     kept[0] = 0.5
-    for run in elbo.observe(Program(model, guide, (), {}), shows=False).runs:
+    for run in elbo.observe(Program(model, coins_guide, (), {}), shows=False).runs:
         assert float(run.run.costs["-log p(f)"]) == 0.5 * (1.0 + float(run.run.sites["z"].value.sum()))
 
 
