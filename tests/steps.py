@@ -9,6 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pyro
@@ -55,6 +56,25 @@ def stepped(number: int, objective: Objective, *args: Any) -> Objective:
     """The objective after so many steps."""
     repeat(number, objective.loss_and_grads, *args)
     return objective
+
+
+def from_seed(seed: int, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a call gives from a seed on."""
+    pyro.set_rng_seed(seed)
+    return call(*args, **options)
+
+
+def limited(max_elements: int, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO that, unless told to, evaluates so many costs at most in an extra run of the model."""
+    elbo = TraceBackpropQ_ELBO(**options)
+    elbo.planner = replace(elbo.planner, max_elements=max_elements)
+    return elbo
+
+
+def hidden(elbo: Objective, is_hidden: bool = True) -> Objective:
+    """The objective, whose further particles are computed from the recording of one, or run."""
+    elbo.particles.change(is_hidden=is_hidden)
+    return elbo
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
@@ -244,6 +264,15 @@ def recorded_and_eager(
         svi: Any = kind(model, guide, SGD({"lr": 0.01}), TraceBackpropQ_ELBO(**options))
         losses.append([svi.step(*args) for args in calls])
     return losses[1], losses[0], compile_report(svi)
+
+
+def assert_recorded(
+    make: Callable[[], tuple[Any, Any, Iterable[tuple[Any, ...]]]], number: int = 1, rel: float = 0.0, **options: Any
+) -> None:
+    """So many recordings serve the steps, which have the losses of eager ones; nothing else is said of them."""
+    compiled, eager, said = recorded_and_eager(make, **options)
+    assert [line.startswith("Recorded") for line in said.splitlines()] == [True] * number, said
+    assert compiled == pytest.approx(eager, rel=rel, abs=1e-10)
 
 
 def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:

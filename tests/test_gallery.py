@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam
-from steps import fresh
+from steps import fresh, from_seed
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -41,11 +41,9 @@ def test_program_trains_and_its_loss_is_that_of_pyro(path: Path) -> None:
     if "steer the program" not in repr(elbo):
         assert set(elbo.info) == set(elbo.plan.layout.specs)
     assert all(bool(p.grad is None or p.grad.isfinite().all()) for _, p in pyro.get_param_store().named_parameters())
-    losses = []
     # After training, an evaluation takes as many particles as a step.
-    for judge in (TraceBackpropQ_ELBO(num_particles=1), Trace_ELBO()):
-        pyro.set_rng_seed(1)
-        losses.append(judge.loss(program.model, program.guide, *args))
+    judges = TraceBackpropQ_ELBO(num_particles=1), Trace_ELBO()
+    losses = [from_seed(1, judge.loss, program.model, program.guide, *args) for judge in judges]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -20,7 +20,7 @@ from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import coin_guide, filtered, fresh, repeat, seeing, stepped, trained
+from steps import coin_guide, filtered, fresh, repeat, rows, seeing, stepped, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -182,10 +182,7 @@ def test_modules_train_by_torch_optimisers_and_buffers_go_on() -> None:
 
 def test_an_argument_gets_its_gradient_and_a_closure_its_too() -> None:
     weight = torch.tensor(0.7, requires_grad=True)
-
-    def guide(x: Tensor) -> None:
-        with pyro.plate("rows", 3):
-            pyro.sample("z", dist.Bernoulli(logits=weight * x))
+    guide = rows(float, ROWS, lambda x: weight * x)[1]
 
     def take(elbo: TraceBackpropQ_ELBO) -> list[float]:
         found = []

@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import coin_guide, repeat, seeing, told, trained
+from steps import coin_guide, from_seed, repeat, seeing, told, trained
 
 from pyro_bpq import Compile, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
@@ -42,8 +42,7 @@ def test_two_objectives_in_turn_go_on_as_each_does_alone() -> None:
         found = []
         for step in range(12):
             for name in names:
-                pyro.set_rng_seed(step)
-                found.append(elbos[name].loss_and_grads(*programs[name]))
+                found.append(from_seed(step, elbos[name].loss_and_grads, *programs[name]))
         assert not compiled or all(elbos[name].compiled.entries[0].steps > 3 for name in names)
         return found
 
@@ -82,14 +81,12 @@ def losses_of_a_fork_and_of_its_parent() -> tuple[list[float], list[float]]:
     child = os.fork()
     if child == 0:
         try:
-            pyro.set_rng_seed(5)
-            text = " ".join(f"{elbo.loss_and_grads(*programs):.17g}" for _ in range(3))
+            text = " ".join(f"{loss:.17g}" for loss in from_seed(5, repeat, 3, elbo.loss_and_grads, *programs))
             os.write(writer, text.encode())
         finally:
             os._exit(0)
     os.close(writer)
-    pyro.set_rng_seed(5)
-    own = [elbo.loss_and_grads(*programs) for _ in range(3)]
+    own = from_seed(5, repeat, 3, elbo.loss_and_grads, *programs)
     with os.fdopen(reader) as pipe:
         theirs = [float(word) for word in pipe.read().split()]
     os.waitpid(child, 0)

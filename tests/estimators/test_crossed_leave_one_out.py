@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import coin as coins
 from models import real
 from pyro import poutine
 from steps import bias, trained
@@ -27,10 +28,6 @@ Programs = tuple[Callable[[], None], Callable[[], None]]
 DATA = torch.tensor([0.3, -1.2], dtype=torch.float64)
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 1}
 WAYS = pytest.mark.parametrize("way", [{}, VECTORISED], ids=["sequential", "vectorised"])
-
-
-def coins(name: str, logits: Tensor) -> Tensor:
-    return pyro.sample(name, dist.Bernoulli(logits=logits))
 
 
 def three(logits: Tensor) -> Tensor:

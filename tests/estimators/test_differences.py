@@ -17,7 +17,7 @@ from counts import ListedGeometric, ListedNegativeBinomial, ListedPoisson
 from models import real
 from problems import WEIGHT, error_of_draws, two_rows, with_change
 from pyro import poutine
-from steps import bias, filtered, fresh, repeat, stepped
+from steps import bias, filtered, fresh, stepped
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, TraceBackpropQ_ELBO, cost
@@ -265,39 +265,31 @@ def test_what_a_count_excludes_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -
     assert bias(elbo, *program) > 1e-4
 
 
+def priced(price: Callable[[Tensor], Any], dtype: torch.dtype = torch.float64) -> Program:
+    """Two counts, whose price the model states."""
+
+    def run(kind: str) -> Tensor:
+        logits = pyro.param(kind, (real(0.3, -0.2) if kind == "q" else real(0.1, 0.4)).to(dtype))
+        return pyro.sample("z", dist.Binomial(3, logits=logits).to_event(1))
+
+    return (lambda: price(run("p"))), (lambda: run("q"))
+
+
 def test_outdated_costs_leave_it_exact() -> None:
     flags = {"flag": 0.0}
-
-    def guide() -> None:
-        pyro.sample("z", dist.Binomial(3, logits=pyro.param("q", real(0.3, -0.2))).to_event(1))
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Binomial(3, logits=real(0.1, 0.4)).to_event(1))
-        pyro.factor("f", torch.as_tensor(z.sum(-1) * flags["flag"] + 0.3 * z.prod(-1)))
-
-    elbo = trained((model, guide), steps=20)
+    program = priced(lambda z: pyro.factor("f", torch.as_tensor(z.sum(-1) * flags["flag"] + 0.3 * z.prod(-1))))
+    elbo = trained(program, steps=20)
     flags["flag"] = 1.0
-    assert bias(elbo, model, guide) < 1e-10
+    assert bias(elbo, *program) < 1e-10
 
 
 def test_counts_may_have_another_type_than_costs() -> None:
-    def guide() -> None:
-        pyro.sample("z", dist.Binomial(3, logits=pyro.param("q", real(0.3, -0.2).float())).to_event(1))
-
-    def model() -> None:
-        z = pyro.sample("z", dist.Binomial(3, logits=real(0.1, 0.4).float()).to_event(1))
-        pyro.factor("f", 0.3 * z.double().prod(-1))
-
-    assert bias(trained((model, guide)), model, guide) < 1e-6
+    program = priced(lambda z: pyro.factor("f", 0.3 * z.double().prod(-1)), torch.float32)
+    assert bias(trained(program), *program) < 1e-6
 
 
 def test_costs_that_are_not_known_at_other_values_multiply_the_score() -> None:
-    def run(kind: str) -> None:
-        z = pyro.sample("z", dist.Binomial(3, logits=pyro.param(kind, real(0.3, -0.2))).to_event(1))
-        if kind == "p":
-            cost("c", lambda: (z.numpy() ** 2).sum(-1))
-
-    program = (lambda: run("p")), (lambda: run("q"))
+    program = priced(lambda z: cost("c", lambda: (z.numpy() ** 2).sum(-1)))
     elbo = trained(program)
     assert elbo.plan.held.sites["z"].rest
     assert bias(elbo, *program) < 1e-10
@@ -308,7 +300,6 @@ def test_compiled_steps_have_the_same_gradient() -> None:
     found = []
     for options in ({}, {"compile": "eager"}):
         fresh(3)
-        elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, estimator=Differences(), **options)
-        repeat(12, elbo.loss_and_grads, *program)
+        trained(program, 2, 12, vectorize_particles=True, **options)
         found.append(torch.cat([leaf.grad.reshape(-1) for leaf in pyro.get_param_store()._params.values()]))
     torch.testing.assert_close(*found)

@@ -42,8 +42,7 @@ def test_reinmax_is_exact_for_a_quadratic_cost_of_one_coin() -> None:
 
 
 def mean_gradient(estimator: Any, number: int = 100_000) -> float:
-    PAIR.params()
-    pyro.set_rng_seed(0)
+    PAIR.params(seed=0)
     elbo = TraceBackpropQ_ELBO(number, estimator=estimator, vectorize_particles=True, max_plate_nesting=0, critic=None)
     elbo.loss_and_grads(PAIR.model, PAIR.guide)
     return float(pyro.get_param_store()._params["qz"].grad)
@@ -61,8 +60,7 @@ def test_temperature_trades_bias(kind: Any) -> None:
 
 def test_other_gradients_of_concrete_are_exact() -> None:
     # The program runs with discrete values: the model's parameters do not see the relaxation.
-    PAIR.params()
-    pyro.set_rng_seed(0)
+    PAIR.params(seed=0)
     truth = exact_gradient(PAIR.model, PAIR.guide)["mean"]
     elbo = TraceBackpropQ_ELBO(estimator=Concrete()).eval()
     mean = {"mean": pyro.param("mean").unconstrained()}

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import real
-from steps import coin_guide, recorded_and_eager, seeing, unbiased
+from steps import assert_recorded, coin_guide, recorded_and_eager, seeing, unbiased
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -53,9 +53,7 @@ TOTALS: dict[str, tuple[list[Any], dict[str, Any], int]] = {
 def test_counts_up_to_a_total_are_compiled(law: str, name: str) -> None:
     totals, options, number = TOTALS[name]
     calls = [(total,) for total in totals]
-    compiled, eager, said = recorded_and_eager(lambda: (*programs(LAWS[law]), calls), **options)
-    assert said.startswith("Recorded") and said.count("Recorded") == number, said
-    assert compiled == pytest.approx(eager, abs=1e-10)
+    assert_recorded(lambda: (*programs(LAWS[law]), calls), number, **options)
 
 
 @pytest.mark.parametrize("total", [2, torch.tensor([2.0, 2.0, 2.0])], ids=["one", "own"])
@@ -80,21 +78,14 @@ def test_a_program_that_catches_a_refused_read_is_not_recorded() -> None:
     assert ".item()" in said
 
 
-def assert_alike(model: Any, shifts: list[float]) -> None:
-    """Recorded steps with these arguments have the losses of eager ones."""
-    calls = [(torch.tensor(shift),) for shift in shifts]
-    compiled, eager, said = recorded_and_eager(lambda: (model, coin_guide, calls), num_particles=1)
-    assert said.startswith("Recorded")
-    assert compiled == pytest.approx(eager)
-
-
 def test_numbers_of_the_program_itself_may_be_read() -> None:
     def model(shift: Tensor) -> None:
         z = pyro.sample("z", dist.Bernoulli(0.4))
         size = max(torch.tensor([0, int(torch.tensor([1, 2]).max())]).tolist())
         pyro.sample("x", dist.Normal(z + shift, 1.0).expand([size]).to_event(1), obs=torch.ones(size))
 
-    assert_alike(model, [0.1 * step for step in range(8)])
+    calls = [(torch.tensor(0.1 * step),) for step in range(8)]
+    assert_recorded(lambda: (model, coin_guide, calls), num_particles=1)
 
 
 def test_what_is_written_by_way_of_another_tensor_is_read() -> None:
@@ -104,4 +95,5 @@ def test_what_is_written_by_way_of_another_tensor_is_read() -> None:
         kept[0].add_(shift)
         return z + float(whole[0])
 
-    assert_alike(seeing(mean), [0.3, 0.3, 0.3, 0.3, 0.7, 0.7, 0.3, 0.3])
+    calls = [(torch.tensor(shift),) for shift in (0.3, 0.3, 0.3, 0.3, 0.7, 0.7, 0.3, 0.3)]
+    assert_recorded(lambda: (seeing(mean), coin_guide, calls), 2, num_particles=1)

@@ -90,10 +90,7 @@ def learns(law: str, runs: list[int] | None = None) -> tuple[Any, Any]:
     return model, guide
 
 
-def one_particle() -> Any:
-    return TraceBackpropQ_ELBO(num_particles=1)
-
-
+one_particle = partial(TraceBackpropQ_ELBO, num_particles=1)
 IN_A_PLATE: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 0}
 # An objective, and the loop that takes its steps.
 WAYS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {

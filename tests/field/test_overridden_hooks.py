@@ -17,7 +17,7 @@ import torch
 from pyro.infer import SVI, TraceGraph_ELBO
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.optim import SGD, ClippedAdam
-from steps import CoinModule, filtered, repeat, seeing, stepped, told
+from steps import CoinModule, filtered, from_seed, repeat, seeing, stepped, told
 from steps import pair_guide as guide
 from steps import pair_model as model
 
@@ -103,12 +103,6 @@ def test_loops_that_call_something_else_say_so(loop: Any) -> None:
 # The traces of a step.
 
 
-def as_pyro(seed: int, model: Any = model) -> tuple[Any, Any]:
-    """The traces that Pyro's own ELBO takes."""
-    pyro.set_rng_seed(seed)
-    return TraceGraph_ELBO()._get_trace(model, guide, (), {})
-
-
 def sites_of(trace: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Values and log-probabilities."""
     sites = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
@@ -127,9 +121,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_traces_are_those_of_the_last_steps_first_particle(options: dict[str, Any], program: Any) -> None:
     elbo = TraceBackpropQ_ELBO(**options)
     for seed in range(5):
-        pyro.set_rng_seed(seed)
-        elbo.loss_and_grads(program, guide)
-        ours, theirs = map(sites_of, elbo.traces), map(sites_of, as_pyro(seed, program))
+        from_seed(seed, elbo.loss_and_grads, program, guide)
+        theirs = from_seed(seed, TraceGraph_ELBO()._get_trace, program, guide, (), {})
+        ours, theirs = map(sites_of, elbo.traces), map(sites_of, theirs)
         for own, other in zip(ours, theirs, strict=True):
             assert list(own) == list(other)
             torch.testing.assert_close(own, other)

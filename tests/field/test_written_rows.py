@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import filtered, fresh, repeat
+from steps import filtered, fresh, hidden, repeat
 from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
@@ -73,8 +73,7 @@ def test_writes_into_rows_count(write: Callable[[Tensor, Tensor], Any], options:
 
     def losses(**chosen: Any) -> list[float]:
         fresh()
-        elbo = TraceBackpropQ_ELBO(**chosen)
-        elbo.particles.change(is_hidden=options is HIDDEN)
+        elbo = hidden(TraceBackpropQ_ELBO(**chosen), options is HIDDEN)
         with filtered("ignore", BPQWarning):
             found = repeat(8, elbo.loss_and_grads, model, guide)
         assert_unbiased(elbo.eval(), model, guide)

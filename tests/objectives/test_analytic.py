@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import BY_NAME
 from pyro import poutine
-from steps import fresh, settled, stepped
+from steps import from_seed, settled, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import TwoPoint, assert_unbiased
@@ -62,10 +62,9 @@ def test_transforms_of_equal_numbers_have_gradients_of_their_own() -> None:
         law = dist.TransformedDistribution(dist.Normal(mean, 1.0), [dist.transforms.AffineTransform(shift, 1.0)])
         pyro.sample("z", law)
 
-    fresh()
     shift = torch.zeros((), requires_grad=True)
     programs = lambda: program(0.0, shift.detach()), lambda: program(9.0, shift)
-    stepped(1, TraceBackpropQ_ELBO(analytic_kl=True), *programs)
+    trained(TraceBackpropQ_ELBO(analytic_kl=True), *programs, steps=1)
     assert shift.grad is not None and shift.grad > 3.0
 
 
@@ -83,8 +82,7 @@ def guide() -> None:
 def test_gradient_of_a_divergence_has_no_noise() -> None:
     found = []
     for seed in (0, 1):
-        fresh(seed)
-        TraceBackpropQ_ELBO(analytic_kl=True).loss_and_grads(model, guide)
+        trained(TraceBackpropQ_ELBO(analytic_kl=True), model, guide, steps=1, seed=seed)
         found.append([p.grad for p in pyro.get_param_store()._params.values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -95,8 +93,6 @@ def test_gradient_of_a_divergence_has_no_noise() -> None:
 
 
 def test_loss_is_that_of_the_sample() -> None:
-    losses = []
-    for option in (True, False):
-        fresh(2)
-        losses.append(TraceBackpropQ_ELBO(analytic_kl=option).loss_and_grads(model, guide))
-    assert losses[0] == losses[1]
+    elbos = (TraceBackpropQ_ELBO(analytic_kl=option) for option in (True, False))
+    analytic, sampled = (from_seed(2, elbo.loss_and_grads, model, guide) for elbo in elbos)
+    assert analytic == sampled

@@ -11,7 +11,7 @@ import torch
 from models import BY_NAME
 from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.optim import SGD
-from steps import CHAIN, DATA, OPTIONS, assert_equal, is_equal, module, repeat, run, state_of, step, stepped
+from steps import CHAIN, DATA, OPTIONS, assert_equal, from_seed, is_equal, module, repeat, run, state_of, step, stepped
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
@@ -25,10 +25,8 @@ def test_differentiable_loss_gives_the_gradients_of_loss_and_grads(name: str, nu
     one, other = TraceBackpropQ_ELBO(number), TraceBackpropQ_ELBO(number)
     case.params()
     for seed in range(8):
-        pyro.set_rng_seed(seed)
-        expected = step(one, case)
-        pyro.set_rng_seed(seed)
-        assert_equal(step(other, case, through_loss=True), expected)
+        expected = from_seed(seed, step, one, case)
+        assert_equal(from_seed(seed, step, other, case, through_loss=True), expected)
     assert one.num_steps == other.num_steps + 1 == 8  # the last update waits for the next call
     other.trainer.learn(other)
     assert_equal(state_of(one), state_of(other))
@@ -43,11 +41,10 @@ def test_differentiable_loss_returns_the_loss(options: dict[str, Any]) -> None:
         alike = Trace_ELBO(elbo.num_particles, vectorize_particles=True, max_plate_nesting=0)
         assert alike.num_particles > 1
     for seed in range(4):
-        pyro.set_rng_seed(seed)
-        loss = (elbo.differentiable_loss, elbo.forward)[seed % 2](CHAIN.model, CHAIN.guide)
+        loss = from_seed(seed, (elbo.differentiable_loss, elbo.forward)[seed % 2], *CHAIN.programs)
         assert loss.shape == () and loss.requires_grad
-        pyro.set_rng_seed(seed)
-        assert loss.item() == pytest.approx((alike or elbo).loss(CHAIN.model, CHAIN.guide), rel=1e-12)
+        expected = from_seed(seed, (alike or elbo).loss, *CHAIN.programs)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_own_learner_keeps_critics_out_of_the_parameters() -> None:

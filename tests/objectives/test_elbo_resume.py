@@ -18,7 +18,20 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, DATA, OPTIONS, assert_equal, called_module, repeat, rows, run, state_of, stored, through_file
+from steps import (
+    CHAIN,
+    DATA,
+    OPTIONS,
+    assert_equal,
+    called_module,
+    from_seed,
+    repeat,
+    rows,
+    run,
+    state_of,
+    stored,
+    through_file,
+)
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -211,7 +224,6 @@ def test_a_compiled_objective_goes_on_with_the_state_that_was_loaded() -> None:
     state, found = copy.deepcopy(elbo.state_dict()), []
     for _ in range(2):
         elbo.load_state_dict(copy.deepcopy(state))
-        pyro.set_rng_seed(1)
-        repeat(4, elbo.loss_and_grads, *programs)
+        from_seed(1, repeat, 4, elbo.loss_and_grads, *programs)
         found.append(state_of(elbo.critics))
     assert_equal(*found)

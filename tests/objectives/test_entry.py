@@ -10,7 +10,7 @@ from typing import Any
 import pyro
 import pytest
 from pyro.poutine.runtime import _PYRO_STACK
-from steps import CHAIN, assert_equal, in_thread, run, state_of, step
+from steps import CHAIN, assert_equal, from_seed, in_thread, run, state_of, step
 
 from pyro_bpq import CriticLearner, Replay, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BusyError
@@ -36,11 +36,9 @@ def test_another_thread_is_refused_while_programs_run(name: str, meanwhile: str)
         CHAIN.guide()
 
     undisturbed = copy.deepcopy(elbo)
-    pyro.set_rng_seed(5)
-    expected = undisturbed.loss_and_grads(CHAIN.model, CHAIN.guide)
+    expected = from_seed(5, undisturbed.loss_and_grads, *CHAIN.programs)
     if meanwhile == "step":
-        pyro.set_rng_seed(5)
-        assert elbo.loss_and_grads(CHAIN.model, guide) == expected
+        assert from_seed(5, elbo.loss_and_grads, CHAIN.model, guide) == expected
         assert_equal(state_of(elbo), state_of(undisturbed))
     else:
         elbo.loss_and_grads(CHAIN.model, guide)

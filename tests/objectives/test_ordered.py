@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import trained
+from steps import from_seed, trained
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import AllAction, TrimmedBaseline
@@ -60,8 +60,7 @@ def test_what_a_branch_shows_counts_from_the_next_step_on() -> None:
     assert_unbiased(elbo.eval(), model, guide, "choice")
     elbo.train()
     for seed in range(20):
-        pyro.set_rng_seed(seed)
-        elbo.loss_and_grads(model, guide, "choice")
+        from_seed(seed, elbo.loss_and_grads, model, guide, "choice")
     assert recordings.needs_graphs and not recordings.in_order
     assert_unbiased(elbo.eval(), model, guide, "choice")
 
@@ -89,8 +88,7 @@ def test_baselines_are_those_of_recent_costs_of_a_site() -> None:
     elbo = after(12)
     recent = elbo.trainer.recent.state_dict()
     assert len(recent["a"]) > len(recent["d"]) > 0
-    pyro.set_rng_seed(3)
-    elbo.loss_and_grads(model, guide)
+    from_seed(3, elbo.loss_and_grads, model, guide)
     for name, told in elbo.info.items():
         costs = sorted(recent[name])
         assert told["baseline"].item() == costs[(len(costs) - 1) // 2]

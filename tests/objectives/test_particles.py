@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -15,7 +14,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
 from pyro.optim import Adam
-from steps import dear, filtered, fresh, repeat, stepped, trained
+from steps import dear, filtered, fresh, from_seed, limited, repeat, stepped, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, TooManyOutcomesError
@@ -106,8 +105,7 @@ def train(programs: Any, steps: int = 4, **options: Any) -> TraceBackpropQ_ELBO:
 
 
 def losses(elbo: Any, programs: Any, steps: int = 5) -> list[float]:
-    pyro.set_rng_seed(3)
-    return [elbo.loss_and_grads(programs.model, programs.guide) for _ in range(steps)]
+    return from_seed(3, repeat, steps, elbo.loss_and_grads, programs.model, programs.guide)
 
 
 @pytest.fixture(autouse=True)
@@ -281,9 +279,8 @@ def test_straight_through_differences_take_two(monkeypatch: pytest.MonkeyPatch) 
     """They need no baseline; two particles measured best."""
     for module in (rules, particles):
         monkeypatch.setattr(module, "MANY_READS", 1)
-    programs, elbo = Chain(length=1, size=3), TraceBackpropQ_ELBO()
-    elbo.planner = replace(elbo.planner, max_elements=0)
-    stepped(4, elbo, programs.model, programs.guide)
+    programs = Chain(length=1, size=3)
+    elbo = stepped(4, limited(0), programs.model, programs.guide)
     assert "DebiasedStraightThrough" in str(elbo.info["z_0"]["estimator"])
     assert elbo.num_particles == 2
 
@@ -383,9 +380,8 @@ def test_another_program_in_the_same_wrapper_is_another_one(wrapped: Any) -> Non
     assert elbo.num_particles == SOME_PARTICLES
     fresh(4)
     found = elbo.loss_and_grads(wrapped(second.model, 1.0), wrapped(second.guide, 1.0))
-    pyro.set_rng_seed(4)
     together = Trace_ELBO(SOME_PARTICLES, vectorize_particles=True, max_plate_nesting=1)
-    assert found == pytest.approx(together.loss(second.model, second.guide))
+    assert found == pytest.approx(from_seed(4, together.loss, second.model, second.guide))
 
 
 @pytest.mark.parametrize("kind", [AutoNormalMessenger, AutoHierarchicalNormalMessenger])

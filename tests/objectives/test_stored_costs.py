@@ -24,7 +24,6 @@ from pyro_bpq import (
     ExpectedCost,
     MLPCritic,
     Replay,
-    ScoreFunction,
     TabularCritic,
     cost,
 )
@@ -207,12 +206,6 @@ def test_entropy_pulls_to_the_uniform_distribution() -> None:
     p = torch.sigmoid(OLD["q1"])
     # The derivative of -H of a coin with respect to its logit is logit p (1 - p).
     assert torch.allclose(pulled - plain, 2.0 * OLD["q1"] * p * (1.0 - p))
-
-
-def test_sites_without_a_critic_cannot_follow_one() -> None:
-    objective = rolled_out(estimator=ScoreFunction())
-    with pytest.raises(ValueError, match="x1"):
-        objective.bootstrapped_loss(None, chain)
 
 
 def test_guide_waits_for_the_warm_up() -> None:

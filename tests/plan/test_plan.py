@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import fresh, repeat, trained
+from steps import limited, stepped, trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -90,9 +89,7 @@ def charged() -> tuple[Any, Any]:
 
 
 def chosen(program: Any, site: str, max_elements: int, **options: Any) -> Estimator:
-    elbo = TraceBackpropQ_ELBO(**options)
-    elbo.planner = replace(elbo.planner, max_elements=max_elements)
-    return trained(elbo, *program, steps=1).info[site]["estimator"]
+    return trained(limited(max_elements, **options), *program, steps=1).info[site]["estimator"]
 
 
 @pytest.mark.parametrize(
@@ -138,18 +135,15 @@ COARSE = stack(up=lambda y: torch.eye(3)[y.sum(-1).long()])
 )
 def test_layers_get_hindsight_where_it_may_serve(program: Any, is_wide: bool, expected: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1 if is_wide else 1_000)
-    elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
-    elbo.planner = replace(elbo.planner, max_elements=0)
     # Nobody chose it, so that nothing is to be said where it does not run.
-    repeat(3, elbo.loss_and_grads, *program)
+    elbo = stepped(3, limited(0, num_particles=4, vectorize_particles=True, max_plate_nesting=1), *program)
     assert [elbo.info[name]["estimator"] for name in ("y", "z")] == [expected, expected]
 
 
 def test_layers_without_slopes_get_the_particles_of_crossed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1)
     assert chosen(COARSE, "y", 0, num_particles=1) == SecondRun()
-    elbo = TraceBackpropQ_ELBO()
-    repeat(3, elbo.loss_and_grads, *COARSE)
+    elbo = stepped(3, TraceBackpropQ_ELBO(), *COARSE)
     assert elbo.num_particles == rules.SOME_PARTICLES and elbo.info["y"]["estimator"] == CrossedLeaveOneOut()
 
 
@@ -168,10 +162,7 @@ def test_no_choice_depends_on_what_is_drawn(read: Any, expected: Estimator) -> N
 
     drawn = set()
     for seed in range(6):
-        fresh(seed)
-        elbo = TraceBackpropQ_ELBO(1)
-        elbo.planner = replace(elbo.planner, max_elements=0)
-        elbo.loss_and_grads(model, guide)
+        elbo = trained(limited(0, num_particles=1), model, guide, steps=1, seed=seed)
         drawn.add(tuple(elbo.traces[1].nodes["z"]["value"].tolist()))
         assert elbo.info["z"]["estimator"] == expected
     assert (0.0, 0.0) in drawn and len(drawn) > 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import fresh, stepped, trained
+from steps import limited, trained
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO
 from pyro_bpq.plan.rules import MANY_COMPONENTS, MOST_PARTICLES, SITES
@@ -23,7 +22,6 @@ DATA = torch.linspace(-1.0, 1.0, ROWS)
 
 def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO after two steps on one site, or on two that follow each other in rows."""
-    fresh()
 
     def sites(rate: torch.Tensor, is_observed: bool = False) -> None:
         data = DATA[:rows] if rows else torch.tensor(0.5)
@@ -39,9 +37,7 @@ def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, 
     def guide() -> None:
         sites(pyro.param("rate", lambda: torch.tensor(0.2)))
 
-    elbo = TraceBackpropQ_ELBO(**options)
-    elbo.planner = replace(elbo.planner, max_elements=max_elements)
-    return stepped(2, elbo, model, guide)
+    return trained(limited(max_elements, **options), model, guide, steps=2)
 
 
 def coin(rate: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.optim import Adam
-from steps import WAYS, bias, filtered, repeat, stepped
+from steps import WAYS, bias, filtered, repeat, rows, stepped
 from steps import trained as steps_of
 from torch import Tensor
 
@@ -201,15 +201,11 @@ def test_likelihood_of_a_simulator_is_unbiased_and_has_one_particle() -> None:
     walk, data = Walk(), torch.tensor([0.3, 1.4])
     start, move = external(walk.open), external(walk.move)
 
+    moved, guide = rows(lambda z: move(z)[0], data)
+
     def model() -> None:
         start()
-        with pyro.plate("rows", ROWS):
-            z = pyro.sample("z", dist.Bernoulli(0.4))
-            pyro.sample("x", dist.Normal(move(z)[0], 1.0), obs=data)
-
-    def guide() -> None:
-        with pyro.plate("rows", ROWS):
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.8]))))
+        moved()
 
     elbo = stepped(10, TraceBackpropQ_ELBO(), model, guide)
     assert elbo.num_particles == 1 and walk.calls == 10

@@ -11,7 +11,7 @@ import torch
 from enumerable import enumerable_noise
 from models import real
 from pyro.infer import Trace_ELBO
-from steps import WAYS, bias, fresh, repeat, stepped, trained
+from steps import WAYS, bias, from_seed, repeat, stepped, trained
 from torch import Tensor, tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
@@ -167,11 +167,9 @@ def test_a_law_at_other_values_reads_what_its_value_carries(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("estimator", [None, ScoreFunction()])
 def test_losses_are_those_of_pyro(kind: str, estimator: Any) -> None:
-    program, losses = Relaxed(kind), []
-    for elbo in (TraceBackpropQ_ELBO(num_particles=1, estimator=estimator), Trace_ELBO()):
-        fresh(3)
-        losses.append(repeat(6, elbo.loss_and_grads, program.model, program.guide))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    program, elbos = Relaxed(kind), (TraceBackpropQ_ELBO(num_particles=1, estimator=estimator), Trace_ELBO())
+    ours, theirs = (from_seed(3, repeat, 6, elbo.loss_and_grads, program.model, program.guide) for elbo in elbos)
+    assert ours == pytest.approx(theirs, abs=1e-12)
 
 
 def test_hindsight_does_not_read_the_law_of_such_a_value() -> None:

@@ -12,7 +12,7 @@ import torch
 from models import BY_NAME
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import RejectionStandardGamma
-from steps import filtered, fresh, repeat, seeing, settled, trained
+from steps import coins, filtered, fresh, from_seed, repeat, seeing, settled, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -28,8 +28,7 @@ def recorded(name: str, count: int, **options: Any) -> tuple[list[int], Recordin
     elbo, case, found = TraceBackpropQ_ELBO(num_particles=1, **options), BY_NAME[name].params(), list[int]()
     for seed in range(count):
         before = elbo.runner.recordings.num_recorded
-        pyro.set_rng_seed(seed)
-        elbo.loss_and_grads(*case.programs)
+        from_seed(seed, elbo.loss_and_grads, *case.programs)
         found += [seed] * (elbo.runner.recordings.num_recorded > before)
     return found, elbo.runner.recordings
 
@@ -56,10 +55,7 @@ def test_auto_joins_what_it_sees_and_warns() -> None:
         z, w = pyro.sample("z", dist.Bernoulli(0.4)), pyro.sample("w", dist.Bernoulli(0.3))
         pyro.sample("x", dist.Normal(w + (z if switch[0] else 0.0), 1.0), obs=torch.tensor(0.7))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-        pyro.sample("w", dist.Bernoulli(0.2))
-
+    guide = coins("z", "w")
     elbo = trained(TraceBackpropQ_ELBO(num_particles=1), model, guide, steps=5)
     switch[0] = True
     with pytest.warns(BPQWarning, match=r"-log p\(x\) also reads \['z'\].*dynamic"):

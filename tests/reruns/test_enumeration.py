@@ -15,7 +15,7 @@ from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoDiscreteParallel, AutoNormal
 from pyro.optim import Adam
-from steps import WAYS, bias, fresh, largest_error, repeat, trained, unbiased
+from steps import WAYS, bias, fresh, from_seed, largest_error, repeat, trained, unbiased
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO, cost
@@ -198,8 +198,7 @@ ENUMERATED = [
 
 def gradients(elbo: Any, program: Case, through_loss: bool = False) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step from one seed, and its gradients."""
-    program.params()
-    pyro.set_rng_seed(3)
+    program.params(seed=3)
     if through_loss:
         loss = elbo.differentiable_loss(*program.programs)
         loss.backward()
@@ -219,8 +218,7 @@ def assert_same_loss(program: Case, **options: Any) -> None:
     """For the same draws."""
     losses = []
     for call in (TraceEnum_ELBO(**options).loss, exactly(**options).loss, exactly(**options).loss_and_grads):
-        program.params()
-        pyro.set_rng_seed(1)
+        program.params(seed=1)
         losses.append(call(*program.programs))
     assert losses == pytest.approx(losses[:1] * 3, rel=0.0, abs=ATOL)
 
@@ -395,8 +393,7 @@ def test_exact_loss_sums_marked_sites(name: str) -> None:
     program.params()
     losses = {}
     for seed in range(100 if "mixture" in name else 1):
-        pyro.set_rng_seed(seed)
-        loss = TraceEnum_ELBO(max_plate_nesting=2).loss(*program.programs)
+        loss = from_seed(seed, TraceEnum_ELBO(max_plate_nesting=2).loss, *program.programs)
         losses[round(loss, 9)] = loss
     # All subsets of two of four rows.
     assert len(losses) in (1, 6)

@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from steps import stepped, trained
+from steps import from_seed, stepped, trained
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise, TrimmedBaseline
@@ -118,8 +118,7 @@ def test_each_site_is_charged_with_the_loss_of_its_run(particles: int) -> None:
     elbo = in_dense_order(estimator, num_particles=particles)
     assert elbo.info["a"]["cost_to_go"].shape == (particles,) and elbo.info["a"]["estimator"] == estimator
     for seed in range(5):
-        pyro.set_rng_seed(seed)
-        loss = elbo.loss_and_grads(model, guide)
+        loss = from_seed(seed, elbo.loss_and_grads, model, guide)
         charged = elbo.info["a"]["cost_to_go"]
         torch.testing.assert_close(float(charged.mean()), loss)
         for entry in elbo.info.values():
@@ -154,8 +153,7 @@ def test_a_plain_run_says_the_same_as_a_recorded_one() -> None:
     options = TraceOptions(choose=lambda info, _: Pathwise() if info.has_rsample else ScoreFunction())
     found = []
     for run in (run_in_order, trace_run):
-        pyro.set_rng_seed(0)
-        seen = run(weighted_model, weighted, (), {}, options)
+        seen = from_seed(0, run, weighted_model, weighted, (), {}, options)
         told = in_order(seen, dict.fromkeys(seen.scored, ScoreFunction()))
         q = [pyro.get_param_store()._params[name] for name in ("q", "w")]
         gradients = torch.autograd.grad(told.scores @ torch.tensor([1.0, 3.0]) + told.differentiable, q)

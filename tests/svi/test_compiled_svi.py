@@ -43,14 +43,8 @@ def idle_guide() -> None:
     guide()
 
 
-def plain(**options: Any) -> TraceBackpropQ_ELBO:
-    return TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None, **options)
-
-
-def two(**options: Any) -> TraceBackpropQ_ELBO:
-    return TraceBackpropQ_ELBO(num_particles=2, **options)
-
-
+plain = functools.partial(TraceBackpropQ_ELBO, estimator=ScoreFunction(), critic=None)
+two = functools.partial(TraceBackpropQ_ELBO, num_particles=2)
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Adam": lambda: Adam({"lr": 0.02}),
     "AdamW": lambda: AdamW({"lr": 0.02, "amsgrad": True, "weight_decay": 0.1}),
