@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -23,6 +24,7 @@ from pyro_bpq.compiled.subject import Subject, Updates
 from pyro_bpq.compiled.watch import NotYet, first_line
 from pyro_bpq.errors import Unrecordable, warn
 from pyro_bpq.record.key import Call, in_words, reach
+from pyro_bpq.rollout.runs import Program
 
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3
@@ -86,7 +88,7 @@ class CompiledSteps:
         if any(issubclass(type(leaf), Tensor) and leaf.grad_fn for leaf in tree_leaves((program.args, program.kwargs))):
             self._tell("an argument carries a gradient: compute it within the programs, or detach it")
             return None
-        program = self._arguments.with_tensors(program)
+        given, program = program, self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots, objective.runner.recordings.logs)
@@ -104,10 +106,13 @@ class CompiledSteps:
             if numbers != entry.numbers:
                 read.append(numbers)
                 continue
-            if entry.is_due and not self._is_still(subject, program, entry, call, number):
+            if entry.is_due and not (
+                self._may_have_tensors(subject, given, program)
+                and self._is_still(subject, program, entry, call, number)
+            ):
                 return None
             return entry.take(subject, tensors, number)
-        made = self._recorded(subject, program, call, number, updates, read)
+        made = self._recorded(subject, given, program, call, number, updates, read)
         self._last = None if self.entries else call
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
@@ -118,8 +123,23 @@ class CompiledSteps:
         changed = last.difference(call) if last else ""
         return f", the last time because {changed}" if changed else ""
 
+    def _may_have_tensors(self, subject: Subject, given: Program, program: Program) -> bool:
+        """Whether a program does the same with tensors in place of the floats that it is given."""
+        if program is not given and not subject.agree(given, program):
+            self._tell("it does something else if a float among its arguments is a tensor: hand over a tensor")
+            self._arguments.keeps_floats = True
+            self.entries.clear()
+        return program is given or not self._arguments.keeps_floats
+
     def _recorded(
-        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[Any]
+        self,
+        subject: Subject,
+        given: Program,
+        program: Program,
+        call: Call,
+        number: int,
+        updates: Updates | None,
+        read: Sequence[Any],
     ) -> Recording | None:
         """A new recording, if it is time for one. Python may ``read`` other numbers than in earlier ones."""
         kind = hash((tuple(call.spec), id(updates), *read))
@@ -140,7 +160,7 @@ class CompiledSteps:
             return None
         start = time.perf_counter()
         try:
-            if not subject.meet(program):
+            if not (self._may_have_tensors(subject, given, program) and subject.meet(program)):
                 return None
             recording = record(subject, program, call, number, updates)
         except NotYet:
@@ -200,6 +220,7 @@ class Arguments:
         # The float arguments of the last call, by position, and those that have changed.
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
+        self.keeps_floats = False  # whether they stay floats
 
     def new_arrays(self, call: Call) -> list[int]:
         """The arrays of numpy that were not there in the last call: a recording holds for the very same ones."""
@@ -212,11 +233,14 @@ class Arguments:
     def with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
         leaves, tree = tree_flatten((program.args, program.kwargs))
-        if not (floats := {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), float)}):
+        floats = {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), (float, numpy.floating))}
+        if self.keeps_floats or not floats:
             return program
         self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
         self._floats = floats
-        for i in self._varying & floats.keys():
+        if not (varying := self._varying & floats.keys()):
+            return program
+        for i in varying:
             leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
         args, kwargs = tree_unflatten(leaves, tree)
         return program._replace(args=args, kwargs=kwargs)

@@ -121,6 +121,21 @@ class Subject:
             restore(recordings, found)
         return self.is_settled()
 
+    def agree(self, program: Program, other: Program) -> bool:
+        """Whether steps of two programs, both undone, have one loss and one surrogate."""
+        mode, found = self.objective.mode(learning=True), []
+        try:
+            for each in (program, other):
+                self.objective.runner.meet(each, mode)
+                with untraced(self), LentBuffers():
+                    step, surrogate = self.objective.taken(each, mode)
+                    found.append(torch.stack((step.loss, surrogate)).detach().double())
+        except Unrecordable:
+            raise
+        except Exception:  # of the program: a tensor has no is_integer()
+            return False
+        return torch.allclose(found[0], found[1], rtol=1e-4, equal_nan=True)
+
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
         objective = self.objective

@@ -9,6 +9,7 @@ import abc
 import contextlib
 import dis
 import linecache
+import re
 import sys
 import weakref
 from collections import Counter
@@ -39,7 +40,7 @@ _CORE = frozenset({"torch", "pyro", "numpy", "math", "functools", "itertools", "
 # Classes of libraries whose code reads nothing of what classes of the user's add to them.
 _BARE = frozenset((object, nn.Module, PyroModule, abc.ABC, Generic, Protocol))
 # Names in code that reads attributes without naming them.
-_LOOKUPS = frozenset("getattr vars dir __dict__ attrgetter methodcaller asdict astuple getmembers eval exec".split())
+_LOOKUPS = frozenset("getattr vars dir __dict__ attrgetter asdict astuple getmembers eval exec MATCH_CLASS".split())
 # Number of changes after which a number counts the steps, and switches nothing; and an attribute is a log.
 MOST_CHANGES = 4
 
@@ -307,7 +308,10 @@ class Logs:
 def _words_of(code: CodeType) -> frozenset[str]:
     """The names in a function, and texts that may be names."""
     texts = (each for part in code.co_consts for each in (part if isinstance(part, tuple) else (part,)))
-    return frozenset((*code.co_names, *(each for each in texts if isinstance(each, str))))
+    formats = ((text, re.findall(r"\w+", text) if "{" in text else ()) for text in texts if isinstance(text, str))
+    words = (word for text, parts in formats for word in (text, *parts))
+    operators = (dis.opname[each] for each in code.co_code[::2])
+    return frozenset((*code.co_names, *words, *operators))
 
 
 @lru_cache(maxsize=1024)

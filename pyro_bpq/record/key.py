@@ -18,6 +18,7 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from operator import attrgetter, methodcaller
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -145,8 +146,9 @@ class Call:
         self._seen = dict[int, Hashable]()
         # Attributes of objects of the user's own: where they are, the class, the name, the value.
         self._own: list[tuple[Path, type, str, Any]] = []
-        self._place: Hashable = ""  # the one that is looked into, and where it starts
-        self._first = 0
+        # The one that is looked into, and where it starts; whether something reads attributes whose name it holds.
+        self._place: Hashable = ""
+        self._first, self._looks_up = 0, False
         self._classes = set[type]()
         self._named = dict[int, set[str]]()  # the names that were looked up in each module, by its identity
         self._states = dict[int, AbstractSet[str]]()  # attributes that are left out, by object
@@ -165,7 +167,8 @@ class Call:
         """Visits the attributes of objects of the user's own, but for logs."""
         found = dict[tuple[type, str], list[Hashable]]()
         for path, owner, name, value in self._own:  # grows meanwhile
-            if (place := (owner, name)) not in logs.left_out:
+            place = owner, name
+            if self._looks_up or place not in logs.left_out:
                 self._place, self._first, first = place, len(self._kept), len(self.spec)
                 self.visit(path, value)
                 found.setdefault(place, []).extend(self.spec[first:])
@@ -238,6 +241,7 @@ class Call:
     def _opaque(self, path: Path, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
         self.note(path, (type(item), id(item)))
+        self._looks_up |= item is getattr or type(item) in (attrgetter, methodcaller)
         if issubclass(type(item), numpy.ndarray):  # a proxy may raise if it is asked for its class
             self.arrays.append((path, item))
 
