@@ -40,19 +40,13 @@ class Block(nn.Module):
     squares, counts and step sizes need 32 bits.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        keys: Sequence[str],
-        critic: nn.Module | None = None,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, kind: str, keys: Sequence[str], critic: nn.Module | None, buffers: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.kind, self.keys, self.critic = kind, tuple(keys), critic
         self.slow: nn.Module | None = None
         for part in () if critic is None else critic.modules():
             vars(part)[_MARK] = True
-        for name, buffer in (buffers or {}).items():
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
     def weights(self) -> dict[str, Tensor]:
