@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq.errors import warn
+from pyro_bpq.short import alike
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
@@ -199,10 +200,7 @@ class CriticBank(nn.Module):
         if missing and make is None:
             return None
         # New rows begin as in the run that was saved, apart from the rows that were loaded.
-        homes: dict[Any, list[str]] = {}
-        for key in missing:
-            homes.setdefault(self._waiting.get((kind, key), {}).get(_HOME), []).append(key)
-        for rows in homes.values():
+        for rows in alike((key, self._waiting.get((kind, key), {}).get(_HOME)) for key in missing).values():
             assert make is not None
             self._add(make(tuple(rows)))
         selection = self._find(kind, keys)

@@ -27,6 +27,7 @@ from pyro_bpq.record.laws import draw
 from pyro_bpq.record.traced_run import TracedRun, full_mask
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.rollout.sums import common_type, total
+from pyro_bpq.short import alike
 
 # Tables of up to so many elements are stacked, because a call takes longer than its computation.
 SMALL = 4096
@@ -247,10 +248,8 @@ def _averages(pairs: Sequence[tuple[Tensor, Tensor, int]], found: list[Tensor], 
 
 def _alike(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
     """Positions of the tensors that share a call: small ones of a shape and a kind."""
-    found = dict[Any, list[int]]()
-    for i, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        found.setdefault((tensor.shape, kind) if tensor.numel() <= SMALL else i, []).append(i)
-    return [*found.values()]
+    pairs = enumerate(zip(tensors, kinds, strict=True))
+    return [*alike((i, (own.shape, kind) if own.numel() <= SMALL else i) for i, (own, kind) in pairs).values()]
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
