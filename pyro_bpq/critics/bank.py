@@ -300,10 +300,8 @@ class CriticBank(nn.Module):
             self._on_build(key)
 
     def _find(self, kind: str, keys: tuple[str, ...]) -> Selection:
-        places: dict[str, list[tuple[int, int]]] = {}
-        for position, name in enumerate(keys):
-            key, row = self._index[kind, name]
-            places.setdefault(key, []).append((row, position))
+        homes = [(position, *self._index[kind, name]) for position, name in enumerate(keys)]
+        places = alike(((row, position), key) for position, key, row in homes)
         parts = []
         for key, found in places.items():
             block, (rows, positions) = self.blocks[key], map(list, zip(*found, strict=True))

@@ -148,11 +148,10 @@ def _groups(runs: Sequence[RunInOrder]) -> Iterator[tuple[Estimator, tuple[str, 
     """Sites that are served together, since equally many particles have them: scores and losses, ``(sites, M)``."""
     # Where the scores of a site are among those of all particles.
     found = alike(enumerate(pair for run in runs for pair in run.estimators.items()))
-    together: dict[tuple[Estimator, int], dict[str, list[int]]] = {}
-    for (name, estimator), places in found.items():
-        together.setdefault((estimator, len(places)), {})[name] = places
+    together = alike(((name, places), (own, len(places))) for (name, own), places in found.items())
     scores = torch.cat([run.scores for run in runs])
     losses = torch.cat([run.loss.expand(len(run.scores)) for run in runs])
     for (estimator, _), members in together.items():
-        rows = torch.tensor(list(members.values()))
-        yield estimator, tuple(members), scores[rows], losses[rows]
+        names, places = zip(*members, strict=True)
+        rows = torch.tensor(places)
+        yield estimator, names, scores[rows], losses[rows]
