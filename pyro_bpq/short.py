@@ -99,13 +99,8 @@ def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
     return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]
 
 
-def number(value: float | None) -> str:
-    """Formats a number with three significant digits; very small or large ones get an exponent.
-
-    ``None`` becomes ``-``.
-    """
-    if value is None:
-        return "-"
+def number(value: float) -> str:
+    """Formats a number with three significant digits; very small or large ones get an exponent."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
