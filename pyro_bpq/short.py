@@ -7,9 +7,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pyro_bpq.errors import BPQError
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Pending:
@@ -70,11 +73,11 @@ def listed(names: Sequence[str]) -> str:
     return f"{names[0]} to {names[-1]}, {len(names)} sites" if len(names) > 3 else ", ".join(names)
 
 
-def alike(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The names that have the same text, together."""
-    found: dict[str, list[str]] = {}
-    for name, text in texts:
-        found.setdefault(text, []).append(name)
+def alike(pairs: Iterable[tuple[T, K]]) -> dict[K, list[T]]:
+    """The things that have the same text, or another mark, together."""
+    found: dict[K, list[T]] = {}
+    for thing, mark in pairs:
+        found.setdefault(mark, []).append(thing)
     return found
 
 
@@ -96,13 +99,8 @@ def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
     return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]
 
 
-def number(value: float | None) -> str:
-    """Formats a number with three significant digits; very small or large ones get an exponent.
-
-    ``None`` becomes ``-``.
-    """
-    if value is None:
-        return "-"
+def number(value: float) -> str:
+    """Formats a number with three significant digits; very small or large ones get an exponent."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:

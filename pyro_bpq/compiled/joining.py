@@ -246,14 +246,12 @@ class _Writer:
         schema = node.target._schema  # type: ignore[union-attr]
         dims = [value.dim() for each in node.all_input_nodes if (value := value_of(each)) is not None]
         rank = max(dims) if _is_elementwise(node) else None
-        args = [
-            self._argument(schema.arguments[i].name, [each.args[i] for each in group], rank, node)
-            for i in range(len(node.args))
-        ]
+        given = zip(schema.arguments, zip(*(each.args for each in group), strict=True), strict=False)
+        args = [self._argument(argument.name, [*items], rank, node) for argument, items in given]
         kwargs = {name: self._argument(name, [each.kwargs[name] for each in group], rank, node) for name in node.kwargs}
         if rank is None:
-            given = {argument.name for argument in schema.arguments[: len(args)]} | kwargs.keys()
-            left = [argument for argument in schema.arguments if argument.name in _DIMENSIONS - given]
+            said = {argument.name for argument in schema.arguments[: len(args)]} | kwargs.keys()
+            left = [argument for argument in schema.arguments if argument.name in _DIMENSIONS - said]
             kwargs |= {argument.name: _moved(argument.default_value) for argument in left}
         if node.target in (_ATEN.sum.dim_IntList, _ATEN.mean.dim) and not args[1]:
             args[1] = list(range(1, dims[0] + 1))

@@ -253,11 +253,29 @@ class OptimizerUpdate:
                 self.clip(self.parameter)
             assert self.parameter.grad is not None
             if isinstance(self.optimizer, ClippedAdam):
-                _clipped_adam(self.parameter, self.parameter.grad, self.optimizer, *numbers)
+                self._step_of_pyro(self.parameter.grad, *numbers)
             else:
-                self._step_of_torch(numbers[0])
+                self._step_of_torch(*numbers)
         finally:
             self.parameter.grad = kept
+
+    def _step_of_pyro(self, gradient: Tensor, step_size: Tensor, number: Tensor) -> None:
+        """Pyro's ClippedAdam; the step size has decayed already.
+
+        m ← β₁ m + (1 - β₁) g        v ← β₂ v + (1 - β₂) (g - c m)²        c: 1 if the variance is centred, else 0
+        x ← x - lr √(1 - β₂ⁿ) / (1 - β₁ⁿ) · m / (√v + ε)
+        """
+        parameter, group, state = self.parameter, self.group, self.optimizer.state[self.parameter]
+        first, second = group["betas"]
+        gradient = gradient.clamp(-group["clip_norm"], group["clip_norm"])
+        if group["weight_decay"] != 0:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(first).add_(gradient, alpha=1 - first)
+        spread = gradient - mean if group.get("centered_variance") else gradient
+        square.mul_(second).addcmul_(spread, spread, value=1 - second)
+        scale = step_size * (1 - second**number).sqrt() / (1 - first**number)
+        parameter.sub_(scale.to(parameter.dtype) * mean / square.sqrt().add_(group["eps"]))
 
     def _step_of_torch(self, step_size: Tensor) -> None:
         group = self.group
@@ -269,27 +287,6 @@ class OptimizerUpdate:
             self.optimizer.step()
         finally:
             group.update(kept)
-
-
-def _clipped_adam(
-    parameter: Tensor, gradient: Tensor, optimizer: torch.optim.Optimizer, step_size: Tensor, number: Tensor
-) -> None:
-    """Pyro's ClippedAdam; the step size has decayed already.
-
-    m ← β₁ m + (1 - β₁) g        v ← β₂ v + (1 - β₂) (g - c m)²        c: 1 if the variance is centred, else 0
-    x ← x - lr √(1 - β₂ⁿ) / (1 - β₁ⁿ) · m / (√v + ε)
-    """
-    (group,), state = optimizer.param_groups, optimizer.state[parameter]
-    first, second = group["betas"]
-    gradient = gradient.clamp(-group["clip_norm"], group["clip_norm"])
-    if group["weight_decay"] != 0:
-        gradient = gradient.add(parameter, alpha=group["weight_decay"])
-    mean, square = state["exp_avg"], state["exp_avg_sq"]
-    mean.mul_(first).add_(gradient, alpha=1 - first)
-    spread = gradient - mean if group.get("centered_variance") else gradient
-    square.mul_(second).addcmul_(spread, spread, value=1 - second)
-    scale = step_size * (1 - second**number).sqrt() / (1 - first**number)
-    parameter.sub_(scale.to(parameter.dtype) * mean / square.sqrt().add_(group["eps"]))
 
 
 class Updates:
@@ -342,9 +339,7 @@ def numbers_of(updates: Iterable[OptimizerUpdate]) -> Tensor:
     return torch.tensor([number for update in updates for number in update.numbers], dtype=torch.float64)
 
 
-def apply_all(
-    updates: Iterable[OptimizerUpdate], gradients: Mapping[Tensor, Tensor], numbers: Iterable[Tensor]
-) -> None:
+def apply_all(updates: Iterable[OptimizerUpdate], gradients: Mapping[Tensor, Tensor], numbers: Tensor) -> None:
     """Updates parameters, from gradients and from the numbers of all updates, one after the other."""
     own = iter(numbers)
     with torch.no_grad():

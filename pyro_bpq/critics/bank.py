@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq.errors import warn
+from pyro_bpq.short import alike
 
 # Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
@@ -40,19 +41,13 @@ class Block(nn.Module):
     squares, counts and step sizes need 32 bits.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        keys: Sequence[str],
-        critic: nn.Module | None = None,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, kind: str, keys: Sequence[str], critic: nn.Module | None, buffers: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.kind, self.keys, self.critic = kind, tuple(keys), critic
         self.slow: nn.Module | None = None
         for part in () if critic is None else critic.modules():
             vars(part)[_MARK] = True
-        for name, buffer in (buffers or {}).items():
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
     def weights(self) -> dict[str, Tensor]:
@@ -205,10 +200,7 @@ class CriticBank(nn.Module):
         if missing and make is None:
             return None
         # New rows begin as in the run that was saved, apart from the rows that were loaded.
-        homes: dict[Any, list[str]] = {}
-        for key in missing:
-            homes.setdefault(self._waiting.get((kind, key), {}).get(_HOME), []).append(key)
-        for rows in homes.values():
+        for rows in alike((key, self._waiting.get((kind, key), {}).get(_HOME)) for key in missing).values():
             assert make is not None
             self._add(make(tuple(rows)))
         selection = self._find(kind, keys)
@@ -308,10 +300,8 @@ class CriticBank(nn.Module):
             self._on_build(key)
 
     def _find(self, kind: str, keys: tuple[str, ...]) -> Selection:
-        places: dict[str, list[tuple[int, int]]] = {}
-        for position, name in enumerate(keys):
-            key, row = self._index[kind, name]
-            places.setdefault(key, []).append((row, position))
+        homes = [(position, *self._index[kind, name]) for position, name in enumerate(keys)]
+        places = alike(((row, position), key) for position, key, row in homes)
         parts = []
         for key, found in places.items():
             block, (rows, positions) = self.blocks[key], map(list, zip(*found, strict=True))

@@ -22,6 +22,7 @@ from pyro_bpq.diagnostics.comparison import Comparison
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
+from pyro_bpq.short import alike
 
 # Okabe and Ito's colours, which remain distinct for the colour-blind.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D00")
@@ -169,10 +170,8 @@ def _cost_colours(graph: StochasticComputationGraph) -> dict[str, str]:
 def _in_plates(prefix: str, drawn: Sequence[tuple[tuple[Plate, ...], str]]) -> list[str]:
     """Statements inside the boxes of their plates, the leftmost dimension outermost."""
     lines = [line for plates, line in drawn if not plates]
-    boxes: dict[Plate, list[tuple[tuple[Plate, ...], str]]] = {}
-    for plates, line in drawn:
-        for outer in sorted(plates, key=lambda plate: plate.dim)[:1]:
-            boxes.setdefault(outer, []).append((tuple({*plates} - {outer}), line))
+    framed = [(min(plates, key=lambda plate: plate.dim), plates, line) for plates, line in drawn if plates]
+    boxes = alike(((tuple({*plates} - {outer}), line), outer) for outer, plates, line in framed)
     for outer, inside in boxes.items():
         name = f"{prefix} {outer.name}"
         lines += _box(name, outer.name, _in_plates(name, inside))

@@ -26,7 +26,7 @@ from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError, check_ch
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
 from pyro_bpq.graph.scg import Form, Plate, StochasticComputationGraph
-from pyro_bpq.short import aligned
+from pyro_bpq.short import aligned, alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class BackpropQNetwork:
 
     def q_nodes(self, site: str) -> tuple[QNode, ...]:
         """The Q-nodes at a stochastic node; their sources are disjoint and cover the downstream costs."""
-        return self._by_site.get(self.graph.node(site).name, ())
+        return tuple(self._by_site.get(self.graph.node(site).name, ()))
 
     def children(self, name: str) -> tuple[str, ...]:
         """The Q-nodes and costs that the rule of Q-node ``name`` reads, each once."""
@@ -193,11 +193,8 @@ class BackpropQNetwork:
         return {node.name: node for node in self.nodes}
 
     @cached_property
-    def _by_site(self) -> dict[str, tuple[QNode, ...]]:
-        by_site = defaultdict(list)
-        for node in self.nodes:
-            by_site[node.site].append(node)
-        return {site: tuple(nodes) for site, nodes in by_site.items()}
+    def _by_site(self) -> dict[str, list[QNode]]:
+        return alike((node, node.site) for node in self.nodes)
 
     def rule_text(self, node: QNode) -> str:
         """The rule of a Q-node as a formula, ``Q_y^f1 + (Q_y^f2 + Q_z^f2)/2``."""

@@ -278,11 +278,10 @@ class Replayer:
             if not candidates:
                 continue
             site = candidates[first % len(candidates)]
-            redraws = self._redraws(stored, site)
+            # Without a redraw all draws would be alike.
+            seeds = seeds if self._redraws(stored, site) else seeds[:1]
             try:
-                draws = [
-                    self._loss(owner, stored, site, sites, seed, redraws) for seed in seeds[: None if redraws else 1]
-                ]
+                draws = [self._loss(owner, stored, site, sites, seed) for seed in seeds]
             except StaleError:
                 self.buffer.drop(stored)
                 continue
@@ -302,27 +301,21 @@ class Replayer:
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
 
     def _redraws(self, stored: StoredRollout, site: str) -> bool:
-        """Whether an update of a site's critics draws anything; else all draws would be alike."""
+        """Whether an update of a site's critics draws anything."""
         if stored.plan is None:
             held = held_sites(stored.network, site, self.replay.coparents)
             return stored.is_steered or not held.issuperset(stored.network.graph.index)
         return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
-        self,
-        owner: PlannedObjective,
-        stored: StoredRollout,
-        site: str,
-        sites: Collection[str] | None,
-        seed: int,
-        redraws: bool,
+        self, owner: PlannedObjective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> Tensor | None:
         """The loss of one draw; ``None`` where nothing learns. Refuses a rollout that cannot be replayed any more.
 
         Where the costs are stored and nothing is redrawn, all Q-nodes that learn by holding do so at once.
         """
         plan, form = stored.plan, self._form(stored.is_steered)
-        is_whole = plan is not None and not redraws
+        is_whole = plan is not None and not self._redraws(stored, site)
         held = held_sites(stored.network, site, form if plan is None else "redrawn")
         redrawn = frozenset() if is_whole else stored.network.graph.index.keys() - held
         values = [{name: value for name, value in each.items() if name not in redrawn} for each in stored.values]
@@ -377,9 +370,8 @@ def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:
     for traced in staged.traced:
         costs.append(given_costs(traced.guide_trace) | given_costs(traced.model_trace))
         names |= {name for name, options in traced.user_costs.items() if options.is_function}
-    expected = {
-        name for cls in layout.classes if cls.spec.components and cls.spec.critic is not None for name in cls.names
-    }
+    learning = [cls for cls in layout.classes if cls.spec.components and cls.spec.critic is not None]
+    expected = {name for cls in learning for name in cls.names}
     plan = off_policy_plan(layout.network, expected, layout.tabled, names)
     return {"costs": tuple(costs), "plan": plan}
 

@@ -189,9 +189,8 @@ class BoundRunner(Runner):
             self.recordings.graph(first, particles.in_call, mode.learning)
             # Rows and particles that meet are told once.
             self.recordings.now.next = math.inf
-            met = [
-                (f"meet in {cost}: a row reads", "is") for cost, (plate, _) in first.met.items() if plate == self.plate
-            ]
+            mixed = [cost for cost, (plate, _) in first.met.items() if plate == self.plate]
+            met = [(f"meet in {cost}: a row reads", "is") for cost in mixed]
             if self.plate is not None and left and torch.is_grad_enabled():
                 leaving = f"values of {quoted(left)} leave torch (by .item(), if, .numpy())"
                 met.append((f"may meet, as {leaving}: a row may read", "may be"))

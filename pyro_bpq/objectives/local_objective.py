@@ -69,10 +69,8 @@ class LocalObjective:
             self.signals.append({c: slopes[tensor] for c, tensor in tensors.items() if tensor in slopes})
             self.old.append({c: _kept(tensor) for c, tensor in tensors.items()})
         # Distributions may hold the parameters themselves, which an optimiser changes in place.
-        self.frozen = [
-            [{name: mapped(record.fn, _kept) for name, record in t.run.sites.items()} for t in staged.traced]
-            for staged in items
-        ]
+        runs = [[traced.run for traced in staged.traced] for staged in items]
+        self.frozen = [[{n: mapped(site.fn, _kept) for n, site in run.sites.items()} for run in own] for own in runs]
 
     def model_leaves(self) -> list[Tensor]:
         """The leaf parameters that the model reads."""

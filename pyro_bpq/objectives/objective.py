@@ -183,7 +183,7 @@ class Objective(CountedELBO, nn.Module):
             BusyError: If another thread takes a step or replays.
         """
         with self._turn:
-            loss = self.compiled_update(None, model, guide, *args, **kwargs)
+            loss = self.compiled_update(Program(model, guide, args, kwargs))
             return self.eager_loss_and_grads(model, guide, *args, **kwargs) if loss is None else float(loss.item())
 
     def eager_loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
@@ -194,15 +194,13 @@ class Objective(CountedELBO, nn.Module):
             self._backward(surrogate)
         return float(loss.item())
 
-    def compiled_update(
-        self, updates: Updates | None, model: Any, guide: Any, *args: Any, **kwargs: Any
-    ) -> Tensor | None:
+    def compiled_update(self, program: Program, updates: Updates | None = None) -> Tensor | None:
         """Takes a compiled step, which ends with the update of an optimiser where one is given; returns the loss.
 
         ``None`` if the step has to run eagerly; nothing was done then.
         """
         with self._turn:
-            found = self._compiled_step(Program(model, guide, args, kwargs), updates)
+            found = self._compiled_step(program, updates)
             if found is None:
                 return None
             found.add_gradients()

@@ -64,7 +64,9 @@ class PlannedObjective(Objective):
             warn(self.plan.unread)
         result = self._result(seen, mode)
         if self.analytic_kl:
-            result = replace(result, paths=analytic_paths(seen))
+            # One graph for all particles, or one for each.
+            graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
+            result = replace(result, paths=sum(map(differentiable_cost, seen.runs, graphs), torch.zeros(())))
         if self.trainer.keeps_staged:
             self.trainer.staged = Transient(replace(item, result=result) for item in seen.items)
         return result
@@ -284,13 +286,6 @@ def _entropy(signals: Signals, c: int, names: str) -> Tensor:
 
 
 # Expectations in closed form.
-
-
-def analytic_paths(seen: Observation) -> Tensor:
-    """The differentiable costs of the runs of a step."""
-    # One graph for all particles, or one for each.
-    graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
-    return sum(map(differentiable_cost, seen.runs, graphs), torch.zeros(()))
 
 
 def differentiable_cost(traced: TracedRun, graph: StochasticComputationGraph) -> Tensor:

@@ -161,15 +161,11 @@ def unread_options(traced: TracedRun, critics: Mapping[str, Critic | None], why:
 
     ``critics`` has those too that have nothing left to learn.
     """
-    found: dict[str, list[str]] = {}
-    for name, options in traced.options.items():
-        given = {"critic": options.critic, "context": options.context is not None, "share": options.share}
-        for option in (option for option, value in given.items() if value and critics.get(name) is None):
-            found.setdefault(option, []).append(name)
-    if not found:
-        return ""
+    bare = {name: own for name, own in traced.options.items() if critics.get(name) is None}
+    given = {n: {"critic": o.critic, "context": o.context is not None, "share": o.share} for n, o in bare.items()}
+    found = alike((name, option) for name, own in given.items() for option, value in own.items() if value)
     texts = "; ".join(f"{option} at {listed(names)}" for option, names in found.items())
-    return f"Nothing reads the options {texts}: {why}"
+    return f"Nothing reads the options {texts}: {why}" if found else ""
 
 
 def unread_baselines(sites: Mapping[str, SiteFacts], estimators: Mapping[str, Estimator]) -> str:

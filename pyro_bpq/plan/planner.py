@@ -8,7 +8,7 @@ structure.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -118,7 +118,7 @@ class Planner:
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         may_sum, notes = facts.cuts_plates and not facts.is_dynamic, list[str]()
         summed = sum_plan(structure, self.max_support) if may_sum else None
-        written = written_options(traced, self.estimator, self.asks)
+        written, asks = written_options(traced, self.estimator, self.asks), ", ".join(self.asks)
         if written and summed is not None:
             notes, summed = [f"It is not summed over all values, because you wrote {', '.join(written)}."], None
         sums = facts.sums and summed is not None
@@ -132,9 +132,7 @@ class Planner:
         noisy, compared, served = self._noisy(structure, flips)
         if served and self.asks:
             # Who asks for critics has them, in as many particles.
-            notes.append(
-                f"Critics take the place of other particles as baselines, because you wrote {', '.join(self.asks)}."
-            )
+            notes.append(f"Critics take the place of other particles as baselines, because you wrote {asks}.")
             served = frozenset()
         elif served:
             flips = plan_extra_run(structure, wanted, self.max_elements, served)
@@ -150,7 +148,7 @@ class Planner:
         critics = {n: None if self._is_told(structure, n, flips) else critic for n, critic in given.items()}
         layout = self._layout(structure, estimators, critics, flips)
         if self.asks and layout.network is None:
-            notes.append(f"No site has a critic, so that {', '.join(self.asks)} changes nothing.")
+            notes.append(f"No site has a critic, so that {asks} changes nothing.")
         unread = unread_options(traced, given) + unread_baselines(sites, estimators)
         if self.estimator is not None and unread:
             # Estimators are compared on programs whose sites have options: print tells, and no warning.
@@ -221,9 +219,7 @@ class Planner:
         # Costs of a user's own tend to be alike in all rows: critics, and sums over values, tell more of them.
         return sites, compared, frozenset(n for n in served if options[n].is_open and not traced.user_costs)
 
-    def _told(
-        self, structure: Structure, asked: Facts, wanted: Estimators, flips: Flips, served: Collection[str]
-    ) -> Facts:
+    def _told(self, structure: Structure, asked: Facts, wanted: Estimators, flips: Flips, served: Set[str]) -> Facts:
         """All that rules look at."""
         traced, graph, facts = structure.traced, structure.graph, structure.facts
         told, found, has_slope = flips.sites, {}, facts.has_slope or (lambda name: True)

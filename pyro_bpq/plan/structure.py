@@ -100,14 +100,13 @@ class Structure:
 
     def own_costs(self, name: str) -> dict[Known, str]:
         """The own costs of a finite site that follow from its distributions alone."""
-        traced, cost, found = self.traced, cost_of_model(name), dict[Known, str]()
+        traced, graph, cost, found = self.traced, self.graph, cost_of_model(name), dict[Known, str]()
         if traced.infos[name].components is None:
             return found
         fn, prior = traced.run.sites[name].fn, traced.run.sites[name].prior
         has_like_prior = prior is not None and have_same_values(prior, fn) and prior.batch_shape == fn.batch_shape
-        if has_like_prior and cost in self.immediate[name]:
-            if self.graph.cost(cost).plates == self.graph.node(name).plates:
-                found[Known.LOG_P] = cost
+        if has_like_prior and cost in self.immediate[name] and graph.cost(cost).plates == graph.node(name).plates:
+            found[Known.LOG_P] = cost
         if not (name in traced.untraced or traced.only_costs):
             found[Known.LOG_Q] = cost_of_guide(name)
         return found

@@ -245,9 +245,8 @@ def _gather(read: Reader, tensor: Any, dim: int, index: Any, *_: Any) -> Labels:
     source, chosen = over(read(tensor), dim), read(index)
     if not chosen.ndim:
         return combined(chosen, over(source, None, False))
-    kept = [
-        slice(None) if own == 1 else slice(0, size) for own, size in zip(source.shape, read.shape(index), strict=True)
-    ]
+    sizes = zip(source.shape, read.shape(index), strict=True)
+    kept = [slice(None) if own == 1 else slice(0, size) for own, size in sizes]
     return combined(chosen, source[tuple(kept)])
 
 

@@ -18,7 +18,7 @@ from pyro_bpq.record.key import Call, kind_of
 from pyro_bpq.record.laws import Draw, rows_of
 from pyro_bpq.record.operators import copied, effects_of, filled, written, written_arguments
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.values import Node, Notes, Value, results_of, values_in
+from pyro_bpq.record.values import Node, Notes, Tensors, Value, results_of, values_in
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # torch's transforms ask for the representation
@@ -40,10 +40,10 @@ class Function:
     wanted: tuple[Value, ...]
     shapes: Sequence[Any] = ()
     dtypes: Sequence[torch.dtype] = ()
-    fixed: Mapping[Value, Tensor] = field(default_factory=dict)
+    fixed: Tensors = field(default_factory=dict)
     asked: tuple[Value, ...] = ()
 
-    def at(self, tensors: Mapping[Value, Tensor], seed: int = 0) -> list[Tensor]:
+    def at(self, tensors: Tensors, seed: int = 0) -> list[Tensor]:
         """The wanted values, from tensors by value, which stay as they are, as do the global generators."""
         taken = [tensors[value] for value in self.asked or self.given]
         with drawing(self, seed):
@@ -149,7 +149,7 @@ class Function:
                 own.update(results_of(node))
         return False
 
-    def without_writes(self, tensors: Mapping[Value, Tensor]) -> Function:
+    def without_writes(self, tensors: Tensors) -> Function:
         """The same, in which no operator writes in place; ``tensors`` are such as it gets, by value."""
         if not self.writes:
             return self
@@ -158,7 +158,7 @@ class Function:
             taken = [tensors[value].detach().clone() for value in self.given]
             return flat(torch.func.functionalize(noted), taken, self.given)
 
-    def in_rows(self, moved: Set[Value], tensors: Mapping[Value, Tensor]) -> Function:
+    def in_rows(self, moved: Set[Value], tensors: Tensors) -> Function:
         """The same for all rows at once; some values have rows."""
         given = tuple(dict.fromkeys((*moved, *self.given)))
         row = {value: tensors[value][0] if value in moved else tensors[value] for value in given}
@@ -197,7 +197,7 @@ class Check:
     stored: tuple[str, ...] = ()
     reached: tuple[tuple[Value, int], ...] = ()
     sized: frozenset[Value] = frozenset()
-    fixed: Mapping[Value, Tensor] = field(default_factory=dict, compare=False)
+    fixed: Tensors = field(default_factory=dict, compare=False)
     function: Function | None = field(default=None, compare=False)
 
     @torch.no_grad()
@@ -222,9 +222,7 @@ def _bind(found: dict[Value, Tensor], names: Any, result: Any) -> None:
             _bind(found, name, part)
 
 
-def flat(
-    function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], asked: tuple[Value, ...] = ()
-) -> Function:
+def flat(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], asked: Sequence[Value] = ()) -> Function:
     """The operators that run when a function is called with some tensors, which have been ``asked`` for.
 
     What it draws here is for nobody: the global generators stay as they are.
@@ -243,7 +241,7 @@ def flat(
         raise NotImplementedError("a number is read")
     nodes = tuple(node._replace(func=_INSTEAD.get(node.func, node.func)) for node in cut.nodes)
     fixed = {value: tape.inputs[value] for value in cut.given if value not in given}
-    return replace(cut, nodes=nodes, given=given, fixed=fixed, asked=asked)
+    return replace(cut, nodes=nodes, given=given, fixed=fixed, asked=tuple(asked))
 
 
 # Operators that torch runs row by row, and functions that do the same for all rows at once.
@@ -311,7 +309,7 @@ class Recording(Notes):
     marked: tuple[Value, ...] = ()
 
     @classmethod
-    def of(cls, tape: Tape, given: Mapping[Value, Tensor], marked: Iterable[Value] = ()) -> Recording:
+    def of(cls, tape: Tape, given: Tensors, marked: Iterable[Value] = ()) -> Recording:
         """What a tape has written down; values of sites, and indices of plates, are ``given``."""
         notes = {part.name: getattr(tape, part.name) for part in fields(Notes)}
         tensors = {**tape.inputs, **tape.before, **tape.noise, **given}

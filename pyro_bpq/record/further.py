@@ -103,8 +103,8 @@ def _particle(first: TracedRun, bound: Bound, number: int, rows: Any, i: int) ->
         # Scale and mask are those of the run, as they are for costs at other values: the recording may be older.
         if cost in bound.weights and not (bound.is_plain(cost) and site["log_prob"] is site["unscaled_log_prob"]):
             _weigh(site, *bound.weights[cost])
-    again = record_run(model, guide, samples(guide), number, first.subsamples, first.flags)
-    return replace(again, recorded=first.recorded)
+    again = record_run(model, guide, samples(guide), number, first.subsamples)
+    return replace(again, recorded=first.recorded, flags=first.flags)
 
 
 def _weigh(site: Any, scale: Any, mask: Any) -> None:
@@ -112,10 +112,8 @@ def _weigh(site: Any, scale: Any, mask: Any) -> None:
     log_prob, parts = scale_and_mask(site["unscaled_log_prob"], scale, mask), site.get("score_parts")
     site.update(scale=scale, mask=mask, log_prob=log_prob, log_prob_sum=log_prob.sum())
     if parts is not None:
-        term = parts.entropy_term
-        site["score_parts"] = parts._replace(
-            log_prob=log_prob, entropy_term=log_prob if isinstance(term, Tensor) else term
-        )
+        term = log_prob if isinstance(parts.entropy_term, Tensor) else parts.entropy_term
+        site["score_parts"] = parts._replace(log_prob=log_prob, entropy_term=term)
 
 
 def parts_of(guide_trace: Any, model_trace: Any) -> list[Tensor]:

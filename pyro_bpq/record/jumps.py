@@ -20,7 +20,7 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.recorded import MOST_ELEMENTS, Bound, Recorded, doubled
 from pyro_bpq.record.traced_run import TracedRun
-from pyro_bpq.record.values import Node, Value, results_of
+from pyro_bpq.record.values import Node, Tensors, Value, results_of
 from pyro_bpq.record.watch import carried
 from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.short import number as in_short
@@ -45,9 +45,6 @@ _COPIES = (torch.ops.aten.expand.default, torch.ops.aten.clone.default)
 _EQUAL = torch.ops.aten.eq.Tensor
 # Number of lines that are followed, how often each is halved, and how much further a jump goes than slopes explain.
 _LINES, _HALVINGS, _FURTHER = 32, 32, 8.0
-
-
-Tensors = Mapping[Value, Tensor]
 
 
 class Jump(NamedTuple):

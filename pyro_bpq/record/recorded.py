@@ -21,7 +21,7 @@ from pyro_bpq.record.key import Call
 from pyro_bpq.record.laws import Draw
 from pyro_bpq.record.operators import effects_of
 from pyro_bpq.record.tape import Tape
-from pyro_bpq.record.values import Value, results_of
+from pyro_bpq.record.values import Tensors, Value, results_of
 
 # Largest number of cost elements in rows that run at once.
 MOST_ELEMENTS = 1 << 21
@@ -32,6 +32,8 @@ _LOST, _NOISE, _FIRST_SITE = 1, 2, 4
 
 
 Outside = tuple[str, Any]
+# Scale and mask of costs, by name.
+Weights = Mapping[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +112,7 @@ class Recorded:
         reading = {name: self.recording.whole.reading({value}) for name, value in self.parameters.items()}
         return frozenset(n for n, nodes in reading.items() if not all(effects_of(node.func).is_view for node in nodes))
 
-    def bound(
-        self,
-        values: Mapping[str, Tensor],
-        subsamples: Mapping[str, Any],
-        call: Call,
-        weights: Mapping[str, tuple[Any, Any]],
-    ) -> Bound:
+    def bound(self, values: Mapping[str, Tensor], subsamples: Mapping[str, Any], call: Call, weights: Weights) -> Bound:
         """The tensors of another run with the same operators.
 
         Args:
@@ -226,8 +222,8 @@ class Bound:
     """
 
     recorded: Recorded
-    tensors: Mapping[Value, Tensor]
-    weights: Mapping[str, tuple[Any, Any]]
+    tensors: Tensors
+    weights: Weights
 
     def weighted(self, name: str, cost: Tensor) -> Tensor:
         """A cost at other values, scaled and masked as that of the run."""
@@ -293,7 +289,7 @@ class Bound:
         return {name: self.weighted(name, torch.cat(parts)) for name, parts in zip(names, found, strict=True)}
 
 
-def doubled(tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+def doubled(tensors: Tensors) -> dict[Value, Tensor]:
     """The same in double precision."""
     return {value: own.double() if own.is_floating_point() else own for value, own in tensors.items()}
 

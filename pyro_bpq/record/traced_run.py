@@ -148,12 +148,7 @@ class TracedRun:
 
 
 def record_run(
-    model_trace: Any,
-    guide_trace: Any,
-    guide_sites: Mapping[str, Any],
-    particles: int,
-    subsamples: Mapping[str, Any],
-    flags: tuple[Any, ...],
+    model_trace: Any, guide_trace: Any, guide_sites: Mapping[str, Any], particles: int, subsamples: Mapping[str, Any]
 ) -> TracedRun:
     """Records what the traces of an untracked run show.
 
@@ -193,7 +188,6 @@ def record_run(
         subsamples=subsamples,
         untraced=frozenset(name for name in sites if is_untraced(guide_sites[name])),
         of_guide=frozenset(cost_of_guide(name) for name, site in guide_sites.items() if cost_options(site) is None),
-        flags=flags,
     )
 
 

@@ -130,8 +130,8 @@ def _inputs(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
 def _record(watch: Watch, model_trace: Trace, guide_trace: Trace, guide_sites: Sites) -> TracedRun:
     # Truth values and missing ones often switch parts of a program on and off.
     flags = tuple(pair for pair in watch.inputs.items() if any(pair[1] is flag for flag in (None, True, False)))
-    run = record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples, flags)
-    return replace(run, enumerated=frozenset(watch.enumerated), externals=watch.externals)
+    run = record_run(model_trace, guide_trace, guide_sites, watch.options.num_particles, watch.subsamples)
+    return replace(run, enumerated=frozenset(watch.enumerated), externals=watch.externals, flags=flags)
 
 
 def _traces(model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs) -> tuple[Trace, Trace, Heard]:

@@ -33,6 +33,9 @@ class Value(int):
     __slots__ = ()
 
 
+Tensors = Mapping[Value, Tensor]
+
+
 class Node(NamedTuple):
     """An operator as it was called. Values stand in place of tensors."""
 

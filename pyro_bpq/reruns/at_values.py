@@ -55,9 +55,8 @@ class Reruns:
         # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
         with torch.set_grad_enabled(value.requires_grad), _refusing(name):
             values = value.split(1) if len(self.traced) > 1 else (value,)
-            for own, other, bound, traced in zip(
-                values, held or [None] * len(values), self.values.bound, self.traced, strict=True
-            ):
+            others = held or [None] * len(values)
+            for own, other, bound, traced in zip(values, others, self.values.bound, self.traced, strict=True):
                 run, record = traced.run, traced.run.sites[name]
                 own = own.reshape(record.value.shape)
                 given = {name: own if own.requires_grad else own.to(record.value.dtype)}
@@ -65,9 +64,8 @@ class Reruns:
                 rest = below.difference(given)
                 found = bound.again(costs, given, rest, means, self._seed())
                 sites = {n: replace(run.sites[n], value=v) for n, v in (found | given).items() if n in run.sites}
-                runs.append(
-                    replace(run, sites={**run.sites, **sites}, costs={**run.costs, **{c: found[c] for c in costs}})
-                )
+                changed = {cost: found[cost] for cost in costs}
+                runs.append(replace(run, sites={**run.sites, **sites}, costs={**run.costs, **changed}))
         return tuple(runs)
 
     @cached_property
@@ -257,9 +255,8 @@ def has_slope(values: Values, graph: StochasticComputationGraph, name: str) -> b
             leaf = traced.run.sites[name].value.detach().clone().requires_grad_()
             with torch.enable_grad():
                 found = bound.again(costs, {name: leaf}, below)
-            expansions(
-                bound, Wanted((tuple(graph.downstream_costs(name)),), (name,))
-            )  # torch may refuse to go backward
+            # Torch may refuse to go backward.
+            expansions(bound, Wanted((tuple(graph.downstream_costs(name)),), (name,)))
             # Some operators have a derivative, which is zero.
             if any(known is leaf for known in inputs_of(*(found[cost] for cost in costs), blocked=STEPS)):
                 return True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,9 +68,7 @@ class _Enumerate(EnumMessenger):
         raise UnsupportedSiteError(f"Site {msg['name']!r}: {fault}")
 
 
-def enumerated_programs(
-    model: Callable[..., Any], guide: Callable[..., Any], nesting: int
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def enumerated_programs(model: Any, guide: Any, nesting: int) -> tuple[Any, Any]:
     """Model and guide with their marked sites enumerated, for one run."""
     if isinstance(poutine.unwrap(guide), Messenger):
         raise UnsupportedProgramError(

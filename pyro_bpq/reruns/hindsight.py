@@ -143,7 +143,8 @@ class HeldRuns:
                 moving[plan.start[name] + at].append(name)
         for row, names in sorted(moving.items()):
             values = {bound.recorded.drawn[name].value: value[row] for name, value in rows.values.items()}
-            derivatives = self._derivatives(replace(bound, tensors={**bound.tensors, **values}), names, groups)
+            moved = replace(bound, tensors={**bound.tensors, **values})
+            derivatives = self._derivatives(moved, names, groups, laws=(), is_curved=False)
             for name in names:
                 table = self._table(name, rows.traced.run.sites[name], derivatives[name, "immediate"])
                 at = row - plan.start[name]
@@ -153,12 +154,11 @@ class HeldRuns:
     @torch.no_grad()
     def _predict(self) -> None:
         """Changes that slopes and curvatures predict."""
-        plan, rollout, found = self.plan, self.rollout, defaultdict[str, list[list[Tensor]]](list)
-        nesting = rollout.plate_ndim + 1 if rollout.is_vectorized and rollout.num_particles > 1 else 0
+        plan, found = self.plan, defaultdict[str, list[list[Tensor]]](list)
         drawn = tuple(name for name, site in plan.sites.items() if site.is_drawn)
         is_curved = any(site.curvature for site in plan.sites.values() if site.is_sloped)
         for traced, bound in zip(self.values.traced, self.values.bound, strict=True) if drawn else ():
-            derivatives = self._derivatives(bound, drawn, plan.groups, plan.laws, nesting, is_curved)
+            derivatives = self._derivatives(bound, drawn, plan.groups, plan.laws, is_curved)
             curved = {name for (name, _), terms in derivatives.items() if any(own[1] is not None for own in terms)}
             self.expanded |= curved if derivatives else {*drawn}
             for name in drawn:
@@ -172,13 +172,7 @@ class HeldRuns:
         return _predicted(split, record, derivatives).nan_to_num_(0.0, 0.0, 0.0).expand(*shape, *split.table_shape)
 
     def _derivatives(
-        self,
-        bound: Bound,
-        drawn: Sequence[str],
-        groups: Sequence[SlopedCosts],
-        laws: tuple[str, ...] = (),
-        nesting: int = 0,
-        is_curved: bool = False,
+        self, bound: Bound, drawn: Sequence[str], groups: Sequence[SlopedCosts], laws: tuple[str, ...], is_curved: bool
     ) -> dict[tuple[str, str], Derivatives]:
         """The derivatives of groups of costs and of laws, by site and by the changes that they predict."""
         recorded, terms = bound.recorded, defaultdict[tuple[str, str], Derivatives](list)
@@ -190,6 +184,8 @@ class HeldRuns:
         splits = [sites[name].components for name in names]
         # In deeper nets slopes of counts at both values make up for second derivatives, which take their time.
         blocks = tuple({"one_hot": split.cardinality, "count": 0}.get(split.kind, 1) for split in splits)
+        rollout = self.rollout
+        nesting = rollout.plate_ndim + 1 if rollout.is_vectorized and rollout.num_particles > 1 else 0
         try:
             wanted = Wanted((*(group.costs for group in groups), laws), names, blocks if is_curved else None, nesting)
             *of_costs, of_laws = expansions(bound, wanted, lambda own: _signs(own, self.generator))

@@ -21,7 +21,10 @@ from pyro_bpq.record.components import Drawn
 from pyro_bpq.record.function import Function, flat
 from pyro_bpq.record.operators import PASSING, effects_of
 from pyro_bpq.record.recorded import Bound
-from pyro_bpq.record.values import Value, results_of, values_in
+from pyro_bpq.record.values import Tensors, Value, results_of, values_in
+
+# Gives random signs for tensors.
+Signs = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Expansion(NamedTuple):
@@ -150,9 +153,7 @@ class Slopes:
         self._run: Any = None
         self._found: list[tuple[int, str, str]] = []
 
-    def __call__(
-        self, bound: Bound, signs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-    ) -> list[dict[str, Expansion]]:
+    def __call__(self, bound: Bound, signs: Signs) -> list[dict[str, Expansion]]:
         """The derivatives at the values of a run; ``signs`` gives random signs for tensors."""
         shapes, dtypes = bound.recorded.recording.shapes, bound.recorded.recording.dtypes
         tensors = {**bound.tensors, **{site.scored: bound.tensors[site.value] for site in self.sites.values()}}
@@ -193,20 +194,15 @@ class Slopes:
             first = torch.autograd.grad(
                 costs, ends, counts, create_graph=bool(self.reads), allow_unused=True, retain_graph=True
             )
-            found.update(
-                {(i, *self.ends[v]): slope for v, slope in zip(points, first, strict=False) if slope is not None}
-            )
+            slopes = zip(points, first, strict=False)
+            found.update({(i, *self.ends[v]): slope for v, slope in slopes if slope is not None})
             curved = self._curvatures(values, points, first[len(points) :], signs)
             found.update({(i, name, "curvature"): part for name, part in curved.items()})
         self._found = [*found]
         return [*found.values()]
 
     def _curvatures(
-        self,
-        values: Mapping[Value, Tensor],
-        points: Mapping[Value, Tensor],
-        first: Sequence[Tensor | None],
-        signs: Sequence[Tensor],
+        self, values: Tensors, points: Tensors, first: Sequence[Tensor | None], signs: Sequence[Tensor]
     ) -> dict[str, Tensor]:
         """Second derivatives in sites, from first derivatives in the outputs of linear maps."""
         each = zip(self.reads, signs, first, strict=True)
@@ -226,7 +222,7 @@ class Slopes:
         return found
 
     def _in_site(
-        self, read: LinearRead, bent: Tensor, values: Mapping[Value, Tensor], point: Tensor, site: Drawn, block: int
+        self, read: LinearRead, bent: Tensor, values: Tensors, point: Tensor, site: Drawn, block: int
     ) -> Tensor | None:
         """From second derivatives in the output of a map to those in the value of a site."""
         source, weight = values[read.source], values[read.weight].detach()
@@ -251,9 +247,7 @@ class Slopes:
         return (bent @ (blocks.unsqueeze(-1) * blocks.unsqueeze(-2)).flatten(1)).reshape(*lead, block)
 
 
-def expansions(
-    bound: Bound, wanted: Wanted, signs: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda slopes: []
-) -> list[dict[str, Expansion]]:
+def expansions(bound: Bound, wanted: Wanted, signs: Signs = lambda slopes: []) -> list[dict[str, Expansion]]:
     """The derivatives that :class:`Slopes` gives, whose function is made once for each recording."""
     plain = tuple(bound.is_plain(name) for group in wanted.groups for name in group)
     slopes: Slopes = bound.recorded.kept(("slopes", wanted, plain), lambda: Slopes(bound, wanted))

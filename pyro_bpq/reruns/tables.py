@@ -27,6 +27,7 @@ from pyro_bpq.record.laws import draw
 from pyro_bpq.record.traced_run import TracedRun, full_mask
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.rollout.sums import common_type, total
+from pyro_bpq.short import alike
 
 # Tables of up to so many elements are stacked, because a call takes longer than its computation.
 SMALL = 4096
@@ -183,9 +184,8 @@ class _Rows(NamedTuple):
         """Log-probabilities of sites, each given another or none: ``(values of the other or 1, values, plates)``."""
         names, found = [*others], dict[str, Tensor]()
         splits = [self.plan.components[name] for name in names]
-        parameters = [
-            self._parameters(split, sites[name], others[name]) for name, split in zip(names, splits, strict=True)
-        ]
+        pairs = zip(names, splits, strict=True)
+        parameters = [self._parameters(split, sites[name], others[name]) for name, split in pairs]
         for ids in _alike(parameters, splits):
             law = splits[ids[0]].log_probs(_stack([parameters[i] for i in ids])).squeeze(-2)
             missing = self.nesting + 2 - law.dim()
@@ -206,11 +206,9 @@ class _Rows(NamedTuple):
 
     def weighted(self, log_prob: Tensor, site: Any, other: str | None) -> Tensor:
         """Log-probabilities, scaled and masked as their site."""
-        scale, mask = (
-            self.differing(part, other).unsqueeze(1) if isinstance(part, Tensor) else part
-            for part in (site["scale"], full_mask(site))
-        )
-        return scale_and_mask(log_prob, scale, mask)
+        parts = site["scale"], full_mask(site)
+        weights = [self.differing(p, other).unsqueeze(1) if isinstance(p, Tensor) else p for p in parts]
+        return scale_and_mask(log_prob, *weights)
 
     def table(self, numbers: Tensor, name: str, other: str | None) -> Table:
         """The table of numbers ``(values of the other or 1, values, plates)``."""
@@ -220,13 +218,10 @@ class _Rows(NamedTuple):
         is_later = names.index(other) > names.index(name)
         return Table((name, other), numbers.transpose(0, 1)) if is_later else Table((other, name), numbers)
 
-    def num_rows(self, other: str | None) -> int:
-        """Number of rows that differ: the number of values of the other site."""
-        return 1 if other is None else self.plan.components[other].cardinality
-
     def differing(self, numbers: Tensor, other: str | None, more: int = 0) -> Tensor:
         """The rows that differ, with all batch dimensions; there are ``more`` dimensions besides."""
-        missing, rows = self.nesting + more - numbers.dim(), self.num_rows(other)
+        rows = 1 if other is None else self.plan.components[other].cardinality
+        missing = self.nesting + more - numbers.dim()
         numbers = numbers.reshape(*(1,) * missing, *numbers.shape) if missing else numbers
         return numbers if numbers.shape[0] <= rows else numbers.narrow(0, 0, rows)
 
@@ -253,10 +248,8 @@ def _averages(pairs: Sequence[tuple[Tensor, Tensor, int]], found: list[Tensor], 
 
 def _alike(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
     """Positions of the tensors that share a call: small ones of a shape and a kind."""
-    found = dict[Any, list[int]]()
-    for i, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        found.setdefault((tensor.shape, kind) if tensor.numel() <= SMALL else i, []).append(i)
-    return [*found.values()]
+    pairs = enumerate(zip(tensors, kinds, strict=True))
+    return [*alike((i, (own.shape, kind) if own.numel() <= SMALL else i) for i, (own, kind) in pairs).values()]
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

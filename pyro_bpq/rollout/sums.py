@@ -34,6 +34,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import ones
+from pyro_bpq.short import alike
 
 # A matrix with at most DENSE entries, or with more than one entry in FULL to store, is stored dense.
 DENSE = 1 << 13
@@ -219,11 +220,8 @@ class Ranks:
 
     def average(self, tensors: Mapping[Any, Tensor], samples: int = 1) -> dict[Any, Tensor]:
         """Returns the means of several tensors, with one exchange per device and dtype."""
-        alike: dict[Any, list[Any]] = {}
-        for name, tensor in tensors.items():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(name)
         found: dict[Any, Tensor] = {}
-        for names in alike.values():
+        for names in alike((name, (tensor.device, tensor.dtype)) for name, tensor in tensors.items()).values():
             parts = [tensors[name] for name in names]
             joint, _ = self.mean(torch.cat([part.detach().reshape(-1) for part in parts]), samples)
             split = torch.split(joint, [part.numel() for part in parts])

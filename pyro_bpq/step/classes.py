@@ -209,8 +209,6 @@ class QGroup(Constants):
         def some(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(values[i] for i in chosen)
 
-        contexts = tuple(
-            replace(plan, window=plan.window[list(chosen)], rest=plan.rest and some(plan.rest))
-            for plan in self.contexts
-        )
+        rows = [*chosen]
+        contexts = tuple(replace(p, window=p.window[rows], rest=p.rest and some(p.rest)) for p in self.contexts)
         return replace(self, nodes=some(self.nodes), sites=some(self.sites), contexts=contexts)

@@ -24,6 +24,7 @@ from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.estimators.score_function import TrimmedBaseline
 from pyro_bpq.record.traced_run import PlainRun, TracedRun
 from pyro_bpq.rollout.sums import total
+from pyro_bpq.short import alike
 from pyro_bpq.step.learning import Learning, Notes
 from pyro_bpq.step.surrogate import Step, estimate, may_learn
 
@@ -146,14 +147,11 @@ def order_step(
 def _groups(runs: Sequence[RunInOrder]) -> Iterator[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:
     """Sites that are served together, since equally many particles have them: scores and losses, ``(sites, M)``."""
     # Where the scores of a site are among those of all particles.
-    found: dict[tuple[str, Estimator], list[int]] = {}
-    for at, pair in enumerate(pair for run in runs for pair in run.estimators.items()):
-        found.setdefault(pair, []).append(at)
-    alike: dict[tuple[Estimator, int], dict[str, list[int]]] = {}
-    for (name, estimator), places in found.items():
-        alike.setdefault((estimator, len(places)), {})[name] = places
+    found = alike(enumerate(pair for run in runs for pair in run.estimators.items()))
+    together = alike(((name, places), (own, len(places))) for (name, own), places in found.items())
     scores = torch.cat([run.scores for run in runs])
     losses = torch.cat([run.loss.expand(len(run.scores)) for run in runs])
-    for (estimator, _), members in alike.items():
-        rows = torch.tensor(list(members.values()))
-        yield estimator, tuple(members), scores[rows], losses[rows]
+    for (estimator, _), members in together.items():
+        names, places = zip(*members, strict=True)
+        rows = torch.tensor(places)
+        yield estimator, names, scores[rows], losses[rows]

@@ -117,7 +117,7 @@ class Signals:
         """The immediate costs of some kinds at every value, ``(G, M, plates, D, K)``."""
         if (c, kinds) not in self.shared:
             cls, batch = self.layout.classes[c], self.batches[c]
-            parts = [batch.own_q()] if Known.LOG_Q in kinds else []
+            parts = [batch.weighted(batch.log_probs.detach())] if Known.LOG_Q in kinds else []
             parts += [batch.own_p()] if Known.LOG_P in kinds else []
             if Known.MODEL in kinds:
                 parts.append(torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names]))

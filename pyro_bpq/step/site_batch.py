@@ -204,10 +204,6 @@ class SiteBatch:
         """Scale of the sites, broadcastable to ``(G, M, plates)``."""
         return self._scales("scale")
 
-    def own_q(self) -> Tensor:
-        """The cost ``log q`` at every value: :attr:`log_probs` times scale and mask, detached."""
-        return self.weighted(self.log_probs.detach())
-
     def own_p(self) -> Tensor:
         """The cost ``-log p`` of the model at every value of the site, ``(G, M, plates, D, K)``, detached."""
         split = self.components

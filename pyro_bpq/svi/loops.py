@@ -25,6 +25,7 @@ from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import warn_of_overrides
 from pyro_bpq.objectives.objective import Objective
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.svi.controlled import captured, descend, shown
 
 # Seconds between two losses that the progress bar shows.
@@ -124,7 +125,7 @@ class CompiledSVI(SVI):
     def _step(self, args: Any, kwargs: Any) -> Tensor | float:
         if self._updates.optim is not self.optim:
             self._updates = Updates(self.optim)
-        loss = self.objective.compiled_update(self._updates, self.model, self.guide, *args, **kwargs)
+        loss = self.objective.compiled_update(Program(self.model, self.guide, args, kwargs), self._updates)
         if loss is not None:
             return loss
         # Where the optimiser stays outside, the loss alone may be compiled.

@@ -199,7 +199,10 @@ class ChoiceMessenger(Messenger):
         return subsets[found.to(fn.device)]
 
     def _value(self, name: str, fn: Any) -> Tensor | None:
-        core = _unwrap(fn)
+        core = fn
+        # Elements are independent, and masked elements are drawn too.
+        while isinstance(core, (torch.distributions.Independent, dist.MaskedDistribution)):
+            core = core.base_dist
         if isinstance(core, dist.Delta):
             return None  # one outcome
         # The shape of a distribution that was built under provenance tracking is a bare tuple.
@@ -213,18 +216,14 @@ class ChoiceMessenger(Messenger):
         if self.keep_score:
             self.score.append(core.log_prob(value).sum())
             return value
-        return _in_place_of_draw(core, value)
+        # Computed from a real draw, so that TraceGraph_ELBO sees the parents of the site.
+        with torch.random.fork_rng(devices=[]):
+            drawn = core.sample()
+        return torch.where(torch.ones((), dtype=torch.bool, device=value.device), value, drawn)
 
     def _indices(self, name: str, num_values: int, shape: torch.Size, log_probs: Callable[[], Tensor]) -> Tensor:
         """The index of every element, in the given shape."""
         return torch.tensor(self.choose(name, num_values, shape.numel(), log_probs), dtype=torch.long).reshape(shape)
-
-
-def _unwrap(fn: Any) -> Any:
-    """Strips masks and event dimensions: elements are independent, and masked elements are drawn too."""
-    while isinstance(fn, (torch.distributions.Independent, dist.MaskedDistribution)):
-        fn = fn.base_dist
-    return fn
 
 
 def _support(name: str, core: Any) -> Tensor:
@@ -246,19 +245,11 @@ def _support(name: str, core: Any) -> Tensor:
 def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
     if isinstance(core, dist.Binomial):
-        table = core.log_prob(torch.minimum(support, core.total_count)).masked_fill(
-            support > core.total_count, -math.inf
-        )
+        is_beyond = support > core.total_count
+        table = core.log_prob(torch.minimum(support, core.total_count)).masked_fill(is_beyond, -math.inf)
     else:
         table = core.log_prob(support)
     return table.expand((len(support), *core.batch_shape)).reshape(len(support), -1)
-
-
-def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
-    """Computes ``value`` from a real draw, so that ``TraceGraph_ELBO`` sees the parents of the site."""
-    with torch.random.fork_rng(devices=[]):
-        drawn = core.sample()
-    return torch.where(torch.ones((), dtype=torch.bool, device=value.device), value, drawn)
 
 
 class ChoiceNoise:

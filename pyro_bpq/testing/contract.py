@@ -207,9 +207,8 @@ class Problem:
 def gradient_of(estimator: Estimator, context: SiteContext, leaf: Tensor) -> tuple[SiteTerm, Tensor]:
     """The term of an estimator, and its gradient to the logits."""
     term = estimator(context)
-    assert term.surrogate.requires_grad, (
-        f"{estimator!r}: its surrogate has no gradient: leave out .detach() on the score."
-    )
+    says = f"{estimator!r}: its surrogate has no gradient: leave out .detach() on the score."
+    assert term.surrogate.requires_grad, says
     return term, torch.autograd.grad(term.surrogate.sum(), leaf)[0]
 
 
