@@ -279,7 +279,10 @@ class Recording:
     def is_like(self, other: Recording) -> bool:
         """Whether another step would be recorded as the same graph."""
         is_same = self.digest == other.digest and self.reads == other.reads
-        return is_same and [*map(id, self.constants)] == [*map(id, other.constants)]
+        # What a recording of the programs holds is made anew with the next one.
+        kinds, others = (list(map(kind_of, each.constants)) for each in (self, other))
+        pairs = zip(self.constants, other.constants, strict=False)
+        return is_same and kinds == others and all(own is given or torch.equal(own, given) for own, given in pairs)
 
     @property
     def shown(self) -> tuple[Value, ...]:

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from pyro.infer import ELBO
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -184,7 +185,7 @@ class Call:
         """Notes an item and what it reaches; an object that cannot be looked into stands for itself."""
         kind = type(item)
         try:
-            if kind in _PLAINEST or isinstance(item, Enum):
+            if kind in _PLAINEST or isinstance(item, (Enum, numpy.number)):
                 # True == 1 == 1.0, but not for a program.
                 self.note(path, (kind, item))
             elif id(item) in self._seen:
@@ -209,6 +210,8 @@ class Call:
         elif isinstance(item, (dict, MappingProxyType)):
             keys = tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)
             self._parts(path, (dict, keys), "{}[{!r}]", item.items())
+        elif isinstance(item, ELBO):  # it changes in every step
+            self._opaque(path, item)
         elif isinstance(item, FunctionType):
             self._function(path, item)
         elif isinstance(item, nn.Module):
@@ -342,7 +345,9 @@ class Keys:
 
 
 def _is_number(entry: Any) -> bool:
-    return isinstance(entry, tuple) and len(entry) == 2 and entry[0] in (int, float, complex)
+    if not (isinstance(entry, tuple) and len(entry) == 2):
+        return False
+    return entry[0] in (int, float, complex) or (isinstance(entry[0], type) and issubclass(entry[0], numpy.number))
 
 
 def _goes_on(old: Any, new: Any) -> bool:

@@ -37,6 +37,7 @@ _LONGEST = 64
 _CAPACITY = 256
 # What a run may have that recorded ones do not.
 _OTHER_COSTS, _OTHER_NUMBERS = "other costs, as of a number that is no tensor,", "another number"
+_COUNTS = f"it has {_OTHER_COSTS} from step to step"
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +268,9 @@ class Recordings:
         if self._keys.left_out() != self.now.numbers:
             self.now.counts = is_like and new.has_constants_of(before)
             if not self.now.counts:
-                self.now.always = self.now.always or f"it has {_OTHER_COSTS} from step to step"
+                self.now.always = self.now.always or _COUNTS
+        elif is_like and self.now.always == _COUNTS:  # it has come to its end, as annealing does
+            self.now.always = ""
         if not is_like:
             return False
         new.take_over(before)

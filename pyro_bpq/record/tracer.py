@@ -236,7 +236,9 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         if is_untraced(site):
             continue
         is_user, fn = cost_options(site) is not None, site["fn"]
-        elements, ndim = (site["log_prob"], 0) if is_user or not follows else elements_of(site)
+        # A number that scales a cost is no part of what the run does: it may change from run to run.
+        plain = site if isinstance(site["scale"], Tensor) else {**site, "scale": 1.0}
+        elements, ndim = (site["log_prob"], 0) if is_user or not follows else elements_of(plain)
         scored[cost] = Scored(tape.value_of(elements), ndim, _plates(site))
         if isinstance(base_distribution(fn), OneHotCategorical):
             if cost in costs and not (site["is_observed"] or is_enumerated(site)):
