@@ -240,15 +240,17 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         plain = site if isinstance(site["scale"], Tensor) else {**site, "scale": 1.0}
         elements, ndim = (site["log_prob"], 0) if is_user or not follows else elements_of(plain)
         scored[cost] = Scored(tape.value_of(elements), ndim, _plates(site))
+        is_weighted = is_user or traced.enumerated or tape.mask_of([site["scale"], site["mask"]])
+        own = None if is_weighted else site["unscaled_log_prob"]
         if isinstance(base_distribution(fn), OneHotCategorical):
+            own = None
             if cost in costs and not (site["is_observed"] or is_enumerated(site)):
                 # A linear function of the value, which has a slope.
-                own = scale_and_mask(relaxed_log_prob(fn, site["value"]), site["scale"], full_mask(site))
-                costs[cost] = tape.value_of(own if is_guide else -own)
-        elif not (is_user or traced.enumerated or tape.mask_of([site["scale"], site["mask"]])):
-            own = site["unscaled_log_prob"]
+                own = relaxed_log_prob(fn, site["value"])
+                own = scale_and_mask(own, site["scale"], full_mask(site)) if is_weighted else own
+        if own is not None:
             costs[cost] = tape.value_of(own if is_guide else -own)
-            unweighted.add(cost)
+            unweighted.update(() if is_weighted else (cost,))
     for name, value in watch.drawn.items():
         site = guide_sites.get(name)
         if site is None:

@@ -146,12 +146,54 @@ def test_new_data_of_one_shape_take_one_recording_and_another_shape_a_second() -
     assert len(entries(elbo)) == 2
 
 
-def test_a_float_argument_that_changes_becomes_an_input() -> None:
+def weighed(weight: Any) -> Any:
+    half = weight
+    half *= 0.5
+    return weight
+
+
+# What programs do with a float, and not with a tensor.
+OF_FLOATS: dict[str, Callable[[Any], Any]] = {
+    "a tensor is written": weighed,
+    "its type is asked": lambda weight: weight if isinstance(weight, float) else 1.0,
+    "it has methods": lambda weight: weight if weight.is_integer() else 2.0 * weight,
+}
+
+
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_programs_that_need_floats_get_floats(name: str) -> None:
+    def model(weight: Any) -> None:
+        slope_model(ROWS, OF_FLOATS[name](weight))
+
+    def guide(weight: Any) -> None:
+        slope_guide(ROWS, weight)
+
+    with pytest.warns(BPQWarning, match="if a float among its arguments is a tensor"):
+        elbo = compared(lambda elbo: [elbo.loss_and_grads(model, guide, 0.1 * (n + 1)) for n in range(12)])
+    assert not entries(elbo)
+
+
+@pytest.mark.parametrize("kind", [float, numpy.float32])
+def test_a_float_argument_that_changes_becomes_an_input(kind: Any) -> None:
     def take(elbo: TraceBackpropQ_ELBO) -> list[float]:
-        return [elbo.loss_and_grads(slope_model, slope_guide, ROWS, 0.1 * (n + 1)) for n in range(25)]
+        return [elbo.loss_and_grads(slope_model, slope_guide, ROWS, kind(0.125 * (n + 1))) for n in range(25)]
 
     (found,) = entries(compared(take))
     assert found.steps > 10
+
+
+EXPANDED = dist.Normal(0.0, 1.0, validate_args=True).expand([3]).to_event(1)
+
+
+def test_laws_that_were_made_under_validation_are_recorded() -> None:
+    def model() -> None:
+        w = pyro.sample("w", EXPANDED)
+        pyro.sample("x", dist.Normal(w.sum(-1), 1.0), obs=torch.tensor(0.3))
+
+    def guide() -> None:
+        pyro.sample("w", dist.Normal(pyro.param("m", torch.zeros(3)), 1.0).to_event(1))
+
+    assert entries(both(TraceBackpropQ_ELBO, pyro.clear_param_store, model, guide))
 
 
 class Net(nn.Module):

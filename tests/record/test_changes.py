@@ -261,6 +261,7 @@ class Layer(torch.nn.Softplus):
 @pytest.mark.parametrize("compile", [False, "eager"])
 def test_what_a_trainer_logs_is_no_reason_to_record(compile: Any) -> None:
     trainer, elbo = Trainer(lambda own: 0.0), TraceBackpropQ_ELBO(num_particles=1, compile=compile)
+    trainer.elbo = elbo
     repeat(40, trainer.fit, elbo)
     assert elbo.runner.recordings.num_recorded < 20
     assert not compile or elbo.compiled.entries[0].steps > 20
@@ -285,6 +286,26 @@ def test_what_a_trainer_logs_may_be_read(compile: Any, name: str) -> None:
         trainer.layer.beta = 1 + trainer.n
         expected = READS[name](trainer)
         assert trainer.fit(elbo) == pytest.approx(-float(expected))
+
+
+@pytest.mark.parametrize(("law", "ndim"), [(dist.Bernoulli, 1), (dist.OneHotCategorical, 0)])
+def test_a_weight_that_is_annealed_is_no_reason_to_record(law: Any, ndim: int) -> None:
+    weight, elbo = 0.1, TraceBackpropQ_ELBO(num_particles=1)
+
+    def guide() -> None:
+        with pyro.plate("rows", 3), pyro.poutine.scale(scale=weight):
+            pyro.sample("z", law(logits=pyro.param("p", torch.zeros(3, 2))).to_event(ndim))
+
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            with pyro.poutine.scale(scale=weight):
+                z = pyro.sample("z", law(logits=torch.ones(3, 2)).to_event(ndim))
+            pyro.sample("x", dist.Normal(z.sum(-1) * z[..., 0], 1.0), obs=torch.zeros(3))
+
+    for step in range(80):
+        weight = min(1.0, 0.1 + step / 40)
+        elbo.loss_and_grads(model, guide)
+    assert elbo.runner.recordings.num_recorded < 20
 
 
 @pytest.mark.parametrize(("law", "steps"), [(dist.Bernoulli, 70), (dist.Normal, 4)], ids=["summed", "jumping"])
