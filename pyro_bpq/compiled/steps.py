@@ -88,7 +88,7 @@ class CompiledSteps:
         if any(issubclass(type(leaf), Tensor) and leaf.grad_fn for leaf in tree_leaves((program.args, program.kwargs))):
             self._tell("an argument carries a gradient: compute it within the programs, or detach it")
             return None
-        given, program = program, self._arguments.with_tensors(program)
+        program = self._arguments.with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots, objective.runner.recordings.logs)
@@ -106,13 +106,10 @@ class CompiledSteps:
             if numbers != entry.numbers:
                 read.append(numbers)
                 continue
-            if entry.is_due and not (
-                self._may_have_tensors(subject, given, program)
-                and self._is_still(subject, program, entry, call, number)
-            ):
+            if entry.is_due and not self._is_still(subject, program, entry, call, number):
                 return None
             return entry.take(subject, tensors, number)
-        made = self._recorded(subject, given, program, call, number, updates, read)
+        made = self._recorded(subject, program, call, number, updates, read)
         self._last = None if self.entries else call
         tensors = None if made is None else made.tensors(call)
         return made.take(subject, tensors, number) if made is not None and tensors is not None else None
@@ -123,23 +120,17 @@ class CompiledSteps:
         changed = last.difference(call) if last else ""
         return f", the last time because {changed}" if changed else ""
 
-    def _may_have_tensors(self, subject: Subject, given: Program, program: Program) -> bool:
-        """Whether a program does the same with tensors in place of the floats that it is given."""
-        if program is not given and not subject.agree(given, program):
+    def _may_have_tensors(self, subject: Subject, program: Program) -> bool:
+        """Whether a program does the same with tensors in place of the floats that it was given."""
+        given = self._arguments.given
+        if given is not None and not subject.agree(given, program):
             self._tell("it does something else if a float among its arguments is a tensor: hand over a tensor")
             self._arguments.keeps_floats = True
             self.entries.clear()
-        return program is given or not self._arguments.keeps_floats
+        return given is None or not self._arguments.keeps_floats
 
     def _recorded(
-        self,
-        subject: Subject,
-        given: Program,
-        program: Program,
-        call: Call,
-        number: int,
-        updates: Updates | None,
-        read: Sequence[Any],
+        self, subject: Subject, program: Any, call: Call, number: int, updates: Updates | None, read: Sequence[Any]
     ) -> Recording | None:
         """A new recording, if it is time for one. Python may ``read`` other numbers than in earlier ones."""
         kind = hash((tuple(call.spec), id(updates), *read))
@@ -160,7 +151,7 @@ class CompiledSteps:
             return None
         start = time.perf_counter()
         try:
-            if not (self._may_have_tensors(subject, given, program) and subject.meet(program)):
+            if not (self._may_have_tensors(subject, program) and subject.meet(program)):
                 return None
             recording = record(subject, program, call, number, updates)
         except NotYet:
@@ -183,6 +174,8 @@ class CompiledSteps:
 
     def _is_still(self, subject: Subject, program: Any, entry: Recording, call: Call, number: int) -> bool:
         """Whether the programs still do what was recorded; if not, the recording is dropped."""
+        if not self._may_have_tensors(subject, program):
+            return False
         text = ""
         try:
             subject.meet(program)
@@ -221,6 +214,7 @@ class Arguments:
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
         self.keeps_floats = False  # whether they stay floats
+        self.given: Program | None = None  # the last call, if it has tensors in their place now
 
     def new_arrays(self, call: Call) -> list[int]:
         """The arrays of numpy that were not there in the last call: a recording holds for the very same ones."""
@@ -234,13 +228,12 @@ class Arguments:
         """The program with tensors in place of float arguments that change from step to step."""
         leaves, tree = tree_flatten((program.args, program.kwargs))
         floats = {i: leaf for i, leaf in enumerate(leaves) if issubclass(type(leaf), (float, numpy.floating))}
+        self.given = None
         if self.keeps_floats or not floats:
             return program
         self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
         self._floats = floats
-        if not (varying := self._varying & floats.keys()):
-            return program
-        for i in varying:
-            leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
+        for i in self._varying & floats.keys():
+            self.given, leaves[i] = program, torch.tensor(floats[i], dtype=torch.get_default_dtype())
         args, kwargs = tree_unflatten(leaves, tree)
         return program._replace(args=args, kwargs=kwargs)

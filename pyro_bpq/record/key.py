@@ -168,11 +168,10 @@ class Call:
         """Visits the attributes of objects of the user's own, but for logs."""
         found = dict[tuple[type, str], list[Hashable]]()
         for path, owner, name, value in self._own:  # grows meanwhile
-            place = owner, name
-            if self._looks_up or place not in logs.left_out:
-                self._place, self._first, first = place, len(self._kept), len(self.spec)
+            if self._looks_up or (owner, name) not in logs.left_out:
+                self._place, self._first, first = (owner, name), len(self._kept), len(self.spec)
                 self.visit(path, value)
-                found.setdefault(place, []).extend(self.spec[first:])
+                found.setdefault((owner, name), []).extend(self.spec[first:])
         self._own = []
         logs.note(found)
 
@@ -345,9 +344,8 @@ class Keys:
 
 
 def _is_number(entry: Any) -> bool:
-    if not (isinstance(entry, tuple) and len(entry) == 2):
-        return False
-    return entry[0] in (int, float, complex) or (isinstance(entry[0], type) and issubclass(entry[0], numpy.number))
+    is_told = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], type)
+    return is_told and (entry[0] in (int, float, complex) or issubclass(entry[0], numpy.number))
 
 
 def _goes_on(old: Any, new: Any) -> bool:
