@@ -115,7 +115,7 @@ class ParticleCount:
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The runs of a step, and the signals of their sites."""
         runner.meet(program, mode)
-        return _Step(self, runner, program, mode).taken()
+        return _Step(self, runner, program, mode, self.now.sums).taken()
 
 
 class CountedELBO(ELBO):
@@ -186,13 +186,14 @@ class _Step:
     runner: Runner
     program: Program
     mode: Mode
+    was_summed: bool  # whether the last step was
 
     def taken(self) -> Observation:
         """The runs of the step, and the signals of their sites."""
         count, way = self.count, self.count.way(self.runner)
         if not count.is_open:
             return self._settled(way) if way else self._given()
-        if way is None and not self.mode.settles:
+        if way is None and not (self.mode.settles or self._sums()):
             return self._run(count.one)
         found, refused = self._summed()
         if found is None:
@@ -368,8 +369,8 @@ class _Step:
     def _plan_sums(self, found: Observation) -> None:
         """Sums from a step on that is fixed beforehand, where the loss can be summed over all values."""
         mode, now, way = self.mode, self.runner.recordings.now, self.count.now
-        is_asked = mode.learning and not (mode.is_recorded or mode.shows or mode.by_value or found.ordered)
-        if not is_asked or now.sums is not None:
+        is_asked = mode.learning or self.was_summed  # sums serve other sizes of data, too, where nothing is learned
+        if not is_asked or mode.is_recorded or mode.shows or mode.by_value or found.ordered or now.sums is not None:
             return
         run = self.runner.recordings.shown(found.runs[0], way.in_call)
         rows = num_rows_for(found.plan, run, way.in_call) if mode.may_order else 0

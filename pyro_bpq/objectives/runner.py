@@ -281,7 +281,7 @@ class StepRunner(Runner):
             filled = together._replace(model=put(together.model), guide=put(together.guide))
             return self.trace(filled, particles, step=mode.num_steps, track=record, warns=False)
 
-        record = not mode.is_recorded and recordings.wants(particles)
+        record = not mode.is_recorded and recordings.wants(particles, mode.learning)
         traced = run(record)
         if not (record or mode.is_recorded or recordings.knows(traced, rows)):
             draws.again()

@@ -330,3 +330,20 @@ def test_what_a_program_counts_is_counted_once_in_each_step(law: Any, steps: int
         elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=steps)
     assert elbo.plan.sums is (law is dist.Bernoulli)
     assert count == norm.num_batches_tracked == steps
+
+
+def test_where_steps_are_summed_a_loss_of_more_rows_is_too() -> None:
+    def guide(rows: Any) -> None:
+        with pyro.plate("rows", len(rows)):
+            pyro.sample("z", dist.Categorical(logits=pyro.param("q", torch.zeros(3)) * rows[:, None]))
+
+    def model(rows: Any) -> None:
+        with pyro.plate("rows", len(rows)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("x", dist.Normal(z + 0.0, 1.0), obs=rows)
+
+    rows = torch.arange(5.0)
+    elbo = trained(TraceBackpropQ_ELBO(), model, guide, rows[:3], steps=70)
+    assert elbo.plan.sums
+    losses = [elbo.loss(model, guide, rows), elbo.loss(model, guide, rows), elbo.eval().loss(model, guide, rows)]
+    assert len({round(loss, 9) for loss in losses}) == 1
