@@ -140,7 +140,7 @@ def why_one(traced: TracedRun, estimator: Estimator | None, is_noisy: bool) -> s
     """Why one particle runs, where values do not steer the program."""
     chosen = [name for name, options in traced.options.items() if not options.leaves_estimator]
     if traced.is_dear:
-        return "leaving torch may be dear; if not, write num_particles=32, vectorize_particles=True, max_plate_nesting=..."
+        return "leaving torch may be dear; if not: num_particles=32, vectorize_particles=True, max_plate_nesting=..."
     if estimator is not None:
         return f"you wrote estimator={short(estimator)}"
     if chosen:
