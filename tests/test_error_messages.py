@@ -210,7 +210,11 @@ PROGRAMS: Mistakes = {
         guide,
         "values of 'z' are floating-point numbers: write table[z.long()]",
     ),
-    "plate made twice": (twice_in_rows, twice_in_rows, 'd = pyro.plate("d", ...)'),
+    "plate made twice": (
+        twice_in_rows,
+        twice_in_rows,
+        'd = pyro.plate("d", ...) | guide.plates["d"], and write "with d:"',
+    ),
 }
 ERRORS = {PlateError: PLATES, UnsupportedSiteError: SITES, UnsupportedProgramError: PROGRAMS, BPQError: NAMES}
 

@@ -144,7 +144,8 @@ def _name_line(text: str, name: str, sites: Iterable[Any], watch: Watch) -> str:
     if any(site["name"] == name and cost_options(site) is not None for site in sites):
         return f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
     if name in watch.subsamples:
-        return f'Make a plate once, {name} = pyro.plate("{name}", ...), and write "with {name}:" wherever it is used.'
+        own = f'{name} = pyro.plate("{name}", ...), or take that of an autoguide, guide.plates["{name}"],'
+        return f'Make a plate once, {own} and write "with {name}:" wherever it is used.'
     line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
     return line if text.startswith("Multiple") else ""
 
