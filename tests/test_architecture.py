@@ -191,7 +191,7 @@ BUDGETS = {
     "step/": 1266,
     "svi/": 277,
     "testing/": 852,
-    "tests": 18494,
+    "tests": 18498,
     "benchmarks": 2999,
     "words of docs": 15986,
 }

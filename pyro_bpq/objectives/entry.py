@@ -116,6 +116,4 @@ def kept_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 def together(sites: Iterable[tuple[str, str]]) -> str:
     """Names with the same text, together."""
-    return (
-        "; ".join(f"{listed(names)}: {text}" for text, names in alike(sites).items()) or "none, as no site has a score"
-    )
+    return "; ".join(f"{listed(names)}: {text}" for text, names in alike(sites).items()) or "none: no site is scored"
