@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, frames, handlers, is_library, is_library_check, text_of
+from pyro_bpq.record.calls import Args, Calls, Kwargs, catcher, frames, handlers, is_library, text_of
 from pyro_bpq.record.function import Check, Function
 from pyro_bpq.record.key import Call
 from pyro_bpq.record.operators import effects_of, has_scalars, one_hot, put, selected, sizing
@@ -128,7 +128,8 @@ class StepTape(Tape):
 
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and where; refuses what is no function of the data of the call."""
-        if check and is_library_check():  # as of a distribution that was made under validation
+        library = next((module for _, module in frames() if module.startswith(("torch.distributions.", "pyro."))), "")
+        if check and library == "torch.distributions.distribution":  # one that was made under validation
             return
         for tensor in tensors_in(items):
             value, where = self.value_of(tensor), _reader()

@@ -300,8 +300,7 @@ class Logs:
         finally:
             sys.settrace(None)
         self._read.update(*(_words_of(code) for code, space in ran.items() if not _is_core(str(space.get("__name__")))))
-        own = () if self._read & _LOOKUPS else often
-        self.left_out = frozenset(place for place in own if place[1] not in self._read)
+        self.left_out = frozenset(place for place in often if self._read.isdisjoint((place[1], *_LOOKUPS)))
 
 
 @lru_cache(maxsize=1024)
