@@ -142,7 +142,7 @@ class CompiledSteps:
             subject.look_again()
         if self._seen[kind] == 1 and len(self._seen) == _MOST_LOOKS:
             why = f"calls differed {_MOST_LOOKS} times{self._why(call)}"
-            self._tell(f"{why}; hand over numbers as arguments, tensors or floats, and data in a few shapes", "many kinds")
+            self._tell(f"{why}; hand over numbers as float or tensor arguments, data in few shapes", "many kinds")
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
