@@ -78,7 +78,7 @@ class StepRunner(Runner):
         """Runs a program once, with further options of its trace."""
         model, guide, args, kwargs = program
         given = self._options(particles, call=self.recordings.call, only_costs=self.only_costs, **options)
-        with self.recordings.logs.watched(given.track):
+        with self.recordings.logs.watched(given.track and not self.recordings.always):
             if not self.enumerates or math.isinf(particles.nesting):  # the run that looked for the nesting has failed
                 traced = trace_run(*program, given)
                 check_gradients(traced)
