@@ -35,7 +35,6 @@ from pyro_bpq.testing.moments import GradientMoments, GradientReader, gradient_m
 _SETTLING = 20
 # What this package, torch and Pyro raise where an estimator does not serve a program.
 _DOES_NOT_RUN = (BPQError, ValueError, RuntimeError, LookupError, TypeError, AssertionError)
-_NO_CRITIC = f"{DEFAULT}, no critic"
 
 
 def compare_estimators(
@@ -105,7 +104,7 @@ def compare_estimators(
         truth = _truth(program, num_particles, num_warmup, limits)
         every = (makers or candidates(num_particles, has_plate)).items()
         for name, make in tqdm(every, "compare_estimators", leave=False, disable=not progress):
-            if name == _NO_CRITIC and DEFAULT in ready and not ready[DEFAULT].critics.blocks:
+            if name.endswith("no critic") and makers is None and DEFAULT in ready and not ready[DEFAULT].critics.blocks:
                 continue  # it is the default
             pyro.set_rng_seed(seed + 1)
             try:
@@ -137,7 +136,7 @@ def candidates(num_particles: int, has_plate: bool) -> dict[str, partial[Any]]:
     return {
         DEFAULT: partial(TraceBackpropQ_ELBO),
         f"{DEFAULT}, one particle": partial(TraceBackpropQ_ELBO, num_particles=1),
-        _NO_CRITIC: partial(TraceBackpropQ_ELBO, critic=None),
+        f"{DEFAULT}, no critic": partial(TraceBackpropQ_ELBO, critic=None),
         "leave-one-out": partial(TraceBackpropQ_ELBO, **several, estimator=ScoreFunction(LeaveOneOut())),
         "sums over values": partial(TraceBackpropQ_ELBO, **several, estimator=AllAction()),
         "Trace_ELBO": partial(Trace_ELBO),

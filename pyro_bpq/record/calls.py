@@ -9,7 +9,6 @@ import abc
 import contextlib
 import dis
 import linecache
-import re
 import sys
 import weakref
 from collections import Counter
@@ -39,8 +38,11 @@ _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
 _CORE = frozenset({"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"})
 # Classes of libraries whose code reads nothing of what classes of the user's add to them.
 _BARE = frozenset((object, nn.Module, PyroModule, abc.ABC, Generic, Protocol))
-# Names in code that reads attributes without naming them.
-_LOOKUPS = frozenset("getattr vars dir __dict__ attrgetter asdict astuple getmembers eval exec MATCH_CLASS".split())
+# Names in code that reads attributes without naming them, or in another thread.
+LOOKUPS = frozenset(
+    "getattr vars dir __dict__ __getattribute__ attrgetter methodcaller asdict astuple getmembers eval exec format "
+    "format_map MATCH_CLASS submit Thread".split()
+)
 # Number of changes after which a number counts the steps, and switches nothing; and an attribute is a log.
 MOST_CHANGES = 4
 
@@ -278,11 +280,11 @@ class Logs:
     def __init__(self) -> None:
         self.left_out: frozenset[tuple[type, str]] = frozenset()
         self._last: Mapping[tuple[type, str], list[Hashable]] = {}
-        self._changes = Counter[tuple[type, str]]()
-        self._read = set[str]()
+        self._changes, self._read = Counter[tuple[type, str]](), set[str]()
 
-    def note(self, found: Mapping[tuple[type, str], list[Hashable]]) -> None:
-        """Notes what attributes look like in a call."""
+    def note(self, found: Mapping[tuple[type, str], list[Hashable]], looks_up: bool) -> None:
+        """Notes what attributes look like in a call, and whether something in it reads any of them by name."""
+        self._read.update(LOOKUPS if looks_up else ())
         self._changes.update(place for place, spec in found.items() if self._last.get(place, spec) != spec)
         self._last = found
 
@@ -291,6 +293,7 @@ class Logs:
         """Notes the names in code that runs in a recorded run, once attributes have changed in several calls."""
         often = [place for place, number in self._changes.items() if number > MOST_CHANGES]
         if not (is_recorded and often) or sys.gettrace() is not None:
+            self.left_out = frozenset() if is_recorded else self.left_out  # a debugger watches
             yield
             return
         ran = dict[CodeType, Mapping[str, Any]]()
@@ -300,17 +303,15 @@ class Logs:
         finally:
             sys.settrace(None)
         self._read.update(*(_words_of(code) for code, space in ran.items() if not _is_core(str(space.get("__name__")))))
-        self.left_out = frozenset(place for place in often if self._read.isdisjoint((place[1], *_LOOKUPS)))
+        self.left_out = frozenset(place for place in often if self._read.isdisjoint((place[1], *LOOKUPS)))
 
 
 @lru_cache(maxsize=1024)
 def _words_of(code: CodeType) -> frozenset[str]:
-    """The names in a function, and texts that may be names."""
-    texts = (each for part in code.co_consts for each in (part if isinstance(part, tuple) else (part,)))
-    formats = ((text, re.findall(r"\w+", text) if "{" in text else ()) for text in texts if isinstance(text, str))
-    words = (word for text, parts in formats for word in (text, *parts))
+    """The names in a function, in the functions that it makes, and those of its operators."""
     operators = (dis.opname[each] for each in code.co_code[::2])
-    return frozenset((*code.co_names, *words, *operators))
+    inner = (word for part in code.co_consts if isinstance(part, CodeType) for word in _words_of(part))
+    return frozenset((*code.co_names, *operators, *inner))
 
 
 @lru_cache(maxsize=1024)

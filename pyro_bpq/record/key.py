@@ -42,7 +42,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_bpq.record.calls import MOST_CHANGES, Logs, is_library, is_of_library, is_own
+from pyro_bpq.record.calls import LOOKUPS, MOST_CHANGES, Logs, is_library, is_of_library, is_own
 
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
 # Most of what is reached is of these very types, which is sooner told.
@@ -168,12 +168,12 @@ class Call:
         """Visits the attributes of objects of the user's own, but for logs."""
         found = dict[tuple[type, str], list[Hashable]]()
         for path, owner, name, value in self._own:  # grows meanwhile
-            if self._looks_up or (owner, name) not in logs.left_out:
+            if (owner, name) not in logs.left_out:
                 self._place, self._first, first = (owner, name), len(self._kept), len(self.spec)
                 self.visit(path, value)
                 found.setdefault((owner, name), []).extend(self.spec[first:])
         self._own = []
-        logs.note(found)
+        logs.note(found, self._looks_up)
 
     def note(self, path: Path, value: Hashable) -> None:
         """Notes a value that has to stay."""
@@ -243,7 +243,8 @@ class Call:
     def _opaque(self, path: Path, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
         self.note(path, (type(item), id(item)))
-        self._looks_up |= item is getattr or type(item) in (attrgetter, methodcaller)
+        is_named = type(item) in (BuiltinFunctionType, type) and item.__name__ in LOOKUPS
+        self._looks_up |= is_named or type(item) in (attrgetter, methodcaller)
         if issubclass(type(item), numpy.ndarray):  # a proxy may raise if it is asked for its class
             self.arrays.append((path, item))
 

@@ -71,9 +71,7 @@ def of_run(error: Exception, watch: Watch) -> BPQError | None:
     # The program goes on with a value of a form that it does not expect, and fails somewhere else.
     drawn = [pair for pair in pairs(model, guide) if not any(site["is_observed"] for site in pair)]
     unlike = [unlike_line(*pair) for pair in drawn if _form(pair[0]["fn"]) != _form(pair[1]["fn"])]
-    rows = row_line(text, watch)
-    lines = unlike or size_lines(text, model, guide) or ([rows, particle_line(sites)] if rows else [])
-    if found := told(PlateError, error, *lines):
+    if found := told(PlateError, error, *(unlike or size_lines(text, model, guide) or row_lines(text, watch, sites))):
         return found
     if enumerated and re.search(r"up to \d+ dims|too many \(>", text):
         line = f"The enumerated sites {enumerated} have a dimension of their own each: loop with pyro.markov(...)."
@@ -144,8 +142,7 @@ def _name_line(text: str, name: str, sites: Iterable[Any], watch: Watch) -> str:
     if any(site["name"] == name and cost_options(site) is not None for site in sites):
         return f'The cost {name!r} has the name of another statement: write pyro_bpq.cost("{name}_cost", ...).'
     if name in watch.subsamples:
-        own = f'{name} = pyro.plate("{name}", ...), or take that of an autoguide, guide.plates["{name}"],'
-        return f'Make a plate once, {own} and write "with {name}:" wherever it is used.'
+        return f'Make it once, {name} = pyro.plate("{name}", ...) or guide.plates["{name}"], and write "with {name}:".'
     line = f'Give each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
     return line if text.startswith("Multiple") else ""
 
@@ -256,24 +253,24 @@ def size_line(model: Any, guide: Any) -> str:
     return ""
 
 
-def row_line(text: str, watch: Watch) -> str:
+def row_lines(text: str, watch: Watch, sites: Iterable[Any]) -> Iterator[str]:
     """Says that plates are nested too deeply, or that a site has other rows than one of the declared plates."""
     among, declared = _OTHER_SIZE.search(text), len(watch.subsamples.keys() - {PARTICLES})
     if among is not None and among[1] != PARTICLES:
         plate, site, at, rows, size = among.groups()
-        return (
+        yield (
             f"In the {watch.where} the plate {plate!r} has {rows} rows in dimension {at}, and site {site!r} has {size} "
             f"there. If these {size} belong to each row, write .to_event(1) behind a distribution, or .sum({at}) "
             "behind a cost or factor. If they are rows, make plate and parameters anew, with the same number."
         )
+        yield particle_line(sites)
+        return
     deep = _TOO_DEEP.search(text)
-    least = deep[1] if deep else among[3].strip("-") if among and declared >= -int(among[3]) else ""
-    if least:
-        return (
+    if least := deep[1] if deep else among[3].strip("-") if among and declared >= -int(among[3]) else "":
+        yield (
             f"Plates are nested more deeply than max_plate_nesting says. Write max_plate_nesting={least}, or leave it "
             "out: then it is found in the first step. Particles need no dimension of their own there."
         )
-    return ""
 
 
 def site_lines(error: Exception, model: Sites, guide: Sites) -> Iterator[str]:
