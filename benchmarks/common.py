@@ -689,6 +689,6 @@ def report(path: Path, title: str, doc: str | None, races: Sequence[Race], *more
     )
     parts = [part for race in races for part in (f"## {race.task.name}", headlines(race), summary(race)) if part]
     parts += [[*more]] if more else []
-    plot(races, path.with_suffix(".png"))
     rows = [row for race in races for row in curves(race)]
     publish(path, title, doc, rows, how, *parts, f"![Held-out bound over CPU time]({path.name}.png)")
+    plot(races, path.with_suffix(".png"))  # last: hours are lost where it fails
