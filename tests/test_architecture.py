@@ -175,17 +175,17 @@ def test_folder_says_what_it_may_import_and_what_to_read_first(folder):
 
 # Code lines by folder, as ``code_lines.py`` counts; number of modules; words of docs. Numbers only ever fall.
 BUDGETS = {
-    "pyro_bpq": 15404,
+    "pyro_bpq": 15397,
     "modules": 110,
     "top": 251,
     "compiled/": 1303,
-    "critics/": 775,
+    "critics/": 772,
     "diagnostics/": 563,
     "estimators/": 1418,
     "graph/": 684,
     "objectives/": 1719,
     "plan/": 971,
-    "record/": 3797,
+    "record/": 3793,
     "reruns/": 1033,
     "rollout/": 495,
     "step/": 1266,

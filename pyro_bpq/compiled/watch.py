@@ -128,8 +128,8 @@ class StepTape(Tape):
 
     def read(self, items: Any, found: Any = None, check: bool = False) -> None:
         """Notes that Python has read tensors, and where; refuses what is no function of the data of the call."""
-        library = next((module for _, module in frames() if module.startswith(("torch.distributions.", "pyro."))), "")
-        if check and library == "torch.distributions.distribution":  # one that was made under validation
+        libraries = (module for _, module in frames() if module.startswith(("torch.distributions.", "pyro.")))
+        if check and next(libraries, "") == "torch.distributions.distribution":  # one that was made under validation
             return
         for tensor in tensors_in(items):
             value, where = self.value_of(tensor), _reader()

@@ -130,13 +130,10 @@ class Selection:
 
 def average_writes(writes: Sequence[Write], blocks: Mapping[str, Block]) -> list[Write]:
     """Merges writes into one write for each buffer; a row gets the mean of the writes to it, each time."""
-    found: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
-    for key, name, rows, value in writes:
-        at = torch.arange(len(value), device=value.device) if rows is None else rows
-        found.setdefault((key, name), []).append((at, value))
     averaged: list[Write] = []
-    for (key, name), parts in found.items():
-        rows, value = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+    for (key, name), parts in alike(((rows, value), (key, name)) for key, name, rows, value in writes).items():
+        whole = [torch.arange(len(own), device=own.device) if rows is None else rows for rows, own in parts]
+        rows, value = torch.cat(whole), torch.cat([own for _, own in parts])
         # No row is read on the host, so that steps may be compiled.
         total = value.new_zeros(len(getattr(blocks[key], name)), *value.shape[1:])
         number = total.index_add(0, rows, torch.ones_like(value)).clamp(min=1.0)

@@ -302,16 +302,16 @@ class Logs:
             yield
         finally:
             sys.settrace(None)
-        self._read.update(*(_words_of(code) for code, space in ran.items() if not _is_core(str(space.get("__name__")))))
+        self._read.update(*(names_of(code) for code, space in ran.items() if not _is_core(str(space.get("__name__")))))
         self.left_out = frozenset(place for place in often if self._read.isdisjoint((place[1], *LOOKUPS)))
 
 
 @lru_cache(maxsize=1024)
-def _words_of(code: CodeType) -> frozenset[str]:
-    """The names in a function, in the functions that it makes, and those of its operators."""
-    operators = (dis.opname[each] for each in code.co_code[::2])
-    inner = (word for part in code.co_consts if isinstance(part, CodeType) for word in _words_of(part))
-    return frozenset((*code.co_names, *operators, *inner))
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The names in a function and in the functions that it makes, and that of the operator which looks names up."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    matches = ("MATCH_CLASS",) * (dis.opmap["MATCH_CLASS"] in code.co_code[::2])
+    return tuple(dict.fromkeys((*code.co_names, *matches, *inner)))
 
 
 @lru_cache(maxsize=1024)

@@ -22,7 +22,6 @@ from operator import attrgetter, methodcaller
 from types import (
     BuiltinFunctionType,
     CellType,
-    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -42,7 +41,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_bpq.record.calls import LOOKUPS, MOST_CHANGES, Logs, is_library, is_of_library, is_own
+from pyro_bpq.record.calls import LOOKUPS, MOST_CHANGES, Logs, is_library, is_of_library, is_own, names_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device, torch.Size, range)
 # Most of what is reached is of these very types, which is sooner told.
@@ -273,8 +272,9 @@ class Call:
         self._of_class(path, type(item))
         kind: Any = type(item)
         self.note(path, (kind, tuple(own)))
+        waits = is_own(kind)
         for name, value in own.items():
-            if is_own(kind) and not str(name).startswith("_pyro_"):
+            if waits and not str(name).startswith("_pyro_"):
                 self._own.append((("{}.{}", path, name), kind, name, value))
             else:
                 self.visit(("{}.{}", path, name), value)
@@ -372,13 +372,6 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     """The attributes of objects that lie in slots of their class."""
     spaces = [vars(part) for part in kind.__mro__ if "__slots__" in vars(part)]
     return tuple(name for space in spaces for name, member in space.items() if isinstance(member, MemberDescriptorType))
-
-
-@functools.lru_cache(maxsize=1024)
-def names_of(code: CodeType) -> tuple[str, ...]:
-    """The global names in a function and in the functions that it makes."""
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _short(value: Any) -> str:

@@ -241,13 +241,12 @@ def _recorded(tape: Tape, watch: Watch, traced: TracedRun, guide_sites: Sites, m
         elements, ndim = (site["log_prob"], 0) if is_user or not follows else elements_of(plain)
         scored[cost] = Scored(tape.value_of(elements), ndim, _plates(site))
         is_weighted = is_user or traced.enumerated or tape.mask_of([site["scale"], site["mask"]])
-        own = None if is_weighted else site["unscaled_log_prob"]
-        if isinstance(base_distribution(fn), OneHotCategorical):
-            own = None
-            if cost in costs and not (site["is_observed"] or is_enumerated(site)):
-                # A linear function of the value, which has a slope.
-                own = relaxed_log_prob(fn, site["value"])
-                own = scale_and_mask(own, site["scale"], full_mask(site)) if is_weighted else own
+        is_one_hot = isinstance(base_distribution(fn), OneHotCategorical)
+        own = None if is_weighted or is_one_hot else site["unscaled_log_prob"]
+        if is_one_hot and cost in costs and not (site["is_observed"] or is_enumerated(site)):
+            # A linear function of the value, which has a slope.
+            own = relaxed_log_prob(fn, site["value"])
+            own = scale_and_mask(own, site["scale"], full_mask(site)) if is_weighted else own
         if own is not None:
             costs[cost] = tape.value_of(own if is_guide else -own)
             unweighted.update(() if is_weighted else (cost,))
